@@ -33,9 +33,7 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
     loss: LossImplementation = Field(
         "auto", description="Loss computation; chunked never stores the logits of all tokens"
     )
-    objective: ObjectiveName = Field(
-        "throughput", description="Select by tokens/s, tokens per GPU hour, or free memory"
-    )
+    objective: ObjectiveName = Field("throughput", description="Select by tokens/s or free memory")
     teacher: str | None = Field(None, description="Frozen teacher model for distillation")
 
     def words(self, *, hardware_is_read: bool = False) -> dict[str, Any]:

@@ -306,7 +306,7 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
         verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
         if memory.lacks is not None and not medium:
             verdict += f" ({memory.lacks})"
-        name = display_name(strategy) + (" (analysis only)" if candidate.analysis_only else "")
+        name = display_name(strategy)
         # A layout that is too large has no speed, but a memory that is too small.
         speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
         table.add_row(

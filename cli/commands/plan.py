@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...ds_configs.plan.plan import PlanDoesNotFitError, job_dict, model_summary, plan_to_dict, rejected_dict
+from ...ds_configs.plan.plan import PlanDoesNotFitError, evaluated_dict, job_dict, model_summary, plan_to_dict
 from ...ds_configs.search.run_estimates import run_estimate
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
@@ -74,7 +74,7 @@ def plan_command(
                 "job": job_dict(error.job),
                 "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "errors": []},
                 "chosen": None,
-                "rejected": [rejected_dict(candidate) for candidate in error.tried],
+                "rejected": [evaluated_dict(candidate) for candidate in error.tried],
                 "would_fit": [asdict(suggestion) for suggestion in error.suggestions],
             }
             if layouts is not None:

@@ -70,7 +70,7 @@ def _plan_schema() -> dict[str, Any]:
         "loss": {"enum": ["eager", "chunked"]},
         "reason": {"type": "string"},
     }
-    teacher, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("teacher", "analysis_only"))
+    teacher = parts["Evaluated"]["properties"]["teacher"]
     chosen = layout | {"teacher": teacher}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
@@ -92,7 +92,7 @@ def _plan_schema() -> dict[str, Any]:
         "job": {"$ref": "#/$defs/TrainingJob"},
         "chosen": _object(chosen),
         "global_batch": _object({"sequences": {"type": "integer"}, "tokens": {"type": "integer"}, "reason": text}),
-        "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
+        "rejected": {"type": "array", "items": _object(layout)},
         "doubts": texts,
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},

@@ -715,9 +715,6 @@ RULES: tuple[Rule, ...] = (
 """Rules with one error each, in the order in which they are checked."""
 
 
-SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
-"""Rules that every layout must satisfy, even one that is planned but never run."""
-
 BATCH_RULES: tuple[Rule | AxisRule, ...] = (
     sizes_are_positive,
     batch_equation,

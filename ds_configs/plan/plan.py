@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +15,13 @@ from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
-from ..search.optimizer_choice import ORDER, search_optimizers
+from ..search.optimizer_choice import search_optimizers
 from ..search.run_estimates import doubts
 from ..search.search import Evaluated, search
 from ..search.suggestions import Suggestion, cheapest_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
-from ..specs.hardware import HardwareSpec, with_gpus
+from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
@@ -193,10 +193,6 @@ def make_plan(
     context = SearchContext(
         model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
     )
-    if job.objective == "cost":
-        fixed = replace(job, optimizer=ORDER[0].optimizer) if job.optimizer == "auto" else job
-        hardware = _cheapest(replace(context, job=fixed))
-        context = replace(context, hardware=hardware)
     outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
     if outcome.chosen is None:
         context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
@@ -235,36 +231,6 @@ def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
     )
 
 
-def _cheapest(context: SearchContext) -> HardwareSpec:
-    """Return the part of a cluster with the most tokens per accelerator and second; within 1 %, the largest part.
-
-    Returns the complete cluster if the job fits on no part.
-    """
-    hardware = context.hardware
-    speeds: list[tuple[float, HardwareSpec]] = []
-    for part in (*_parts(hardware), hardware):
-        try:
-            chosen = search(replace(context, hardware=part), compare=False).chosen
-        except UsageError:
-            continue
-        if chosen is not None:
-            speeds.append((chosen.time.tokens_per_second / part.world_size, part))
-    best = max((speed for speed, _ in speeds), default=0.0)
-    return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)
-
-
-def _parts(hardware: HardwareSpec) -> Iterator[HardwareSpec]:
-    """Yield smaller clusters of the same machines: one accelerator, its doublings, then doubled numbers of nodes."""
-    gpus = 1
-    while gpus < hardware.gpus_per_node:
-        yield with_gpus(hardware, nodes=1, gpus_per_node=gpus)
-        gpus *= 2
-    nodes = 1
-    while nodes < hardware.nodes:
-        yield with_gpus(hardware, nodes=nodes, gpus_per_node=hardware.gpus_per_node)
-        nodes *= 2
-
-
 SCHEMA_VERSION = 1
 """Version of `plan.json` and of `plan --format json`."""
 
@@ -276,10 +242,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "model": model_summary(plan.model, plan.job),
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
-        "chosen": _evaluated_dict(plan.chosen)
-        | {"reason": plan.chosen.reason, "teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
+        "chosen": evaluated_dict(plan.chosen) | {"teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
         "global_batch": _global_batch_dict(plan),
-        "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
+        "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
@@ -336,11 +301,7 @@ def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "strategy": strategy}
 
 
-def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
-    return _evaluated_dict(candidate, reason=candidate.reason, analysis_only=candidate.analysis_only)
-
-
-def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]:
+def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     memory = evaluated.memory
     host = asdict(memory.host)
     nvme_bytes = host.pop("nvme_bytes_per_node")
@@ -351,7 +312,7 @@ def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]
         del step_time["learned_factors"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
-        **described,
+        "reason": evaluated.reason,
         "gpu_memory": asdict(memory.gpu),
         "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
         "nvme_bytes_per_node": nvme_bytes,
@@ -442,7 +403,6 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "time": candidate["step_time"],
         "loss": candidate["loss"],
         "teacher": candidate.get("teacher"),
-        "analysis_only": candidate.get("analysis_only", False),
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},

@@ -9,16 +9,7 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from ..legality.rules import (
-    AXIS_RULES,
-    BATCH_RULES,
-    LAYOUT_RULES,
-    SIZE_RULES,
-    AxisRule,
-    Rule,
-    broken_rules,
-    legality_errors,
-)
+from ..legality.rules import BATCH_RULES, LAYOUT_RULES, AxisRule, Rule, broken_rules, legality_errors
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
 from ..memory.model_states import default_zero_options
 from ..models.liger import has_liger_loss
@@ -112,23 +103,6 @@ def _with_axes(strategy: Layout, axes: Mapping[str, int], hardware: HardwareSpec
     else:
         changes["dp_shard"] = max(1, left // strategy.dp_replicate)
     return replace(strategy, **changes)
-
-
-def three_dimensional(
-    base: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> Iterator[tuple[Layout, str]]:
-    """Yield illegal layouts of tensor, pipeline and data parallelism together, with the reason why they cannot run.
-
-    Only those whose tensor and pipeline parallelism would each be legal without the other.
-    """
-    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.teacher is not None:
-        return
-    for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
-        strategy, *alone = (_with_axes(base, axes, hardware) for axes in ({"tp": tp, "pp": pp}, {"tp": tp}, {"pp": pp}))
-        if any(any(broken_rules(AXIS_RULES, model, layout, job, hardware)) for layout in alone):
-            continue
-        if error := next(iter(broken_rules(AXIS_RULES, model, strategy, job, hardware)), None):
-            yield strategy, error.rule
 
 
 _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
@@ -440,13 +414,10 @@ def candidates(
     contexts: list[SearchContext],
     index: int,
     errors: list[ConfigError] | None,
-    *,
-    sizes_only: bool = False,
 ) -> Iterator[Candidate]:
     """Yield every legal candidate of a layout, without partial recomputation.
 
     There is one context for each loss to try. `errors` gets what makes candidates of the first one illegal.
-    `sizes_only` is for layouts that no library runs.
     """
     job = contexts[0].job
     forms = _forms(contexts[0])
@@ -461,10 +432,9 @@ def candidates(
             parameter_buffer_elements=layout.zero.parameter_buffer_elements,
         )
         layouts.append(replace(layout, zero=small))
-    layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for context in contexts:
         # Most rules do not depend on the batch, of which there are many.
-        legal = [not any(context.broken_rules(layout_rules, layout.changed(**form))) for form in forms]
+        legal = [not any(context.broken_rules(LAYOUT_RULES, layout.changed(**form))) for form in forms]
         collects = errors is not None and context is contexts[0]
         if not collects and not any(legal):
             continue
@@ -475,7 +445,7 @@ def candidates(
             if not collects and not is_legal:
                 continue
             strategy = variant.changed(micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
-            if is_legal and not any(context.broken_rules(batch_rules, strategy)):
+            if is_legal and not any(context.broken_rules(BATCH_RULES, strategy)):
                 lean = variant in layouts[1:]
                 yield Candidate(strategy=strategy, context=context, index=index, lean=lean)
             elif collects and errors is not None and _is_requested(form, job):

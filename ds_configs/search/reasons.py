@@ -311,13 +311,3 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
 def _largest_terms(terms: Terms) -> str:
     largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(value)}" for name, value in largest)
-
-
-def analysis_reason(candidate: Candidate, best: Candidate, *, why_not: str) -> str:
-    """Return what a layout that cannot run would need and gain, and why it cannot run."""
-    ratio = candidate.tokens_per_second / best.tokens_per_second
-    return (
-        f"{display_name(candidate.strategy)} would be {ratio:.2f} times as fast as the chosen layout and need up to "
-        f"{gigabytes(candidate.memory.gpu.high_bytes)} GB. Analysis only, it cannot run with DeepSpeed 0.19.8: "
-        f"{why_not}."
-    )

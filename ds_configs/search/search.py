@@ -10,7 +10,7 @@ from math import ceil
 
 from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
 from ..memory.estimate import MemoryEstimate, loading_terms
-from ..memory.model_states import default_zero_options, viewed_elements
+from ..memory.model_states import viewed_elements
 from ..memory.rank_parameters import rank_parameters
 from ..memory.terms import TERM_ROLES
 from ..specs.errors import ConfigError, UsageError
@@ -35,9 +35,8 @@ from .candidates import (
     layouts_to_search,
     losses,
     planned_global_batch,
-    three_dimensional,
 )
-from .reasons import AS_FAST, OFFLOAD_GAIN, analysis_reason, chosen_reason, rejected_reason
+from .reasons import AS_FAST, OFFLOAD_GAIN, chosen_reason, rejected_reason
 
 _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
@@ -295,40 +294,6 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
     return inside if best is None or (inside is not None and best.tokens_per_second <= least) else best
 
 
-def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
-    """Return the fastest layout of tensor, pipeline and data parallelism at its best, and why it cannot run.
-
-    Layouts are searched in the order of their fastest candidates, until none can be as fast as those found. Returns
-    `None` if none is faster than `faster_than` tokens per second by more than 5 %.
-    """
-    model, hardware, job = context.model, context.hardware, context.job
-    zero = default_zero_options(model, job, stage=1)
-    base = Layout(engine="deepspeed", zero_stage=1, dp_shard=hardware.world_size, zero=zero)
-    # A chunked loss supports neither axis.
-    contexts = losses(context)[:1]
-    reasons: dict[int, str] = {}
-    by_layout: dict[int, list[Candidate]] = {}
-    for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
-        by_layout[index] = list(candidates(strategy, contexts, index, None, sizes_only=True))
-        reasons[index] = why_not
-    explored = Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto", exhaustive=False)
-    bounds = {index: explored.fastest_first(index)[0].tokens_per_second for index, legal in by_layout.items() if legal}
-    choices: list[Candidate] = []
-    fastest = faster_than / AS_FAST
-    for index in sorted(bounds, key=lambda index: -bounds[index]):
-        if bounds[index] < AS_FAST * fastest or AS_FAST * bounds[index] <= faster_than:
-            break
-        choice = search_fastest(explored, [index])
-        if choice is not None:
-            choices.append(choice)
-            fastest = max(fastest, choice.tokens_per_second)
-    near = [choice for choice in choices if choice.tokens_per_second >= AS_FAST * fastest]
-    best = min(near, key=lambda choice: (choice.complexity, -choice.tokens_per_second), default=None)
-    if best is None or AS_FAST * best.tokens_per_second <= faster_than:
-        return None
-    return best, reasons[best.index]
-
-
 def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     """Return what a plan of each other layout would choose: the best candidate if it fits, else the leanest one.
 
@@ -452,7 +417,6 @@ class Evaluated:
     """How head and loss are computed: `eager` or `chunked`."""
     teacher: TeacherChoice | None = None
     """Teacher placement of the chosen layout; `None` without a teacher and for rejected layouts."""
-    analysis_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -565,7 +529,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
         raise UsageError(list(dict.fromkeys(errors)) or nothing)
-    chosen, rejected = None, []
+    chosen = None
     if best is None:
         leanest_of: dict[int, Candidate] = {}
         for explored in searches:
@@ -593,18 +557,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
             ),
             teacher=_teacher_choice(best, requested=job.teacher_placement != "auto"),
         )
-        if compare and (faster := _best_three_dimensional(context, faster_than=best.tokens_per_second)):
-            candidate, why_not = faster
-            rejected.append(
-                Evaluated(
-                    strategy=candidate.strategy,
-                    memory=candidate.memory,
-                    time=candidate.time,
-                    reason=analysis_reason(candidate, best, why_not=why_not),
-                    analysis_only=True,
-                )
-            )
-    rejected += [
+    rejected = [
         Evaluated(
             strategy=candidate.strategy,
             memory=candidate.memory,

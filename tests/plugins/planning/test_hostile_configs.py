@@ -105,4 +105,4 @@ def test_unknown_model_type_suggests_a_newer_transformers(more: dict[str, Any], 
 
 def test_remote_code_of_an_unknown_class_is_rejected(tmp_path: Path) -> None:
     error = refusal(tmp_path, SIZES | {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": "code.Own"}})
-    assert "which Shardwright does not run" in error.rule
+    assert "which Shardwright does not run" in error.fix

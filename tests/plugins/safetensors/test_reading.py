@@ -75,7 +75,7 @@ def test_a_damaged_file_is_one_error_that_names_it(tmp_path_factory, at, bits, c
         (b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}' * 2, b"x", "invalid JSON in header"),
         ({"a": entry("U8", [2], 0, 2)}, b"x", "file not fully covered"),
         ({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"xxx", "invalid offset for tensor `b`"),
-        ({"a": entry("U8", [3], 0, 2)}, b"xx", "info data_offsets mismatch"),
+        ({"a": entry("U8", [3], 0, 2)}, b"xx", "invalid shape, data type, or offset"),
         ({"a": entry("F7", [1], 0, 1)}, b"x", "unknown variant `F7`"),
         ({"a": entry("U8", [1], 0, 1), "__metadata__": {"x": 1}}, b"x", "expected a string"),
     ],
