@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from .report import Entry, Node, Report
+from .report import Entry, Node, Report, load_keys
 
 MAXIMUM_DEPTH = 64
 """Deeper nesting is rejected; real configurations stay below 8."""
@@ -302,48 +302,6 @@ MAXIMUM_BYTES = 1 << 20
 """Larger files are rejected without being parsed."""
 _JSON_SUFFIXES = {".json", ".hjson"}
 _YAML_SUFFIXES = {".yaml", ".yml"}
-_ACCELERATE_KEYS = {
-    "compute_environment",
-    "distributed_type",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "mixed_precision",
-    "deepspeed_config",
-    "fsdp_config",
-    "parallelism_config",
-    "megatron_lm_config",
-    "fp8_config",
-    "dynamo_config",
-    "mpirun_config",
-    "main_training_function",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "same_network",
-    "downcast_bf16",
-    "use_cpu",
-    "gpu_ids",
-}
-_DEEPSPEED_KEYS = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16",
-    "optimizer",
-    "scheduler",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "aio",
-    "activation_checkpointing",
-    "tensor_parallel",
-    "expert_parallel",
-    "data_types",
-    "flops_profiler",
-    "zero_optimisation",
-}
 
 
 def parse(text: str | bytes, filename: str) -> Report:
@@ -404,9 +362,9 @@ def is_json(text: str, filename: str) -> bool:
 
 
 def detect_kind(report: Report) -> Literal["deepspeed", "accelerate"]:
-    """Return the format with more matching keys; the suffix decides a tie."""
+    """Return the format with more keys that the other does not have; the suffix decides a tie."""
+    accelerate, deepspeed = ({*load_keys(name)["root"]["keys"]} for name in ("accelerate", "deepspeed"))
     keys = {entry.key for entry in report.root.entries}
-    accelerate, deepspeed = len(keys & _ACCELERATE_KEYS), len(keys & _DEEPSPEED_KEYS)
-    if accelerate != deepspeed:
-        return "accelerate" if accelerate > deepspeed else "deepspeed"
-    return "accelerate" if PurePath(report.filename).suffix.lower() in _YAML_SUFFIXES else "deepspeed"
+    difference = len(keys & accelerate - deepspeed) - len(keys & deepspeed - accelerate)
+    is_yaml = PurePath(report.filename).suffix.lower() in _YAML_SUFFIXES
+    return "accelerate" if difference > 0 or (difference == 0 and is_yaml) else "deepspeed"

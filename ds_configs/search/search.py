@@ -62,7 +62,7 @@ class Search:
     """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
     _recomputed: dict[Candidate, _RecomputedLayers] = field(default_factory=dict)
-    _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
+    _known: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
@@ -74,8 +74,8 @@ class Search:
             fastest: dict[tuple[int, str, bool, int], Candidate] = {}
             alone: list[Candidate] = []
             for candidate in sorted(self.by_layout[index], key=_savings):
-                strategy = candidate.strategy
-                form = strategy.micro_batch_size, candidate.job.loss, strategy.tiled_mlp, strategy.offloaded_checkpoints
+                layout = candidate.layout
+                form = layout.micro_batch_size, candidate.job.loss, layout.tiled_mlp, layout.offloaded_checkpoints
                 first = fastest.setdefault(form, candidate)
                 adds = all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True))
                 if first is not candidate and adds:
@@ -96,16 +96,16 @@ class Search:
         """Return whether the leanest candidate of a layout fits: smallest micro-batch, everything that saves memory."""
         if index not in self.leanest:
             legal = self.by_layout[index]
-            recomputing = [candidate for candidate in legal if candidate.strategy.gradient_checkpointing] or legal
+            recomputing = [candidate for candidate in legal if candidate.layout.gradient_checkpointing] or legal
             chunked = [candidate for candidate in recomputing if candidate.job.loss == "chunked"] or recomputing
             tightest = [candidate for candidate in chunked if candidate.lean] or chunked
-            tightest = [candidate for candidate in tightest if candidate.strategy.tiled_mlp] or tightest
-            offloading = [candidate for candidate in tightest if candidate.strategy.offloaded_checkpoints]
-            tightest = [candidate for candidate in tightest if not candidate.strategy.offloaded_checkpoints] or tightest
-            size = min(candidate.strategy.micro_batch_size for candidate in tightest)
-            lean = [_fastest([candidate for candidate in tightest if candidate.strategy.micro_batch_size == size])]
+            tightest = [candidate for candidate in tightest if candidate.layout.tiled_mlp] or tightest
+            offloading = [candidate for candidate in tightest if candidate.layout.offloaded_checkpoints]
+            tightest = [candidate for candidate in tightest if not candidate.layout.offloaded_checkpoints] or tightest
+            size = min(candidate.layout.micro_batch_size for candidate in tightest)
+            lean = [_fastest([candidate for candidate in tightest if candidate.layout.micro_batch_size == size])]
             # Some engines keep unsharded gradients while they accumulate, so a larger micro-batch may need less.
-            single = [candidate for candidate in tightest if candidate.strategy.gradient_accumulation_steps == 1]
+            single = [candidate for candidate in tightest if candidate.layout.gradient_accumulation_steps == 1]
             if single and lean[0] not in single:
                 lean.append(_fastest(single))
             if offloading and not any(candidate.memory.fits for candidate in lean):
@@ -120,7 +120,7 @@ class Search:
 
     def fewest_offloaded(self, candidate: Candidate) -> Candidate:
         """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
-        low, high, fitting = -1, candidate.strategy.offloaded_checkpoints, candidate
+        low, high, fitting = -1, candidate.layout.offloaded_checkpoints, candidate
         while high - low > 1:
             middle = (low + high) // 2
             fewer = candidate.with_offloaded(middle)
@@ -137,7 +137,7 @@ class Search:
         """
         layers = self._recomputed.get(candidate)
         if layers is None:
-            gpu, model, pp = candidate.memory.gpu, candidate.context.model, candidate.strategy.pp
+            gpu, model, pp = candidate.memory.gpu, candidate.context.model, candidate.layout.pp
             count = -(-model.dimensions.num_layers // pp)
             excess = max(0, gpu.high_bytes - gpu.capacity_bytes) * gpu.allocated_bytes / gpu.high_bytes
             # A layer frees at most its part of the activations, and of the parameters that autograd has views of. Other
@@ -159,14 +159,14 @@ class Search:
         """Estimate one more candidate that recomputes some of the layers, or all that `fewest_layers` needs."""
         layers = self._recomputed[candidate]
         if layers.least is None:
-            if candidate.index not in self._by_strategy:
-                self._by_strategy[candidate.index] = {
-                    (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
+            if candidate.index not in self._known:
+                self._known[candidate.index] = {
+                    (other.layout, other.job.loss): other for other in self.by_layout[candidate.index]
                 }
             # The candidate that differs only in recomputing all layers, whose memory may be known already.
             everything = candidate.with_recomputed(None)
-            known = self._by_strategy[candidate.index]
-            everything = known.get((everything.strategy, everything.job.loss), everything)
+            known = self._known[candidate.index]
+            everything = known.get((everything.layout, everything.job.loss), everything)
             layers.least = everything.memory.gpu.high_bytes
             if not self.fits(everything):
                 layers.low = layers.high - 1
@@ -202,7 +202,7 @@ class _RecomputedLayers:
 
 
 def _savings(candidate: Candidate) -> tuple[bool, bool]:
-    return candidate.strategy.gradient_checkpointing, candidate.lean
+    return candidate.layout.gradient_checkpointing, candidate.lean
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
@@ -260,7 +260,7 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
         if state == "fits" or explored.fits(candidate):
             best = best or candidate.tokens_per_second
             near.append(candidate)
-        elif explored.partial and not candidate.strategy.gradient_checkpointing:
+        elif explored.partial and not candidate.layout.gradient_checkpointing:
             push_fewest_layers(candidate)
     if best is None:
         return None
@@ -278,7 +278,7 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
             key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
             default=None,
         )
-    without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
+    without = [index for index in indices if explored.by_layout[index][0].layout.offload_optimizer == "none"]
     if job.offload != "auto" or len(without) == len(indices):
         return search_fastest(explored, indices)
     inside = search_fastest(explored, without)
@@ -286,7 +286,7 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
     offloaded = [
         index
         for index in indices
-        if explored.by_layout[index][0].strategy.offload_optimizer != "none"
+        if explored.by_layout[index][0].layout.offload_optimizer != "none"
         and explored.possible(index)
         and explored.fastest_first(index)[0].tokens_per_second >= least
     ]
@@ -310,7 +310,7 @@ def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
             fitting.append(index)
     for index in sorted(fitting, key=lambda index: _order(explored.fastest_first(index)[0])):
         fastest = explored.fastest_first(index)[0]
-        axes, sizes = frozenset(fastest.strategy.axes), frozenset(fastest.strategy.axes.items())
+        axes, sizes = frozenset(fastest.layout.axes), frozenset(fastest.layout.axes.items())
         speeds = listed.setdefault(axes, {})
         others = sorted((speed for other, speed in speeds.items() if other != sizes), reverse=True)
         slower_than = speeds.get(sizes, others[_SIZES_SHOWN_PER_AXIS - 1] if others[_SIZES_SHOWN_PER_AXIS - 1 :] else 0)
@@ -334,7 +334,7 @@ def _fewer_of_each_axis(ranked: Iterable[Candidate]) -> list[Candidate]:
     sizes: set[frozenset[tuple[str, int]]] = set()
     shown: list[Candidate] = []
     for candidate in ranked:
-        axes = candidate.strategy.axes
+        axes = candidate.layout.axes
         key = frozenset(axes.items())
         if axes:
             if key in sizes or counts[frozenset(axes)] >= _SIZES_SHOWN_PER_AXIS:
@@ -358,7 +358,7 @@ _COSTS: dict[TeacherPlacement, str] = {
 
 def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None:
     """Return the teacher placement of the chosen layout and what the others would cost; `None` without a teacher."""
-    strategy, hardware, job = best.strategy, best.context.hardware, best.job
+    layout, hardware, job = best.layout, best.context.hardware, best.job
     placement = job.teacher_placement
     if job.teacher is None or placement == "auto":
         return None
@@ -378,14 +378,14 @@ def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None
             needs[other] = f"fits in {gigabytes(gpu.high_bytes)} GB" if memory.fits else "needs more NVMe"
         cost = TeacherCost(
             placement=other,
-            gpu_bytes=teacher_gpu_bytes(strategy, moved),
-            host_bytes=teacher_host_bytes(strategy, moved, hardware.gpus_per_node),
+            gpu_bytes=teacher_gpu_bytes(layout, moved),
+            host_bytes=teacher_host_bytes(layout, moved, hardware.gpus_per_node),
             fits=memory.fits,
             reason=f"{needs[other]}; {_COSTS[other]}",
         )
         costs.append(cost)
-    gpu_bytes = teacher_gpu_bytes(strategy, job)
-    host_bytes = teacher_host_bytes(strategy, job, hardware.gpus_per_node)
+    gpu_bytes = teacher_gpu_bytes(layout, job)
+    host_bytes = teacher_host_bytes(layout, job, hardware.gpus_per_node)
     size = f"up to {gigabytes(gpu_bytes)} GB per accelerator"
     if placement == "offloaded":
         size += f" and {gigabytes(host_bytes)} GB host memory per node"
@@ -432,6 +432,17 @@ class Outcome:
     candidates: int = 0
     """Legal candidates of all layouts."""
     estimated: int = 0
+
+
+def _evaluated(candidate: Candidate, reason: str, teacher: TeacherChoice | None = None) -> Evaluated:
+    return Evaluated(
+        strategy=candidate.layout,
+        memory=candidate.memory,
+        time=candidate.time,
+        reason=reason,
+        loss=candidate.job.loss,
+        teacher=teacher,
+    )
 
 
 LONG_SEQUENCE_TOKENS = 32_768
@@ -543,30 +554,15 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
             best = searches[-1].fewest_offloaded(best)
         others = _for_comparison(searches[-1], best) if compare else []
         fitting = [candidate for candidate in searches[-1].fitting if candidate.index in proposed]
-        chosen = Evaluated(
-            strategy=best.strategy,
-            memory=best.memory,
-            time=best.time,
-            loss=best.job.loss,
-            reason=chosen_reason(
-                best,
-                context,
-                rows=_fewer_of_each_axis(others),
-                others=others,
-                fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
-            ),
-            teacher=_teacher_choice(best, requested=job.teacher_placement != "auto"),
+        reason = chosen_reason(
+            best,
+            context,
+            rows=_fewer_of_each_axis(others),
+            others=others,
+            fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
         )
-    rejected = [
-        Evaluated(
-            strategy=candidate.strategy,
-            memory=candidate.memory,
-            time=candidate.time,
-            loss=candidate.job.loss,
-            reason=rejected_reason(candidate, best),
-        )
-        for candidate in _fewer_of_each_axis(others)
-    ]
+        chosen = _evaluated(best, reason, _teacher_choice(best, requested=job.teacher_placement != "auto"))
+    rejected = [_evaluated(candidate, rejected_reason(candidate, best)) for candidate in _fewer_of_each_axis(others)]
     return Outcome(
         chosen=chosen,
         rejected=tuple(rejected),

@@ -237,5 +237,5 @@ def test_recomputation_and_smaller_buffers_are_never_faster(
     for index in explored.by_layout:
         for candidate in explored.fastest_first(index):
             for slower in explored.slower.get(candidate, ()):
-                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.strategy
+                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.layout
     assert len(explored.slower) > 50
