@@ -10,9 +10,7 @@ from math import ceil
 
 from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
 from ..memory.estimate import MemoryEstimate, loading_terms
-from ..memory.model_states import viewed_elements
 from ..memory.rank_parameters import rank_parameters
-from ..memory.terms import TERM_ROLES
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
@@ -50,8 +48,6 @@ class Search:
     """All candidates of each layout, by its index."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
-    exhaustive: bool = True
-    """Whether the fewest layers to recompute are known exactly for each candidate that is as fast as those that fit."""
     fitting: dict[Candidate, None] = field(default_factory=dict)
     """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
@@ -61,8 +57,8 @@ class Search:
     slower: dict[Candidate, list[Candidate]] = field(default_factory=dict)
     """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
-    _recomputed: dict[Candidate, _RecomputedLayers] = field(default_factory=dict)
-    _known: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
+    _fewest: dict[Candidate, Candidate | None] = field(default_factory=dict)
+    _recomputing: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
@@ -131,74 +127,35 @@ class Search:
         return fitting
 
     def fewest_layers(self, candidate: Candidate) -> Candidate | None:
-        """Return the fastest candidate that recomputes some of the layers and may fit; it does if it is in `fitting`.
+        """Return the candidate with as few recomputed layers as fit; `None` if all are needed, or too few.
 
-        The result is `None` when recomputing all layers is needed, which is a candidate that the search tries anyway.
+        Recomputing all layers is a candidate that the search tries anyway.
         """
-        layers = self._recomputed.get(candidate)
-        if layers is None:
-            gpu, model, pp = candidate.memory.gpu, candidate.context.model, candidate.layout.pp
-            count = -(-model.dimensions.num_layers // pp)
-            excess = max(0, gpu.high_bytes - gpu.capacity_bytes) * gpu.allocated_bytes / gpu.high_bytes
-            # A layer frees at most its part of the activations, and of the parameters that autograd has views of. Other
-            # parameters are gathered in another order.
-            freed = sum(size for name, size in gpu.terms.items() if TERM_ROLES.get(name) == "activations")
-            gathered = gpu.terms.get("gathered_parameters", 0)
-            if viewed_elements(model, candidate.job):
-                freed += gathered
-            else:
-                excess -= gathered
-            low = ceil(excess * (model.dimensions.num_layers // pp) / freed) - 2 if freed else count - 1
-            low = 0 if self.exhaustive else min(count - 1, max(0, low))
-            layers = self._recomputed[candidate] = _RecomputedLayers(low=low, high=count, most=(0, gpu.high_bytes))
-        if layers.high - layers.low == 1:
-            return layers.fitting
-        return candidate.with_recomputed(layers.low + 1)
-
-    def narrow_layers(self, candidate: Candidate) -> None:
-        """Estimate one more candidate that recomputes some of the layers, or all that `fewest_layers` needs."""
-        layers = self._recomputed[candidate]
-        if layers.least is None:
-            if candidate.index not in self._known:
-                self._known[candidate.index] = {
-                    (other.layout, other.job.loss): other for other in self.by_layout[candidate.index]
-                }
-            # The candidate that differs only in recomputing all layers, whose memory may be known already.
-            everything = candidate.with_recomputed(None)
-            known = self._known[candidate.index]
-            everything = known.get((everything.layout, everything.job.loss), everything)
-            layers.least = everything.memory.gpu.high_bytes
-            if not self.fits(everything):
-                layers.low = layers.high - 1
-                return
-        capacity = candidate.memory.gpu.capacity_bytes
-        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-        start, most = layers.most
-        share = (most - capacity) / (most - layers.least) if most > capacity >= layers.least else 0.5
-        middle = min(layers.high - 1, max(layers.low + 1, start + ceil(share * (layers.high - start))))
-        partial = candidate.with_recomputed(middle)
-        if self.fits(partial):
-            layers.high, layers.fitting, layers.least = middle, partial, partial.memory.gpu.high_bytes
-        else:
-            layers.low, layers.most = middle, (middle, partial.memory.gpu.high_bytes)
-        if self.exhaustive and layers.high - layers.low > 1:
-            self.narrow_layers(candidate)
-
-
-@dataclass(kw_only=True)
-class _RecomputedLayers:
-    """Bounds of the fewest layers that a candidate has to recompute to fit."""
-
-    low: int
-    """Too few layers."""
-    high: int
-    """Enough layers, or all of them."""
-    most: tuple[int, int]
-    """A number of layers that is too small, and the bytes with it."""
-    least: int | None = None
-    """Bytes with `high` layers."""
-    fitting: Candidate | None = None
-    """The candidate with `high` layers, unless these are all."""
+        if candidate in self._fewest:
+            return self._fewest[candidate]
+        fitting = None
+        # The candidate that differs only in recomputing all layers, whose memory may be known already.
+        everything = candidate.with_recomputed(None)
+        known = self._recomputing.setdefault(
+            candidate.index, {(other.layout, other.job.loss): other for other in self.by_layout[candidate.index]}
+        )
+        everything = known.get((everything.layout, everything.job.loss), everything)
+        if self.fits(everything):
+            capacity = candidate.memory.gpu.capacity_bytes
+            low, most = 0, candidate.memory.gpu.high_bytes
+            high = -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
+            least = everything.memory.gpu.high_bytes
+            while high - low > 1:
+                # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+                share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+                partial = candidate.with_recomputed(min(high - 1, max(low + 1, low + ceil(share * (high - low)))))
+                layers, size = partial.layout.checkpointed_layers or 0, partial.memory.gpu.high_bytes
+                if self.fits(partial):
+                    high, least, fitting = layers, size, partial
+                else:
+                    low, most = layers, size
+        self._fewest[candidate] = fitting
+        return fitting
 
 
 def _savings(candidate: Candidate) -> tuple[bool, bool]:
@@ -230,13 +187,6 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
         order += 1
         heapq.heappush(heap, (-bound, candidate.complexity, order, state, candidate))
 
-    def push_fewest_layers(candidate: Candidate) -> None:
-        fewest = explored.fewest_layers(candidate)
-        if fewest in explored.fitting:
-            push(fewest, "fits", fewest.tokens_per_second)
-        elif fewest is not None:
-            push(candidate, "some layers", fewest.tokens_per_second)
-
     # No candidate of a layout needs to be timed if the leanest one does not fit.
     possible = [index for index in indices if explored.possible(index)]
     for index in possible:
@@ -252,8 +202,9 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
             # Neither faster nor simpler than one that fits.
             continue
         if state == "some layers":
-            explored.narrow_layers(candidate)
-            push_fewest_layers(candidate)
+            fewest = explored.fewest_layers(candidate)
+            if fewest is not None:
+                push(fewest, "fits", fewest.tokens_per_second)
             continue
         for other in explored.slower.get(candidate, ()) if state == "unchecked" else ():
             push(other, "unchecked", other.tokens_per_second)
@@ -261,7 +212,7 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
             best = best or candidate.tokens_per_second
             near.append(candidate)
         elif explored.partial and not candidate.layout.gradient_checkpointing:
-            push_fewest_layers(candidate)
+            push(candidate, "some layers", candidate.with_recomputed(1).tokens_per_second)
     if best is None:
         return None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
@@ -524,7 +475,6 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
     proposed: list[int] = []
     for part, indices in _rounds(layouts, context):
         explored = _legal(layouts, indices, part, errors)
-        explored.exhaustive = compare
         searches.append(explored)
         requested = job.pipeline_parallel_size is not None
         trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
