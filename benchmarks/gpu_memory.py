@@ -26,8 +26,8 @@ from typing import Any
 
 from memory_cases import spec_of
 from page_parts import with_part
+from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, expands_segments
-from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.specs.hardware import HardwareSpec, find_gpu, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout

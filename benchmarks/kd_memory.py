@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from page_parts import with_part
-from shardwright.ds_configs.memory.distillation_memory import (
+from shardwright.ds_configs.memory.loss import (
     COMPILED_BYTES_OF_A_LOGIT,
     HEAD_ROWS,
     block_rows,

@@ -23,7 +23,7 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
-from ..ds_configs.specs.job import TeacherChoice
+from ..ds_configs.specs.second_models import PlacementChoice
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
 from ..ds_configs.step_time.utilization import utilization
@@ -160,8 +160,8 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
     out.print()
-    if chosen.teacher is not None:
-        out.print(teacher_table(chosen.teacher))
+    for role, choice in chosen.placements.items():
+        out.print(placement_table(role, choice))
         out.print()
     out.print(_alternatives_table(plan, columns=out.width))
     if directory is not None or output_dir_hint:
@@ -247,17 +247,17 @@ def time_table(time: StepTime, reached: float | None = None) -> Table:
     return table
 
 
-def teacher_table(teacher: TeacherChoice) -> Table:
-    """Return the placement of the teacher with its reason, and the costs of the others."""
-    table = Table(title="Teacher", title_justify="left", box=None, pad_edge=False)
+def placement_table(role: str, choice: PlacementChoice) -> Table:
+    """Return the placement of a second model with its reason, and the costs of the others."""
+    table = Table(title=role.capitalize(), title_justify="left", box=None, pad_edge=False)
     table.add_column("placement")
     table.add_column("GPU GB", justify="right", no_wrap=True)
     table.add_column("host GB per node", justify="right")
     table.add_column("why")
-    reason = Text(teacher.reason.removeprefix(teacher.placement).strip())
-    row = (teacher.placement, gigabytes(teacher.gpu_bytes), gigabytes(teacher.host_bytes), reason)
+    reason = Text(choice.reason.removeprefix(choice.placement).strip())
+    row = (choice.placement, gigabytes(choice.gpu_bytes), gigabytes(choice.host_bytes), reason)
     table.add_row(*row, style="bold green")
-    for cost in teacher.alternatives:
+    for cost in choice.alternatives:
         sizes = (gigabytes(cost.gpu_bytes), gigabytes(cost.host_bytes))
         table.add_row(cost.placement, *sizes, Text(cost.reason))
     return table

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
-from ..ds_configs.memory.terms import Role
+from ..ds_configs.specs.terms import Role
 from . import patches
 
 if TYPE_CHECKING:

@@ -932,21 +932,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="Fused experts are one module, and each of their matrices must be rounded.",
         parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
     ),
-    *(
-        Patch(
-            name=f"qat-{kind}",
-            target=f"{module}:{kind}.forward",
-            reason="DeepSpeed builds its layers from the weights alone, so training would continue without rounding.",
-            parameters=parameters,
-        )
-        for kind, module, parameters in (
-            ("LinearLayer", "deepspeed.module_inject.layers", ("self", "input")),
-            ("VocabParallelLinear", "deepspeed.module_inject.layers", ("self", "input")),
-            ("LinearAllreduce", "deepspeed.module_inject.layers", ("self", "input")),
-            ("LinearAllreduceWithReplicatedInput", "deepspeed.module_inject.layers", ("self", "input")),
-            ("GroupedExperts", "deepspeed.moe.ep_experts", ("self", "x", "num_tokens_per_expert")),
-        )
-    ),
     # Quantization libraries.
     Patch(
         name="unpacked-4-bit-layers",

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...ds_configs.legality.rules import AXIS_RULES, RULES
-from ...ds_configs.memory.terms import KERNEL_MEANINGS, STRATEGY_MEANINGS, TERM_MEANINGS
+from ...ds_configs.memory.meanings import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import NOT_COVERED
-from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
+from ...ds_configs.specs.terms import Place, Term
+from ...ds_configs.step_time.estimate import TERMS
 from ...ds_configs.step_time.learning import learned_factors
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
@@ -33,7 +34,7 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    meanings = dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules
+    meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
     meanings |= dict(KERNEL_MEANINGS) | dict(NOT_COVERED)
     try:
         exists = Path(subject).exists()
@@ -58,17 +59,19 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     if options.as_json:
-        gpu = plan.chosen.memory.gpu
+        chosen = plan.chosen
         explained = {
             "schema_version": 1,
             "model": plan.model.name,
-            "strategy": plan.chosen.strategy.label,
-            "reason": plan.chosen.reason,
-            "phases": gpu.phases,
-            "terms": {name: {"bytes": count, "meaning": _meaning(name)} for name, count in gpu.terms.items()},
+            "strategy": chosen.strategy.label,
+            "reason": chosen.reason,
+            "phases": chosen.memory.gpu.phases,
+            "terms": {t.name: {"bytes": t.bytes, "meaning": t.meaning} for t in _bytes_of(plan, "accelerator")},
+            "host_terms": {t.name: {"bytes": t.bytes, "meaning": t.meaning} for t in _bytes_of(plan, "host")},
             "step_time": {
-                name: {"seconds": seconds, "meaning": TIME_TERM_MEANINGS.get(name, "")}
-                for name, seconds in plan.chosen.time.terms.items()
+                term.name: {"seconds": term.seconds, "meaning": term.meaning}
+                for term in chosen.terms
+                if term.seconds is not None
             },
             **({"learned": _learned_dict(plan)} if plan.learned_from else {}),
             "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
@@ -88,12 +91,13 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     out.print(memory_bar(gpu, columns=out.width))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
     out.print(f"Tensors by phase, GB: {phases}. The largest phase decides.")
-    bytes_of = sorted(gpu.terms.items(), key=lambda item: -item[1])
-    rows = [(name.replace("_", " "), gigabytes(count), _meaning(name)) for name, count in bytes_of]
-    title = f"Terms of the {gpu.phase} phase"
-    print_rows(out, ("term", "GB", "meaning"), rows, title=title, figures=("GB",), folded={"meaning": 40})
-    seconds_of = sorted(plan.chosen.time.terms.items(), key=lambda item: -item[1])
-    rows = [(time_term_name(name), f"{count:.4f}", TIME_TERM_MEANINGS.get(name, "")) for name, count in seconds_of]
+    titles: dict[Place, str] = {"accelerator": f"Terms of the {gpu.phase} phase", "host": "Host memory of a node"}
+    for place, title in titles.items():
+        terms = sorted(_bytes_of(plan, place), key=lambda term: -(term.bytes or 0))
+        rows = [(term.title, gigabytes(term.bytes or 0), term.meaning) for term in terms]
+        print_rows(out, ("term", "GB", "meaning"), rows, title=title, figures=("GB",), folded={"meaning": 40})
+    seconds_of = [(term, term.seconds) for term in plan.chosen.terms if term.seconds is not None]
+    rows = [(t.title, f"{seconds:.4f}", t.meaning) for t, seconds in sorted(seconds_of, key=lambda item: -item[1])]
     headings = ("term", "seconds", "meaning")
     print_rows(out, headings, rows, title="Terms of the step's time", figures=headings[1:2], folded={"meaning": 40})
     if plan.learned_from:
@@ -119,5 +123,6 @@ def _is_written_as_path(subject: str) -> bool:
     return "/" in subject or subject.endswith(".json")
 
 
-def _meaning(term: str) -> str:
-    return TERM_MEANINGS.get(term, "unknown to this version")
+def _bytes_of(plan: Plan, place: Place) -> list[Term]:
+    """Return the terms of a memory with their bytes."""
+    return [term for term in plan.chosen.terms if term.bytes is not None and term.lives_on == place]

@@ -64,14 +64,13 @@ def qat_command(
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
-    scheme, calibrates = prepared.config.rounded_scheme, bool(prepared.calibration_samples)
+    scheme = prepared.config.rounded_scheme
     if as_json:
         layers = [layer.name for layer in prepared.layers]
-        return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers, "calibration": calibrates}
+        return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers}
     return {
         "scheme": f"{scheme.name}, {scheme.format}",
         "layers": f"{len(prepared.layers)} quantized",
-        "calibration": "before training" if calibrates else "none needed",
     }
 
 

@@ -50,7 +50,7 @@ def quantize_command(
     Parameters
     ----------
     model
-        Hub id or directory of a model with safetensors weights, or of a LoRA adapter.
+        Hub id or directory of a model with safetensors weights.
     """
     from ...plugins.huggingface_hub.push import check_push, pushed
     from ...trainers.quantization.inputs import prepare

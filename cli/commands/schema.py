@@ -70,8 +70,8 @@ def _plan_schema() -> dict[str, Any]:
         "loss": {"enum": ["eager", "chunked"]},
         "reason": {"type": "string"},
     }
-    teacher = parts["Evaluated"]["properties"]["teacher"]
-    chosen = layout | {"teacher": teacher}
+    placements = parts["Evaluated"]["properties"]["placements"]
+    chosen = layout | {"teacher": {"anyOf": [placements["additionalProperties"], {"type": "null"}]}}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
     model = {

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -20,7 +17,7 @@ from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...ds_configs.serving.plan import ServedModel, ServingPlan, ServingRequest
+    from ...ds_configs.serving.plan import ServingPlan, ServingRequest
 
 
 grouped(HardwareSettings)
@@ -68,9 +65,10 @@ def serve_command(
     Parameters
     ----------
     checkpoint
-        Hub id or local directory of a model, dense or quantized, or of a LoRA adapter.
+        Hub id or local directory of a model, dense or quantized.
     """
     from ...ds_configs.serving.plan import plan_serving
+    from ...plugins.huggingface_hub.hub import split_revision
     from ...plugins.serving.engine import (
         INSTALL,
         become_server,
@@ -80,7 +78,8 @@ def serve_command(
     )
 
     request = _request(hardware, settings)
-    model = _served_model(checkpoint, settings.revision)
+    name, revision = split_revision(checkpoint, settings.revision)
+    model = read_served_model(name, revision=revision)
     draft = None if settings.draft is None else read_served_model(settings.draft)
     plan = plan_serving(model, request, draft=draft)
     engine = installed_engine()
@@ -97,48 +96,6 @@ def serve_command(
     if not options.dry_run:
         become_server(plan.line)
     return 0
-
-
-def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
-    """Return a complete checkpoint, or the base model of an adapter with the adapter."""
-    from ...ds_configs.serving.plan import ServedAdapter
-    from ...plugins.huggingface_hub.hub import hub_adapter_commit, split_revision
-    from ...plugins.peft import is_adapter
-    from ...plugins.serving.engine import read_served_model
-
-    checkpoint, revision = split_revision(checkpoint, revision)
-    local = Path(checkpoint).expanduser()
-    is_complete = not is_adapter(local)
-    if is_complete and not local.exists():
-        is_complete = hub_adapter_commit(checkpoint, revision=revision) is None
-    if is_complete:
-        return read_served_model(checkpoint, revision=revision)
-    # Some libraries log to stdout, which is for results only.
-    with redirect_stdout(sys.stderr):
-        from ...trainers.data.models import has_tokenizer
-        from ...trainers.formats.merge import opened_if_adapter
-        from ...trainers.formats.model_directory import CHAT_TEMPLATE
-
-        adapter = opened_if_adapter(checkpoint, revision=revision)
-    assert adapter is not None, "the directory or repository has an adapter"
-    base, directory = adapter.source, adapter.files.directory.resolve()
-    template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
-    has_generation_settings = (directory / "generation_config.json").is_file()
-    # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
-    is_needed = Path(base.name).is_dir() and not has_tokenizer(Path(base.name))
-    if not template.is_file() and settings.is_file():
-        is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
-    served = ServedAdapter(
-        source=checkpoint if adapter.revision is None else f"{checkpoint}@{adapter.revision}",
-        name=directory.name if adapter.revision is None else checkpoint.rpartition("/")[2],
-        directory=str(directory),
-        settings=adapter.files.settings,
-        tokenizer=str(directory) if is_needed and has_tokenizer(directory) else None,
-        chat_template=str(template) if template.is_file() else None,
-        generation_config=str(directory) if has_generation_settings else None,
-        trained_in_4_bits=adapter.qlora,
-    )
-    return replace(read_served_model(base.name, revision=base.revision), adapter=served)
 
 
 def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequest:
@@ -176,8 +133,6 @@ def show_serving(plan: ServingPlan) -> None:
 
     out = console()
     title = printable(plan.model)
-    if plan.adapter is not None:
-        title = f"{printable(plan.adapter)}, an adapter of {title}"
     gpus = f"{plan.tensor_parallel_size} GPU(s) of {plan.hardware}" if plan.hardware != "CPU" else "the CPU"
     out.print(Text.assemble((title, "bold"), f"  with vLLM on {gpus}"))
     out.print()

@@ -66,4 +66,3 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
         show_next(*suggested_command(output_dir))
     else:
         show_next("shardwright", "merge", output_dir, "--output-dir", f"{output_dir}-merged")
-        show_next("shardwright", "serve", output_dir)

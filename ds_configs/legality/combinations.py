@@ -103,7 +103,7 @@ _OFFLOADED = "zero_offload fsdp2_offload"
 _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 
 _PROVEN: tuple[tuple[str, str, str], ...] = (
-    (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (EQUIVALENT, "lora", f"{_DATA_PARALLEL} sp cp"),
@@ -131,7 +131,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
     (EQUIVALENT, "balance_loss", f"{_DATA_PARALLEL} ep"),
     (EQUIVALENT, "bf16", "zero0"),
-    (EXPORTED, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
+    (EXPORTED, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2"),
     (EXPORTED, "qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
     (EQUIVALENT, "distillation distilled_features", "sp"),
     (EQUIVALENT, "distilled_attention on_policy", "ddp zero2 zero3 fsdp2"),
@@ -160,7 +160,7 @@ _ONE_PROCESS = "it updates weights in the backward pass with the gradients of on
 _HOST = "DeepSpeed replaces the optimizer with CPU Adam"
 _DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
 _PLAIN_TENSORS = "its kernels do not support DTensors, the parameters of FSDP2"
-_NO_ROUNDING = "the engine replaces the layers that have the scales, and neither shards nor keeps the scales"
+_NO_ROUNDING = "the engine replaces or splits the layers that round: train with ZeRO-3 or FSDP2"
 _STAGE_LOSS = "a pipeline's last stage computes only the cross-entropy of labels"
 _BALANCE = "this loss covers all tokens of a sequence except padding, but each rank has only a part, without the mask"
 _STATISTICS = "no rank has the full input ranges"
@@ -187,10 +187,7 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, "sgd rmsprop adagrad", "zero_offload"),
     (_PLAIN_TENSORS, _BITSANDBYTES, "fsdp2 fsdp2_offload cp"),
-    (_NO_ROUNDING, "learned_scales", "tp pp ep"),
-    ("inputs are rounded per token, but a rank has only some of its channels", "qat_inputs qat_ranges", "tp"),
-    ("ranges are averaged over all ranks, but the ranks have different layers", "qat_ranges", "pp"),
-    ("Transformers does not load integer experts, the format of the checkpoint", "qat_inputs qat_ranges", "ep"),
+    (_NO_ROUNDING, "qat qat_inputs qat_ranges learned_scales", "tp pp ep"),
     (_STATISTICS, "qat_ranges", "sp cp"),
     ("the engine does not find the layers of its plan under the adapters' names", "lora", "tp pp ep"),
     ("some stages or groups of experts would have no trainable parameter", "frozen", "pp ep"),

@@ -359,15 +359,18 @@ def losses_need_a_whole_head(
     return errors
 
 
-def teachers_stay_whole(
+def second_models_stay_whole(
     model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
 ) -> list[ConfigError]:
-    """Distillation supports data and sequence parallelism only: the teacher is not sharded along other axes."""
-    if job.teacher is None:
-        return []
-    rule = "is not supported with a teacher, which would not be sharded along this axis"
+    """Second models support data and sequence parallelism only: they are not sharded along other axes."""
     return [
-        ConfigError(where=axis, value=size, rule=rule, fix=f"use {axis} = 1, or sp")
+        ConfigError(
+            where=axis,
+            value=size,
+            rule=f"is not supported with a {second.role}, which would not be sharded along this axis",
+            fix=f"use {axis} = 1, or sp",
+        )
+        for second in job.second_models
         for axis, size in layout.axes.items()
         if axis != "sp"
     ]
@@ -475,7 +478,7 @@ AXIS_RULES: tuple[AxisRule, ...] = (
     tensor_parallelism,
     pipeline_parallelism,
     losses_need_a_whole_head,
-    teachers_stay_whole,
+    second_models_stay_whole,
     fp8_is_supported,
     liger_has_kernels,
     offload_variant_is_supported,

@@ -1,28 +1,75 @@
-"""Bytes of model states, communication buffers and gathered parameters at each moment of a step."""
+"""Bytes of model states at each moment of a step: weights, gradients, optimizer states, temporaries of the update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from math import ceil, prod
-from typing import Literal, NamedTuple
+from math import prod
 
 from ..specs.job import TrainingJob
-from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
-from ..specs.model import ModelSpec, ParameterShape, adapted_experts
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout
+from ..specs.model import ModelSpec, ParameterShape
 from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
-from .activations import tiled_mlp_elements
-from .rank_parameters import (
-    PHASES,
-    Moment,
-    RankParameters,
-    Terms,
-    at_moments,
-    engine_parameters,
-    growing_gradients,
-    rank_parameters,
+from ..specs.terms import Term
+from .moments import PHASES, Moment, Terms, at_moments
+from .rank_parameters import RankParameters, growing_gradients
+
+TERMS = (
+    Term(
+        "weights",
+        "parameters in the dtype that the engine keeps: 4 B under autocast and FSDP2, 2 B in 16-bit DeepSpeed, "
+        "sharded over the ranks in stage 3 and FSDP2; frozen weights in compute precision or 4 bit",
+        role="weights",
+    ),
+    Term(
+        "secondary_weights",
+        "ZeRO++ hpZ keeps a second shard within the node: 16-bit weights / hpz_partition_size",
+        role="weights",
+    ),
+    Term(
+        "master_weights",
+        "fp32 copy that the DeepSpeed optimizer updates: 4 B per trainable element / ranks",
+        role="optimizer",
+    ),
+    Term("gradients", "gradients in that phase, complete or sharded over the ranks", role="gradients"),
+    Term(
+        "fp32_gradients",
+        "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
+        role="optimizer",
+    ),
+    Term(
+        "gradient_buckets", "DDP's reduction buckets, as large as all gradients and in addition to them", role="buckets"
+    ),
+    Term(
+        "optimizer_states",
+        "Adam: 8 B per trainable element (fp32 moments), sharded over the ranks from stage 1 on",
+        role="optimizer",
+    ),
+    Term(
+        "flat_gradients",
+        "stages 1 and 2 flatten their partition's 16-bit gradients while the originals exist; a 16-bit pipeline "
+        "without ZeRO adds every micro-batch's gradients to persistent flat ones",
+        role="optimizer",
+    ),
+    Term(
+        "norm_copy",
+        "stages 1 and 2 compute the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
+        role="optimizer",
+    ),
+    Term(
+        "optimizer_transient",
+        "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened 16-bit gradients of a "
+        "sub-group",
+        role="optimizer",
+    ),
+    Term(
+        "selected_columns", "ZenFlow: gradients and copies of the columns that every rank updates in each micro-batch"
+    ),
+    Term(
+        "offload_staging",
+        "buffer of the largest tensor, through which gradients are copied to the host",
+        role="buckets",
+    ),
 )
 
 
@@ -297,7 +344,7 @@ def _stage1_and_2(
     return at_moments(rest, **growing, step=step)
 
 
-def _reduces_once(strategy: Layout, parameters: RankParameters) -> bool:
+def reduces_once(strategy: Layout, parameters: RankParameters) -> bool:
     """Return whether a bucket holds all gradients, as views (stage_1_and_2.py:1459), and is reduced after the last."""
     in_hooks = strategy.zero_stage == 2 or strategy.zero.overlap_comm
     return in_hooks and strategy.pp == 1 and parameters.trainable <= strategy.zero.reduce_bucket_size
@@ -323,9 +370,9 @@ def _stage1_gradients(
         return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
         return gradients | {
-            "backward": {"gradients": full + (0 if _reduces_once(strategy, parameters) else whole_bytes)}
+            "backward": {"gradients": full + (0 if reduces_once(strategy, parameters) else whole_bytes)}
         }
-    if _reduces_once(strategy, parameters):
+    if reduces_once(strategy, parameters):
         return {}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
         gradients[moment] = {"gradients": max(gradients[moment]["gradients"], last_bytes)}
@@ -341,7 +388,7 @@ def _partition_gradients(
     the first gradient of the partition arrives; those of the last rank come first.
     """
     gradients = {"gradients": whole_bytes}
-    if _reduces_once(strategy, parameters):
+    if reduces_once(strategy, parameters):
         if strategy.gradient_accumulation_steps > 1:
             return {"loss": gradients, "backward": gradients}
         # A flat fp32 buffer exists during the reduction; others are allocated after its copy is freed.
@@ -453,505 +500,3 @@ def _pipeline_stage0(
         "optimizer_transient": transient * shard // max(1, trainable),
     }
     return at_moments(rest, **gradients, step=step)
-
-
-class _Tensor(NamedTuple):
-    # A parameter of one layer, distinguished by identity.
-    numel: int
-    persistent: bool
-
-
-_Unit = tuple[_Tensor, ...]
-"""Parameters that a module needs to run; empty for containers and activation functions."""
-
-
-Recomputed = Literal["none", "some", "all"]
-"""Recomputed layers: none, the first ones, or all."""
-
-
-@lru_cache(maxsize=256)
-def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed) -> dict[Moment, int]:
-    """Return the elements that ZeRO-3 has gathered at each moment, without persistent ones.
-
-    Simulates DeepSpeed's fetch queue. A model with many layers is simulated with a few more layers than the queue can
-    hold, since the others repeat.
-    """
-    turns = _turns(model, zero, recomputed=recomputed, most_layers=_layers_ahead(model, zero) + 4)
-    held: dict[Moment, int] = {}
-    for (_, phase), turn in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
-        if phase is not None:
-            held[phase] = max(held.get(phase, 0), turn.held)
-    # A single layer is both first and last; an encoder may have neither head nor token embedding.
-    held.setdefault("first_layer_backward", held["last_layer_backward"])
-    held.setdefault("head_backward", held["forward_end"])
-    held.setdefault("embedding_backward", 0)
-    same: tuple[tuple[Moment, Moment], ...] = (
-        ("loss_backward", "forward_end"),
-        ("after_head", "head_backward"),
-        ("after_last_layer", "last_layer_backward"),
-        ("after_first_layer", "first_layer_backward"),
-    )
-    return held | {later: held[earlier] for later, earlier in same}
-
-
-def _turns(
-    model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed, most_layers: int
-) -> list[tuple[_Unit, Moment | None]]:
-    """Return the modules of one step in order, each with the moment that it counts for."""
-    embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, layer_kinds, most_layers)
-    turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
-    turns += [(unit, None) for layer in layers[:-1] for unit in layer]
-    turns += [(unit, "last_layer_forward") for unit in layers[-1]]
-    turns += [(unit, None) for unit in tail]
-    # The loss, which belongs to the model itself.
-    turns.append(((), "forward_end"))
-    turns += [(unit, "head_backward") for unit in reversed(tail)]
-    for index, layer in reversed(list(enumerate(layers))):
-        moment: Moment | None = None
-        if index == 0:
-            moment = "first_layer_backward"
-        if index == len(layers) - 1:
-            moment = "last_layer_backward"
-        # If some layers are recomputed, the first is, and the last is not.
-        runs_again = recomputed == "all" or (recomputed == "some" and index < len(layers) - 1)
-        turns += [(unit, moment) for unit in [(), *(layer if runs_again else []), *reversed(layer)]]
-    turns += [(unit, "embedding_backward") for unit in reversed(embeddings)]
-    return turns
-
-
-@lru_cache(maxsize=64)
-def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
-    """Return the most elements that ZeRO-3 gathers in a forward pass without gradients, without persistent ones."""
-    embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, layer_kinds, _layers_ahead(model, zero) + 4)
-    units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
-    return max(turn.held for turn in _replay(units, zero))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gathered:
-    """All-gathers of sharded parameters in one pass of a micro-batch through the model."""
-
-    share: float
-    """Gathered elements divided by those of the model; above 1 if recomputed layers are gathered twice."""
-    calls: float
-    tensors: float = 0.0
-    """Gathered tensors, each time they are gathered."""
-    modules: float = 0.0
-    """Modules that run, each with its hooks."""
-
-
-@lru_cache(maxsize=256)
-def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> tuple[Gathered, Gathered]:
-    """Return the all-gathers of ZeRO-3 in the forward and the backward pass, recomputation included.
-
-    A tensor is never split: one call gathers the missing parameters of a module, or tensors ahead of it until they
-    exceed the prefetch size (deepspeed 0.19.8, partitioned_param_coordinator.py, `_fetch_sub_module_impl`).
-    """
-    layers, elements = max(1, model.dimensions.num_layers), max(1, model.parameter_count)
-    embeddings, layer_kinds, tail = _modules(model, zero)
-    middle = _layers_ahead(model, zero) + 3
-    for count in (min(layers, 2 * middle), layers):
-        turns = _turns(model, zero, recomputed="all" if recomputes else "none", most_layers=count)
-        replayed = _replay([unit for unit, _ in turns], zero)
-        # The forward pass ends with the loss.
-        end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
-        # In either pass: its turns, the index of the first layer's first turn, and turns per layer.
-        passes = (
-            (replayed[:end], 1 + len(embeddings), len(layer_kinds)),
-            (replayed[end:], len(tail), 1 + len(layer_kinds) * (2 if recomputes else 1)),
-        )
-        inner = [[part[at + n * size :][:size] for n in (middle - 1, middle)] for part, at, size in passes]
-        # Layers far from both ends of the stack that repeat each other stand for the others.
-        if count == layers or all(one == other for one, other in inner):
-            break
-
-    def gathered(part: list[_Turn], one: list[_Turn]) -> Gathered:
-        times = [(turn, 1) for turn in part] + [(turn, layers - count) for turn in one]
-        return Gathered(
-            share=sum(number * turn.gathered for turn, number in times) / elements,
-            calls=sum(number * turn.calls for turn, number in times),
-            tensors=sum(number * turn.tensors for turn, number in times),
-            modules=sum(number for _, number in times),
-        )
-
-    ahead, back = (gathered(part, one) for (part, _, _), (one, _) in zip(passes, inner, strict=True))
-    return ahead, back
-
-
-@lru_cache(maxsize=256)
-def reduced_buckets(model: ModelSpec, bucket_elements: int) -> int:
-    """Return the reductions of all gradients by ZeRO-3, whose buckets contain complete tensors.
-
-    A bucket is reduced before a gradient that exceeds it (deepspeed 0.19.8, stage3.py:1583).
-    """
-    inside = [parameter for parameter in reversed(model.parameters) if parameter.in_layer]
-    sizes = [parameter.numel for parameter in model.parameters if not parameter.in_layer]
-    for layer in range(model.dimensions.num_layers):
-        sizes += [parameter.numel for parameter in inside if layer < parameter.count]
-    calls, filled = 0, 0
-    for size in sizes:
-        if filled and filled + size > bucket_elements:
-            calls, filled = calls + 1, 0
-        filled += size
-    return calls + 1
-
-
-def _layers_ahead(model: ModelSpec, zero: ZeroOptions) -> int:
-    """Return how many layers the fetch queue can hold."""
-    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-    return ceil(window / max(1, model.layer_parameter_count))
-
-
-def _repeated_layers(model: ModelSpec, layer_kinds: list[_Unit], most: int) -> list[list[_Unit]]:
-    """Return every layer, or the first `most`, each with separate tensors."""
-    count = max(1, min(model.dimensions.num_layers, most))
-    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(count)]
-
-
-def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
-    """Return the units of the embeddings, of one layer with its containers, and of final norm and head."""
-
-    def unit(shapes: Sequence[ParameterShape]) -> _Unit:
-        return tuple(_Tensor(shape.numel, shape.numel <= zero.stage3_param_persistence_threshold) for shape in shapes)
-
-    grouped: dict[str, list[ParameterShape]] = {}
-    for parameter in model.parameters:
-        grouped.setdefault(model.gather_module(parameter), []).append(parameter)
-    embeddings: list[_Unit] = []
-    layer: list[_Unit] = [()]
-    tail: list[_Unit] = []
-    parents: set[str] = set()
-    for name, shapes in grouped.items():
-        if shapes[0].in_layer:
-            parent = name.rpartition(".")[0]
-            if parent not in parents:
-                layer.append(())
-                parents.add(parent)
-            layer.append(unit(shapes))
-        elif shapes[0].group == "embedding":
-            embeddings.append(unit(shapes))
-        else:
-            tail.append(unit(shapes))
-    if model.tied_embeddings and embeddings:
-        tail.append(embeddings[0])
-    return embeddings, layer, tail
-
-
-class _Turn(NamedTuple):
-    held: int
-    """Gathered elements while the unit runs."""
-    gathered: int
-    """Elements that are gathered for it and ahead of it."""
-    calls: int
-    """All-gathers of these elements."""
-    tensors: int
-    """Tensors of these elements."""
-
-
-def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
-    """Return what DeepSpeed gathers and holds while each unit runs."""
-    # The fetch queue: each use of a tensor in order, with the step of the use.
-    queue = [tensor for unit in units for tensor in unit]
-    used_at = [step for step, unit in enumerate(units) for _ in unit]
-    numbers: dict[int, int] = {}
-    keys = [numbers.setdefault(id(tensor), len(numbers)) for tensor in queue]
-    next_use, later = [len(units)] * len(queue), [len(units)] * len(numbers)
-    for position in range(len(queue) - 1, -1, -1):
-        next_use[position], later[keys[position]] = later[keys[position]], used_at[position]
-    before = [0, *accumulate(sum(tensor.numel for tensor in unit) for unit in units)]
-    available, fetched_for = [False] * len(numbers), [-1] * len(numbers)
-    count = head = begin = 0
-    turns = []
-    for step, unit in enumerate(units):
-        end = begin + len(unit)
-        fetched = tensors = 0
-        for position in range(begin, end):
-            key, tensor = keys[position], queue[position]
-            if not tensor.persistent and not available[key]:
-                available[key] = True
-                fetched += tensor.numel
-                tensors += 1
-        count += fetched
-        # Uses in earlier steps have left the queue, so that what is missing of this unit is at its head.
-        for position in range(head, end):
-            fetched_for[keys[position]] = step
-        head = max(head, end)
-        prefetch_limit = min(zero.stage3_max_live_parameters - count, zero.stage3_prefetch_bucket_size)
-        prefetched = 0
-        while prefetched < prefetch_limit and head < len(queue):
-            key, tensor = keys[head], queue[head]
-            fetched_for[key] = used_at[head]
-            if not tensor.persistent and not available[key]:
-                available[key] = True
-                prefetched += tensor.numel
-                tensors += 1
-            head += 1
-        count += prefetched
-        turns.append(_Turn(count, fetched + prefetched, (fetched > 0) + (prefetched > 0), tensors))
-        for position in range(begin, end):
-            key = keys[position]
-            if not available[key] or fetched_for[key] > step + 1:
-                continue
-            again = next_use[position]
-            # Elements of the units between this one and the next use.
-            if again == len(units) or before[again] - before[step + 1] >= zero.stage3_max_reuse_distance:
-                available[key] = False
-                count -= queue[position].numel
-        begin = end
-    return turns
-
-
-def buffer_terms(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
-    if strategy.engine == "fsdp2":
-        return _fsdp2_units(strategy, model, job, parameters)
-    if strategy.zero_stage == 3:
-        return _stage3_gathers(strategy, model, job, parameters)
-    if strategy.zero_stage in (1, 2):
-        return _stage1_and_2_buckets(strategy, model, job, parameters)
-    return at_moments({})
-
-
-def default_zero_options(
-    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, strategy: Layout | None = None
-) -> ZeroOptions:
-    """Return bucket and threshold sizes for a model; `lean` trades communication overlap for memory.
-
-    Stage 3 uses the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
-    persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket is never larger than all gradients.
-    Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would take 2 GB.
-    With a `strategy`, sizes follow the rank's part of the model instead of the complete model.
-    """
-    trainable = max(1000, rank_parameters(model, job, strategy).trainable)
-    hidden = model.dimensions.hidden_size
-    if stage < 3:
-        bucket = min(20_000_000 if lean else 100_000_000, trainable)
-        return ZeroOptions(reduce_bucket_size=bucket + bucket % 2, overlap_comm=not lean)
-    square = max(1_000_000, min(hidden * hidden, 200_000_000))
-    # DeepSpeed counts stored elements, of which one holds several 4-bit weights.
-    layer = (engine_parameters(model, job) if job.method == "qlora" else model).layer_parameter_count
-    live = max(50_000_000, min(2 * layer, 1_000_000_000))
-    return ZeroOptions(
-        reduce_bucket_size=min(square, trainable),
-        stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), model.parameter_count),
-        stage3_param_persistence_threshold=10 * hidden,
-        stage3_max_live_parameters=50_000_000 if lean else live,
-        stage3_max_reuse_distance=0 if lean else live,
-        sub_group_size=100_000_000 if lean else 1_000_000_000,
-    )
-
-
-def _stage1_and_2_buckets(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
-    """Reduction buckets of ZeRO-1 and ZeRO-2.
-
-    Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
-    1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
-    during a layer's backward pass. A bucket for all gradients is reduced after the backward pass. A gradient larger
-    than the bucket waits for the next gradient, that of the head for that of the final norm. Offload clones such a
-    gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). The gradient of a tied head waits in
-    autograd for that of the embedding.
-    """
-    width = job.compute_bytes
-    if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
-        width = 4
-    size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
-    shard = parameters.shard(strategy)
-    buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
-    accumulating = strategy.gradient_accumulation_steps > 1
-    buckets_in_forward = buckets if strategy.zero_stage == 1 and accumulating else {}
-    once = _reduces_once(strategy, parameters)
-    # The states of stage 1 include complete gradients, unless they are copied immediately.
-    counted = strategy.zero_stage == 1 and (accumulating or not (offload or once))
-    if strategy.pp > 1:
-        # A pipeline reduces after all backward passes, in another bucket (stage_1_and_2.py:958).
-        bucket = {"reduce_buckets": size * width}
-        return at_moments({}, loss=bucket if accumulating else {}, backward=bucket, embedding_backward=bucket)
-    # Elements of the largest gradient of head, layers and embedding.
-    most = parameters.largest_trainable
-    head = min(model.embedding_parameters if model.tied_embeddings else model.tail_parameters, most)
-    layer, embedding = min(model.largest_layer_parameter, most), min(model.embedding_parameters, most)
-    tied = head if model.tied_embeddings else 0
-
-    def reduction(unit: int, waiting: int) -> Terms:
-        copied = bucket_copy(unit)
-        if unit > size:
-            copied = max(width * unit, 8 * min(unit, shard)) if offload else 0
-        unreduced = 0 if counted else tied + unit + (waiting if waiting > size else 0)
-        return buckets | {"reduce_copy": copied, "module_gradients": width * unreduced}
-
-    def bucket_copy(*units: int) -> int:
-        norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max([max(width, _reduction_bytes(strategy, job)) * min(size, parameters.trainable), *norms])
-
-    def in_layer(*units: int) -> Terms:
-        return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
-
-    if once:
-
-        def unreduced(unit: int) -> Terms:
-            return buckets | {"module_gradients": 0 if counted else width * (tied + unit)}
-
-        return at_moments(
-            {},
-            loss=buckets_in_forward,
-            head_backward={"module_gradients": 0 if counted else width * head},
-            after_head=unreduced(head - tied),
-            last_layer_backward=unreduced(0),
-            after_last_layer=unreduced(layer),
-            first_layer_backward=unreduced(0),
-            after_first_layer=unreduced(layer),
-            embedding_backward=buckets | {"reduce_copy": bucket_copy(head, layer, embedding)},
-        )
-    oversized_head = reduction(head, 0) if head > size and not tied else {}
-    return at_moments(
-        {},
-        loss=buckets_in_forward,
-        head_backward={"module_gradients": 0 if counted else width * head},
-        after_head=oversized_head,
-        last_layer_backward=in_layer(layer, 0 if tied else head),
-        after_last_layer=reduction(layer, layer),
-        first_layer_backward=in_layer(layer),
-        after_first_layer=reduction(layer, layer),
-        embedding_backward=reduction(embedding, layer),
-    )
-
-
-def _reduction_bytes(strategy: Layout, job: TrainingJob) -> int:
-    """Bytes of an element in a reduction, which is in fp32 with sequence parallelism (engine.py:2182)."""
-    return 4 if strategy.sp > 1 else job.compute_bytes
-
-
-def _stage3_gathers(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
-    """Gathered and persistent parameters, the gradient bucket, and the copies of a reduction.
-
-    Between the modules of a layer a coalesced gather holds its flat buffer and a copy of each tensor
-    (partition_parameters.py:795), and a full bucket is reduced. A gradient larger than the bucket is reduced in place;
-    the bucket itself is flattened into a copy. Frozen 4-bit weights are gathered packed; `plugins/bitsandbytes` ensures
-    that they are released like others.
-    """
-    zero, width = strategy.zero, job.compute_bytes
-    stored = engine_parameters(model, job)
-    # A single partition on the accelerator is used in place (`_no_gather_coalesced`, partition_parameters.py:904).
-    copies = strategy.shard_size > 1 or strategy.offload_param != "none"
-    persistent = stored.persistent_parameters(zero.stage3_param_persistence_threshold)
-    reduced = _reduction_bytes(strategy, job)
-    always = {"persistent_parameters": copies * width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
-    layers = model.dimensions.num_layers
-    recomputed = strategy.recomputed_layers(layers)
-    held = gathered_elements(
-        stored, zero, recomputed=("all" if recomputed == layers else "some" if recomputed else "none")
-    )
-    viewed = _kept_by_views(strategy, model, job, held=held["forward_end"])
-    more = {
-        moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
-        for moment, count in held.items()
-    }
-    # The gradient of a tied head waits in autograd for that of the embedding.
-    tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
-    in_layer = max(model.largest_layer_unit, tiled_mlp_elements(strategy, model, job)) + tied
-    units: dict[Moment, int] = {
-        "head_backward": parameters.trainable_tail,
-        "after_head": parameters.trainable_tail,
-        "last_layer_backward": in_layer,
-        "after_last_layer": in_layer,
-        "first_layer_backward": in_layer,
-        "after_first_layer": in_layer,
-        "embedding_backward": model.embedding_parameters + tied,
-    }
-    copied = reduced * min(zero.reduce_bucket_size, parameters.trainable)
-    # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
-    copy_bytes = width + (1 if zero.quantized_weights else 0)
-    fetched = copies * copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
-    for moment, unit in units.items():
-        gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
-        more[moment]["module_gradients"] = width * gradients
-        if moment != "head_backward":
-            more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
-    return at_moments(always, **more)
-
-
-_EXPERTS_AS_STORED = frozenset({"gpt_oss", "llama4", "llama4_text"})
-"""Model types whose experts are multiplied without a transposed view (transformers 5.17.0, `is_transposed`)."""
-_TRANSPOSED_LINEARS = frozenset({"falcon"})
-"""Model types whose linear layers are `input @ weight.T` (transformers 5.17.0, `FalconLinear`)."""
-_ORDER = tuple(PHASES)
-_BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index("after_last_layer") + 1]
-"""Moments from the last layer's forward pass to the end of its backward pass."""
-
-
-def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
-    """Return the gathered elements that autograd keeps after ZeRO-3 released them, in addition to the `held` ones.
-
-    A grouped product of experts uses a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
-    deepspeed 0.19.8, moe/ep_experts.py:269), and so do Falcon's linear layers. Autograd saves the view, and with it the
-    gathered storage, until the layer's backward pass; recomputed layers save nothing before. A saved parameter, in
-    contrast, loses its storage with its `data`. Adapted experts are sums and count as activations. At the end of the
-    forward pass, all held elements except those of the tail belong to the last layer.
-    """
-
-    layers = max(1, model.dimensions.num_layers)
-    saved = layers - strategy.recomputed_layers(layers)
-    viewed = viewed_elements(model, job)
-    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
-
-
-@lru_cache(maxsize=256)
-@lru_cache(maxsize=64)
-def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
-    """Return the elements of an average layer of which autograd saves views."""
-
-    def is_viewed(parameter: ParameterShape) -> bool:
-        if parameter.kind == "experts":
-            adapted = job.method != "full" and bool(adapted_experts(model, job.lora_targets))
-            return not adapted and model.model_type not in _EXPERTS_AS_STORED
-        return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
-
-    layers = max(1, model.dimensions.num_layers)
-    return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
-
-
-def _fsdp2_units(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
-    """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
-
-    The tail unit (final norm and head, with the embedding if tied) stays gathered from the forward pass on. There, the
-    buffer of the latest all-gather exists until the next one. The backward pass of a layer holds the layer, the
-    all-gather of the next unit, its gradients, and the reduce-scatter input of the previous unit.
-    """
-    width, full = job.compute_bytes, job.method == "full"
-    model = engine_parameters(model, job)
-    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters
-    embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
-    layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
-    if not full:
-        layer_gradient = width * parameters.trainable // parameters.layers
-        tail_gradient = embedding_gradient = 0
-    tied_tail = tail if model.tied_embeddings else 0
-    tied_gradient = tail_gradient if model.tied_embeddings else 0
-    latest = layer if model.tied_embeddings else tail
-
-    def held(gathered: int, gradients: int) -> Terms:
-        return {"gathered_parameters": gathered, "unit_gradients": gradients}
-
-    before = layer_gradient if model.tied_embeddings else tail_gradient
-    return at_moments(
-        {},
-        last_layer_forward=held(tied_tail + 2 * layer, 0),
-        forward_end=held(tail + latest, 0),
-        loss_backward=held(tail, 0),
-        head_backward=held(tail + layer, tail_gradient),
-        after_head=held(tied_tail + layer, 2 * tail_gradient),
-        last_layer_backward=held(tied_tail + 2 * layer, tied_gradient + before),
-        after_last_layer=held(tied_tail + layer, tied_gradient + 2 * layer_gradient),
-        first_layer_backward=held(tied_tail + layer + embedding, tied_gradient + layer_gradient),
-        after_first_layer=held(tied_tail + embedding, tied_gradient + 2 * layer_gradient),
-        embedding_backward=held(tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient),
-    )

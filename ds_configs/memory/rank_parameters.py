@@ -2,96 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
-from .activations import UnknownFamilyError, cached_activations
-
-Phase = Literal["init", "loss", "backward", "step"]
-Moment = Literal[
-    "init",
-    "teacher_forward",
-    "last_layer_forward",
-    "forward_end",
-    "loss_backward",
-    "head_backward",
-    "after_head",
-    "last_layer_backward",
-    "after_last_layer",
-    "first_layer_backward",
-    "after_first_layer",
-    "embedding_backward",
-    "step",
-]
-"""Moments of a step in order: the forward pass of a teacher; that of the last layer; forward and backward pass of the
-loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer; the
-token embedding; the optimizer step."""
-
-Terms = dict[str, int]
-
-PHASES: Mapping[Moment, Phase] = {
-    "init": "init",
-    "teacher_forward": "loss",
-    "last_layer_forward": "loss",
-    "forward_end": "loss",
-    "loss_backward": "loss",
-    "head_backward": "backward",
-    "after_head": "backward",
-    "last_layer_backward": "backward",
-    "after_last_layer": "backward",
-    "first_layer_backward": "backward",
-    "after_first_layer": "backward",
-    "embedding_backward": "backward",
-    "step": "step",
-}
-
-
-_NAMES = frozenset(PHASES) | frozenset(PHASES.values())
-
-
-def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
-    """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
-
-    Moments with equal terms share one dictionary, because a search computes thousands of them.
-
-    >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
-    {'weights': 2, 'gradients': 1}
-    """
-    assert _NAMES.issuperset(more), "every name is a phase or a moment"
-    if not more:
-        same: Terms = dict(always)
-        return dict.fromkeys(PHASES, same)
-
-    def added(terms: Terms, name: str) -> Terms:
-        if name not in more:
-            return terms
-        terms = dict(terms)
-        for term, count in more[name].items():
-            terms[term] = terms.get(term, 0) + count
-        return terms
-
-    phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
-    return {
-        moment: phases[phase] if moment == phase else added(phases[phase], moment) for moment, phase in PHASES.items()
-    }
-
-
-def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
-    """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
-    phases: dict[Phase, Terms] = {}
-    for moment, terms in moments.items():
-        phase = PHASES[moment]
-        if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
-            phases[phase] = terms
-    return phases
-
+from .activations import ActivationEstimate, Mode, UnknownFamilyError, cached_activations
+from .moments import PHASES, Moment
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
 """Modules that AutoTP splits along their input, with replicated biases (deepspeed/module_inject/auto_tp.py)."""
@@ -279,6 +200,31 @@ class RankShare:
     def has_head(self) -> bool:
         """Whether the rank computes head and loss."""
         return self.stage is None or self.stage.has_head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """A micro-batch on a rank: what its activations and its loss depend on."""
+
+    layout: Layout
+    share: RankShare
+    job: TrainingJob
+    traced: ActivationEstimate
+    mode: Mode
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.share.model
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share a sequence."""
+        return self.layout.sp * self.layout.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of complete sequences."""
+        return self.layout.micro_batch_size * self.job.seq_len_tokens
 
 
 def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:

@@ -154,8 +154,7 @@ def planned_run(plan: Plan) -> PlannedRun:
     layout = strategy.pop("label")
     job = job_dict(plan.job)
     job["lora_targets"] = list(plan.job.lora_targets)
-    if plan.job.teacher is not None:
-        job["teacher"] = plan.job.teacher.name
+    job |= {second.role: second.spec.name for second in plan.job.second_models}
     return PlannedRun(
         model=plan.model.name,
         model_type=plan.model.model_type,

@@ -97,8 +97,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     """Return the job with every setting of a layout, where options can express it."""
     layout = evaluated.strategy
     changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
-    if evaluated.teacher is not None:
-        changed["teacher_placement"] = evaluated.teacher.placement
+    changed |= {f"{role}_placement": choice.placement for role, choice in evaluated.placements.items()}
     recomputation = "selective" if layout.keeps_products else "on" if layout.gradient_checkpointing else "off"
     changed |= {
         "strategy": layout.strategy_name,

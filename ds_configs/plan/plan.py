@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
@@ -26,6 +26,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
+from ..specs.second_models import SecondModelRole
 from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, learned
@@ -242,7 +243,9 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "model": model_summary(plan.model, plan.job),
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
-        "chosen": evaluated_dict(plan.chosen) | {"teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
+        "chosen": evaluated_dict(plan.chosen)
+        | {"teacher": None}
+        | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": _global_batch_dict(plan),
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
@@ -402,7 +405,7 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "reason": candidate["reason"],
         "time": candidate["step_time"],
         "loss": candidate["loss"],
-        "teacher": candidate.get("teacher"),
+        "placements": {role: candidate[role] for role in get_args(SecondModelRole) if candidate.get(role)},
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},
@@ -532,13 +535,12 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
     if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
-    if plan.job.teacher is not None:
+    for second in plan.job.second_models:
         lines.append(
-            f"Memory includes the teacher {plan.job.teacher.name}. The launch line trains only the student; use "
-            "`shardwright distill` to train with the teacher."
+            f"Memory includes the {second.role} {second.spec.name}. The launch line trains only the student; use "
+            f"`shardwright distill` to train with the {second.role}."
         )
-        if plan.chosen.teacher is not None:
-            lines.append(f"Teacher: {plan.chosen.teacher.reason}")
+    lines += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes the values of a common server: {values}.")

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from ..memory.activations import has_fused_loss, has_window_blocks
-from ..memory.estimate import expands_segments, stock_loading_bytes
+from ..memory.estimate import expands_segments
+from ..memory.host import stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec

@@ -111,6 +111,10 @@ class SchemeSettings(Settings):
         None, description="Layers that stay dense, in the same form. Default: output head and routers"
     )
 
+    def scheme_changes(self) -> dict[str, Any]:
+        """Return the changes of the named scheme, as keywords of `changed`."""
+        return {name: getattr(self, name) for name in SchemeSettings.model_fields if name != "scheme"}
+
 
 class QuantizeSettings(SchemeSettings):
     """Every setting of `shardwright quantize` and of its recipes."""
@@ -147,18 +151,10 @@ class QuantizeSettings(SchemeSettings):
         Raises:
             UsageError: the scheme is unknown, or the changes or the method are illegal for it; all errors together.
         """
-        scheme = scheme_named(self.scheme, with_method=True)
+        scheme = scheme_named(self.scheme)
         errors: list[ConfigError] = []
         try:
-            scheme = changed(
-                scheme,
-                group_size=self.group_size,
-                symmetric=self.symmetric,
-                ranges=self.ranges,
-                percentile=self.percentile,
-                ignore=self.ignore,
-                targets=self.targets,
-            )
+            scheme = changed(scheme, ranges=self.ranges, percentile=self.percentile, **self.scheme_changes())
         except UsageError as error:
             errors += error.errors
         method, reason = self.method, "named"

@@ -6,10 +6,9 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from ..specs.errors import ConfigError, UsageError
-from .other_names import meaning
 
 WeightStrategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]
@@ -153,12 +152,18 @@ PRESETS = _presets()
 
 NEWER_PRESETS = {"MXFP4XFP8": "MXFP4", "MXFP6A16": "MXFP8A16", "MXFP6A8": "MXFP8"}
 """Presets that need compressed-tensors 0.20.0, and the closest alternative: llm-compressor 0.14 needs 0.19.0."""
+_OTHER_NAMES = {
+    **dict.fromkeys(("INT4", "4BIT", "W4"), "W4A16"),
+    **dict.fromkeys(("8BIT", "W8"), "W8A16"),
+    **dict.fromkeys(("BITSANDBYTES", "BNB", "BNB4BIT", "QLORA"), "NF4"),
+    **dict.fromkeys(("FLOAT8", "E4M3"), "FP8_DYNAMIC"),
+    **dict.fromkeys(("FP4", "E2M1"), "NVFP4"),
+}
+"""Presets by their names in other tools, without separators."""
 
 
-def scheme_named(name: str, *, with_method: bool = False) -> QuantizationScheme:
+def scheme_named(name: str) -> QuantizationScheme:
     """Return a preset by name; upper and lower case, `-` and `_` are equivalent.
-
-    `with_method` is whether the caller has an option for the quantization method.
 
     Raises:
         UsageError: no preset has this name; the message suggests the one with its meaning, or the nearest.
@@ -166,14 +171,22 @@ def scheme_named(name: str, *, with_method: bool = False) -> QuantizationScheme:
     preset = name.upper().replace("-", "_")
     if preset in PRESETS:
         return PRESETS[preset]
-    rule, fix = meaning(name, with_method=with_method)
+    plain, rule = re.sub(r"[_. ]", "", preset), "is not a quantization scheme"
+    near = difflib.get_close_matches(preset, PRESETS, n=3, cutoff=0.5)
+    fix = f"did you mean {', '.join(near)}?" if near else "use W4A16, W8A16, W8A8, FP8_DYNAMIC, NVFP4 or NF4"
     if preset in NEWER_PRESETS:
         rule = "needs compressed-tensors 0.20.0, but llm-compressor 0.14.0.1 requires 0.19.0"
         fix = f"use {NEWER_PRESETS[preset]}"
-    elif not rule:
-        near = difflib.get_close_matches(preset, PRESETS, n=3, cutoff=0.5)
-        rule = "is not a quantization scheme"
-        fix = f"did you mean {', '.join(near)}?" if near else "use W4A16, W8A16, W8A8, FP8_DYNAMIC, NVFP4 or NF4"
+    elif plain in _OTHER_NAMES:
+        fix = f"use {_OTHER_NAMES[plain]}"
+    elif grouped := re.fullmatch(r"(W\d+A\d+)_?G(\d+)", preset):
+        fix = f"use --scheme {grouped[1]} --group-size {grouped[2]}"
+    elif re.match(r"GGUF|I?Q\d", plain):
+        rule, fix = "is a format of llama.cpp", "convert the model to it as docs/guides/gguf.md describes"
+    elif methods := [method for method in METHODS if method.replace("-", "").upper() in plain]:
+        method = max(methods, key=len)
+        other = "W8A8" if method.startswith("smoothquant") else "W4A16"
+        rule, fix = "is a method, not a scheme", f"use --method {method} --scheme {other} of quantize"
     raise UsageError(ConfigError(where="--scheme", value=name, rule=rule, fix=fix))
 
 
@@ -203,7 +216,6 @@ METHODS: Mapping[MethodName, Method] = {
     "low-rank": Method("shardwright", True),
     "bitsandbytes": Method("bitsandbytes", False),
 }
-METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
 
 
 def needs_calibration(method: MethodName, scheme: QuantizationScheme) -> bool:
@@ -285,42 +297,25 @@ def combination_errors(scheme: QuantizationScheme) -> list[ConfigError]:
 
     size, strategy = weights.group_size, weights.strategy
     if weights.number_type == "int":
-        in_range = FEWEST_BITS <= weights.bits <= MOST_BITS
-        check(in_range, "bits", weights.bits, f"must be from {FEWEST_BITS} to {MOST_BITS} for integers")
-        is_known = strategy in ("tensor", "channel", "group")
+        is_supported = FEWEST_BITS <= weights.bits <= MOST_BITS
+        check(is_supported, "bits", weights.bits, f"must be from {FEWEST_BITS} to {MOST_BITS} for integers")
+        is_known = strategy in ("tensor", "channel", "group") and weights.block_shape is None
         check(is_known, "strategy", strategy, "must be tensor, channel or group for integers")
-        check(weights.block_shape is None, "block_shape", weights.block_shape, "is only supported for floats")
-        if strategy == "group":
-            fix = "use -1 for one scale per channel"
-            check(size is not None and size >= 1, "group_size", size, "must be at least 1 input channel", fix)
-        elif is_known:
-            check(size is None, "group_size", size, f"requires the strategy group, and the strategy is {strategy}")
+        fix = "use -1 for one scale per channel"
+        is_sized = size is not None and size >= 1 if strategy == "group" else size is None
+        check(is_sized, "group_size", size, "must be at least 1 input channel, for the strategy group", fix)
     else:
         check(weights.symmetric, "symmetric", False, "must be true for floats, which have no zero point")
         shape = strategy if size is None else f"{strategy}, groups of {size}"
-        rule = f"no library supports {scheme.name} in this layout"
-        names = [
-            preset.name
-            for other, preset in formats.items()
-            if (other.number_type, other.bits) == ("float", weights.bits)
-        ]
-        fix = f"use {', '.join(names)} unchanged" if names else "use 4 or 8 bits"
-        check(replace(weights, symmetric=True) in formats, "strategy", shape, rule, fix)
+        names = [preset.name for other, preset in formats.items() if other.number_type == "float"]
+        fix = f"use {', '.join(names)} unchanged"
+        is_preset = replace(weights, symmetric=True) in formats
+        check(is_preset, "strategy", shape, f"no library supports {scheme.name} in this layout", fix)
     if activations is None:
         return errors
-    if activations.number_type == "int":
-        in_range = FEWEST_BITS <= activations.bits <= MOST_BITS
-        rule = f"must be from {FEWEST_BITS} to {MOST_BITS} for integer activations"
-        check(in_range, "activations.bits", activations.bits, rule)
-        check(weights.number_type == "int", "activations.number_type", "int", "must be float if weights are float")
-    else:
-        check(activations.bits in (4, 8), "activations.bits", activations.bits, "must be 4 or 8 for float activations")
-        rule = "must be true for floats, which have no zero point"
-        check(activations.symmetric, "activations.symmetric", False, rule)
-    is_searched = activations.range_method != "minmax"
-    rule = "is only supported for static ranges of integer activations"
-    has_codes = not activations.dynamic and activations.number_type == "int"
-    check(has_codes or not is_searched, "ranges", activations.range_method, rule, "use W8A8_STATIC")
+    is_searchable = not activations.dynamic and activations.number_type == "int"
+    method, rule = activations.range_method, "is only supported for static ranges of integer activations"
+    check(is_searchable or method == "minmax", "ranges", method, rule, "use W8A8_STATIC")
     is_share = 50.0 < activations.percentile <= 100.0
     check(is_share, "percentile", activations.percentile, "must be above 50 and at most 100")
     return errors

@@ -10,8 +10,8 @@ from math import ceil
 from typing import Any
 
 from ..legality.rules import BATCH_RULES, LAYOUT_RULES, AxisRule, Rule, broken_rules, legality_errors
+from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
-from ..memory.model_states import default_zero_options
 from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
@@ -57,8 +57,8 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
     }
     if requested:
         yield requested
-    if job.teacher is not None:
-        # Training with a teacher supports no other axes than requested sequence parallelism.
+    if job.second_models:
+        # They support no other axes than requested sequence parallelism.
         return
     if requested:
         ((axis, size), *others) = requested.items()
@@ -334,7 +334,7 @@ class SearchContext:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A layout with micro-batch and recomputation, for a job whose loss and teacher placement are resolved."""
+    """A layout with micro-batch and recomputation, for a job whose loss and second models' placements are resolved."""
 
     layout: Layout
     context: SearchContext
@@ -400,7 +400,7 @@ def losses(context: SearchContext) -> list[SearchContext]:
     if job.loss != "auto":
         return [context]
     names: list[LossImplementation] = ["eager"]
-    if job.teacher is None and model.task == "causal_lm":
+    if not job.second_models and model.task == "causal_lm":
         fused = context.hardware.gpu != "CPU" and has_liger_loss(model.model_type, alone=not job.use_liger_kernel)
         if fused and job.use_liger_kernel:
             names = ["chunked"]

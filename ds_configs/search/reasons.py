@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..memory.rank_parameters import Terms
+from ..memory.moments import Terms
 from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
@@ -249,8 +249,9 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     """Return why a layout was not chosen: which memory is too small, or how much slower it is than the chosen one."""
     memory, job = candidate.memory, candidate.job
     name, gpu, host = display_name(candidate.layout), memory.gpu, memory.host
-    if job.teacher is not None:
-        name += " with the teacher " + ("as a replica" if job.teacher_placement == "replica" else job.teacher_placement)
+    for second in job.second_models:
+        placement = "as a replica" if second.placement == "replica" else second.placement
+        name += f" with the {second.role} {placement}"
     if memory.lacks == "GPU":
         return (
             f"{name} lacks GPU memory: it needs up to {gigabytes(gpu.high_bytes)} of "

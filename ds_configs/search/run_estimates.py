@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..memory.terms import KERNEL_MEANINGS
+from ..memory.meanings import KERNEL_MEANINGS
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout

@@ -8,24 +8,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
-from ..memory.estimate import MemoryEstimate, loading_terms
+from ..memory.estimate import MemoryEstimate
+from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
+from ..memory.second_models import second_model_gpu_bytes, second_model_host_bytes
 from ..specs.errors import ConfigError, UsageError
-from ..specs.job import (
-    AUTOMATIC_PLACEMENTS,
-    LossImplementation,
-    TeacherChoice,
-    TeacherCost,
-    TeacherPlacement,
-    TrainingJob,
-    job_errors,
-)
+from ..specs.job import LossImplementation, TrainingJob, job_errors
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
+from ..specs.second_models import (
+    AUTOMATIC_PLACEMENTS,
+    PLACEMENTS,
+    Placement,
+    PlacementChoice,
+    PlacementCost,
+    SecondModel,
+    SecondModelRole,
+)
+from ..specs.terms import Term
 from ..specs.units import gigabytes
-from ..step_time.estimate import StepTime
+from ..step_time.estimate import StepTime, valued_terms
 from .candidates import (
     Candidate,
     SearchContext,
@@ -296,29 +299,24 @@ def _fewer_of_each_axis(ranked: Iterable[Candidate]) -> list[Candidate]:
     return shown
 
 
-PLACEMENTS: tuple[TeacherPlacement, ...] = (*AUTOMATIC_PLACEMENTS, "quantized", "cached")
-
-_COSTS: dict[TeacherPlacement, str] = {
+_COSTS: dict[Placement, str] = {
     "replica": "no communication",
     "sharded": "gathers its parameters in every micro-batch",
     "offloaded": "copies its parameters over PCIe in every micro-batch",
     "quantized": "4-bit weights change the targets",
-    "cached": "requires a cache of teacher outputs for exactly this data",
+    "cached": "requires a cache of its outputs for exactly this data",
 }
 
 
-def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None:
-    """Return the teacher placement of the chosen layout and what the others would cost; `None` without a teacher."""
-    layout, hardware, job = best.layout, best.context.hardware, best.job
-    placement = job.teacher_placement
-    if job.teacher is None or placement == "auto":
-        return None
+def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
+    """Return a second model's placement under the chosen layout, and what the others would cost."""
+    layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
     costs, needs = [], {}
     for other in PLACEMENTS:
         if other == placement or (other == "sharded" and hardware.world_size == 1):
             continue
-        moved = replace(job, teacher_placement=other)
-        memory = replace(best, context=replace(best.context, job=moved)).memory
+        moved = replace(best, context=replace(best.context, job=job.placed(second.role, other)))
+        memory, other_model = moved.memory, replace(second, placement=other)
         gpu, host = memory.gpu, memory.host
         if not gpu.fits:
             needs[other] = f"needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
@@ -327,16 +325,16 @@ def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None
             needs[other] = f"needs {used} of {capacity} GB host memory per node"
         else:
             needs[other] = f"fits in {gigabytes(gpu.high_bytes)} GB" if memory.fits else "needs more NVMe"
-        cost = TeacherCost(
+        cost = PlacementCost(
             placement=other,
-            gpu_bytes=teacher_gpu_bytes(layout, moved),
-            host_bytes=teacher_host_bytes(layout, moved, hardware.gpus_per_node),
+            gpu_bytes=second_model_gpu_bytes(other_model, layout, moved.job),
+            host_bytes=second_model_host_bytes(other_model, layout, moved.job, hardware.gpus_per_node),
             fits=memory.fits,
             reason=f"{needs[other]}; {_COSTS[other]}",
         )
         costs.append(cost)
-    gpu_bytes = teacher_gpu_bytes(layout, job)
-    host_bytes = teacher_host_bytes(layout, job, hardware.gpus_per_node)
+    gpu_bytes = second_model_gpu_bytes(second, layout, job)
+    host_bytes = second_model_host_bytes(second, layout, job, hardware.gpus_per_node)
     size = f"up to {gigabytes(gpu_bytes)} GB per accelerator"
     if placement == "offloaded":
         size += f" and {gigabytes(host_bytes)} GB host memory per node"
@@ -346,7 +344,7 @@ def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None
         why = "was requested"
     else:
         why = "is the first placement that fits" if too_large else "is the simplest placement, and it fits"
-    return TeacherChoice(
+    return PlacementChoice(
         placement=placement,
         reason=f"{placement} {why}: {size}; {_COSTS[placement]}." + (f" Rejected: {too_large}." if too_large else ""),
         gpu_bytes=gpu_bytes,
@@ -366,8 +364,18 @@ class Evaluated:
     """Short sentences with the numbers that decided."""
     loss: LossImplementation = "eager"
     """How head and loss are computed: `eager` or `chunked`."""
-    teacher: TeacherChoice | None = None
-    """Teacher placement of the chosen layout; `None` without a teacher and for rejected layouts."""
+    placements: dict[SecondModelRole, PlacementChoice] = field(default_factory=dict)
+    """Placements of second models under the chosen layout, by role; empty for rejected layouts."""
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Every term of memory and time with its meaning and value, which tables, reports and `explain` show."""
+        return valued_terms(self.memory, self.time)
+
+    @property
+    def teacher(self) -> PlacementChoice | None:
+        """Placement of the teacher; `None` without one."""
+        return self.placements.get("teacher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,14 +393,13 @@ class Outcome:
     estimated: int = 0
 
 
-def _evaluated(candidate: Candidate, reason: str, teacher: TeacherChoice | None = None) -> Evaluated:
+def _evaluated(candidate: Candidate, reason: str) -> Evaluated:
     return Evaluated(
         strategy=candidate.layout,
         memory=candidate.memory,
         time=candidate.time,
         reason=reason,
         loss=candidate.job.loss,
-        teacher=teacher,
     )
 
 
@@ -452,9 +459,9 @@ def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
 def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
-    A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
-    layouts without offload before the student's states leave the accelerator. Without `compare`, the result has no
-    rejected layouts, in half of the time.
+    Second models are tried as replicas on every rank, then sharded, then in host memory. Each placement is tried under
+    all layouts without offload before the states of the trained model leave the accelerator. Without `compare`, the
+    result has no rejected layouts, in half of the time.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -511,7 +518,11 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
             others=others,
             fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
         )
-        chosen = _evaluated(best, reason, _teacher_choice(best, requested=job.teacher_placement != "auto"))
+        placements = {
+            second.role: _placement_choice(best, second, requested=requested.placement != "auto")
+            for requested, second in zip(job.second_models, best.job.second_models, strict=True)
+        }
+        chosen = replace(_evaluated(best, reason), placements=placements)
     rejected = [_evaluated(candidate, rejected_reason(candidate, best)) for candidate in _fewer_of_each_axis(others)]
     return Outcome(
         chosen=chosen,
@@ -569,7 +580,7 @@ def _least_bytes(model: ModelSpec, job: TrainingJob) -> float:
 
 
 def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchContext, list[int]]]:
-    """Return the rounds of the search: all layouts without a teacher, else each placement without and with offload.
+    """Return the rounds of the search: all layouts, or each placement of second models without and with offload.
 
     Layouts with axes that the user did not request are omitted where they cannot help: without offload, if the states
     exceed the memory of all accelerators together; and if the global batch is illegal for every layout without them,
@@ -591,13 +602,15 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
         or _has_requested_axes(layout, job)
         or not (batch_is_illegal or (too_large and layout.offload_optimizer == "none"))
     ]
-    placements = [job.teacher_placement]
-    if job.teacher is not None and job.teacher_placement == "auto":
-        placements = [name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or hardware.world_size > 1]
-    elif job.teacher is not None and job.teacher_placement == "sharded" and hardware.world_size == 1:
-        rule, fix = "requires at least two ranks to shard over", "use replica or offloaded"
-        raise UsageError(ConfigError(where="teacher_placement", value="sharded", rule=rule, fix=fix))
-    parts = [replace(context, job=replace(job, teacher_placement=placement)) for placement in placements]
+    jobs = [job]
+    for second in job.second_models:
+        if second.placement == "auto":
+            names = [name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or hardware.world_size > 1]
+            jobs = [part.placed(second.role, name) for part in jobs for name in names]
+        elif second.placement == "sharded" and hardware.world_size == 1:
+            rule, fix = "requires at least two ranks to shard over", "use replica or offloaded"
+            raise UsageError(ConfigError(where=f"{second.role}_placement", value="sharded", rule=rule, fix=fix))
+    parts = [replace(context, job=part) for part in jobs]
     if len(parts) == 1:
         return [(parts[0], usable)]
     inside = [index for index in usable if layouts[index].offload_optimizer == "none"]

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
-from ..specs.job import AXIS_FIELDS, Method, TeacherPlacement, TrainingJob
+from ..specs.job import AXIS_FIELDS, Method, TrainingJob
+from ..specs.second_models import Placement
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .candidates import SearchContext
@@ -124,18 +125,23 @@ def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[Tra
         "micro_batch_size": None,
         "offload": "auto",
         "strategy": "auto",
-        "teacher_placement": "auto",
+        **{f"{second.role}_placement": "auto" for second in job.second_models},
         **dict.fromkeys(AXIS_FIELDS),
     }
     fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
     one_open = [replace(job, **{field: value}) for field, value in fixed.items()]
     yield one_open + ([replace(job, **fixed)] if len(fixed) > 1 else [])
 
-    if job.teacher is None:
-        yield [replace(job, loss="chunked")] if job.loss != "chunked" else []
+    placements: tuple[Placement, ...] = ("cached", "quantized")
+    if job.second_models:
+        yield [
+            job.placed(second.role, placement)
+            for second in job.second_models
+            for placement in placements
+            if second.placement != placement
+        ]
     else:
-        placements: tuple[TeacherPlacement, ...] = ("cached", "quantized")
-        yield [replace(job, teacher_placement=name) for name in placements if name != job.teacher_placement]
+        yield [replace(job, loss="chunked")] if job.loss != "chunked" else []
 
     # Sequence and context parallelism can split the rounded length over all ranks.
     unit = 2 * hardware.world_size

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil, prod
+from math import ceil
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError, DoesNotFitError, UsageError
@@ -207,58 +206,6 @@ DEFAULT_SHARE = 0.92
 _HUGE, _LARGE = 160 * 2**30, 70 * 2**30
 
 
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM 0.32.0 allocates (`MaxLoRARanks` in `config/lora.py`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedAdapter:
-    """A LoRA adapter, which the engine adds to the model while it runs."""
-
-    source: str
-    """Directory as the user wrote it, or Hub id with the commit."""
-    name: str
-    """Name of the adapter in requests: that of its directory or Hub repository."""
-    directory: str
-    """Absolute path."""
-    settings: Mapping[str, Any]
-    """Contents of `adapter_config.json`."""
-    tokenizer: str | None
-    """Directory of its tokenizer; `None` for that of the model."""
-    chat_template: str | None
-    """File of its chat template; `None` for that of the tokenizer."""
-    generation_config: str | None = None
-    """Directory of its generation settings, such as the tokens that end an answer; `None` for those of the model."""
-    trained_in_4_bits: bool
-    """Whether it was trained on NF4 weights (QLoRA)."""
-
-    @property
-    def slot_rank(self) -> int:
-        """Rank for which the engine allocates."""
-        largest = max([self.settings["r"], *(self.settings.get("rank_pattern") or {}).values()])
-        return next((rank for rank in ADAPTER_RANKS if rank >= largest), ADAPTER_RANKS[-1])
-
-    @property
-    def module(self) -> str:
-        """Name and path, as vLLM reads them."""
-        if set("=,") & set(self.directory):
-            return json.dumps({"name": self.name, "path": self.directory})
-        return f"{self.name}={self.directory}"
-
-
-def adapter_bytes(model: ModelSpec, *, rank: int) -> int:
-    """Return the bytes that vLLM 0.32.0 allocates for one adapter in 16 bits.
-
-    All linear layers, the embedding and the head have matrices of the allocated rank, even if the adapter has none
-    for them (`lora/layers`). Tensor parallelism splits one of the two matrices, which is not subtracted here.
-    """
-    owners = [p for p in model.parameters if p.kind in ("linear", "experts", "embedding") and len(p.shape) > 1]
-    widths = sum(p.count * prod(p.shape[:-2]) * sum(p.shape[-2:]) for p in owners)
-    if model.tied_embeddings:
-        widths += model.dimensions.vocab_size + model.dimensions.hidden_size
-    return 2 * rank * widths
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """A checkpoint, described by its configuration and headers."""
@@ -267,7 +214,6 @@ class ServedModel:
     config: Mapping[str, Any]
     weights: Mapping[str, StoredWeight]
     """All tensors by name; empty without a checkpoint."""
-    adapter: ServedAdapter | None = None
 
     @property
     def quantization(self) -> Mapping[str, Any]:
@@ -344,12 +290,7 @@ class ServingRequest:
 
 
 def serving_line(
-    model: str,
-    chosen: ServingRequest,
-    *,
-    draft: str | None,
-    revision: str | None = None,
-    adapter: ServedAdapter | None = None,
+    model: str, chosen: ServingRequest, *, draft: str | None, revision: str | None = None
 ) -> tuple[str, ...]:
     """Return the command that serves a model, from a request with all values set."""
     words: list[object] = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
@@ -369,12 +310,6 @@ def serving_line(
     if draft is not None:
         speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
         words += ["--speculative-config", json.dumps(speculation)]
-    if adapter is not None:
-        words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
-        # vLLM 0.32.0 reads neither tokenizer, chat template nor generation settings of an adapter's directory.
-        words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
-        words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
-        words += ["--generation-config", adapter.generation_config] if adapter.generation_config else []
     return tuple(str(word) for word in words)
 
 
@@ -415,8 +350,6 @@ class ServingPlan:
     """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
     draft: str | None
-    adapter: str | None
-    """Name of the adapter in requests; `None` for the model itself."""
     line: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -483,10 +416,6 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
     if length is not None and positions is not None and length > positions:
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
-    if model.adapter is not None and draft is not None:
-        merge = ["shardwright", "merge", model.adapter.source, "--output-dir", f"{model.adapter.name}-merged"]
-        fix = f"merge it ({shlex.join(merge)}) and serve the result"
-        errors.append(ConfigError(where="draft", value=draft.spec.name, rule="cannot serve an adapter", fix=fix))
     if draft is not None:
         own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
         if own != other:
@@ -581,8 +510,6 @@ class _Fit:
             notes.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
         if not model.weights:
             notes.append("there is no checkpoint: weights are counted in 16 bits from the structure")
-        if model.adapter is not None and model.adapter.trained_in_4_bits:
-            notes.append("the adapter was trained on NF4 weights, but is added to 16-bit ones: merge it for the former")
         copies = request.hardware.gpus_per_node // self.size
         if copies > 1 and not request.on_cpu:
             notes.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
@@ -617,14 +544,7 @@ class _Fit:
             max_num_seqs=request.sequences(),
             max_num_batched_tokens=request.batched_tokens(),
             draft=draft_name,
-            adapter=None if model.adapter is None else model.adapter.name,
-            line=serving_line(
-                model.spec.name,
-                chosen,
-                draft=draft_name,
-                revision=model.spec.revision,
-                adapter=model.adapter,
-            ),
+            line=serving_line(model.spec.name, chosen, draft=draft_name, revision=model.spec.revision),
             notes=tuple(notes),
         )
 
@@ -641,8 +561,6 @@ def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> di
             terms[name] = weight_bytes(
                 model.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
             )
-    if (adapter := models[0].adapter) is not None:
-        terms["adapter"] = adapter_bytes(models[0].spec, rank=adapter.slot_rank)
     steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
     parts = [workspace_bytes(model.spec.dimensions, tensor_parallel_size=size, **steps) for model in models]
     return terms | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}

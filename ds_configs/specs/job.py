@@ -11,47 +11,8 @@ from typing import Any, Literal, get_args
 from .errors import ConfigError, count_fix
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
+from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
 from .texts import NAMES_COMMA, flag_words
-
-TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
-"""`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
-copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored."""
-
-TeacherPlacementChoice = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
-"""Values of the option; with `auto`, the planner chooses."""
-
-AUTOMATIC_PLACEMENTS: tuple[TeacherPlacement, ...] = ("replica", "sharded", "offloaded")
-"""In order of preference. The others change the results (`quantized`) or require a separate run (`cached`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherCost:
-    """Cost of one placement of the teacher under the selected layout."""
-
-    placement: TeacherPlacement
-    gpu_bytes: int
-    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
-    host_bytes: int
-    """Peak host memory of the teacher on one node, including loading."""
-    fits: bool
-    """Whether student and teacher together fit."""
-    reason: str
-    """One sentence: its memory, or its other costs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherChoice:
-    """Selected placement of the teacher, its reason, and the costs of the other placements."""
-
-    placement: TeacherPlacement
-    reason: str
-    gpu_bytes: int
-    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
-    host_bytes: int
-    """Peak host memory of the teacher on one node, including loading."""
-    alternatives: tuple[TeacherCost, ...]
-    """The other placements under the same layout and micro-batch size."""
-
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
@@ -122,7 +83,7 @@ class TrainingJob:
     """Whether inputs of recomputed layers wait in host memory; `auto` like `tiled_mlp`, for as few layers as fit."""
     teacher: ModelSpec | None = None
     """Frozen teacher of a distillation; `None` without one."""
-    teacher_placement: TeacherPlacementChoice = "auto"
+    teacher_placement: PlacementOption = "auto"
     """Placement of the teacher; unused without one."""
     tensor_parallel_size: int | None = None
     """Ranks that share each layer (AutoTP); `None`: the planner chooses, 1: disabled.
@@ -201,6 +162,18 @@ class TrainingJob:
         return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
 
     @property
+    def second_models(self) -> tuple[SecondModel, ...]:
+        """The models that run beside the trained one."""
+        if self.teacher is None:
+            return ()
+        return (SecondModel(role="teacher", spec=self.teacher, placement=self.teacher_placement),)
+
+    def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
+        """Return the job with another placement of a second model."""
+        changed: dict[str, Any] = {f"{role}_placement": placement}
+        return replace(self, **changed)
+
+    @property
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
@@ -263,7 +236,7 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
         ("loss", LossImplementation),
         ("tiled_mlp", Switch),
         ("offload_activations", Switch),
-        ("teacher_placement", TeacherPlacementChoice),
+        ("teacher_placement", PlacementOption),
         ("weights_dtype", WeightsType),
     ):
         value = getattr(job, field)

@@ -134,6 +134,10 @@ class Layout:
             return 0
         return layers if self.checkpointed_layers is None else min(self.checkpointed_layers, layers)
 
+    def offloaded_layers(self, layers: int) -> int:
+        """Return how many of a rank's layer inputs wait in host memory."""
+        return min(self.offloaded_checkpoints, self.recomputed_layers(layers))
+
     @property
     def recomputes_in_part(self) -> bool:
         """Whether checkpointing covers only some layers or operations, which a stock Trainer cannot express."""

@@ -322,6 +322,11 @@ class ModelSpec:
         return max(parameter.numel for parameter in self.parameters)
 
     @property
+    def largest_layer_matrix(self) -> int:
+        """Elements of the largest Linear weight of a layer; 0 without any."""
+        return max((p.numel for p in self.parameters if p.kind == "linear" and p.in_layer), default=0)
+
+    @property
     def largest_stored_tensor(self) -> int:
         """Elements of the largest tensor of a checkpoint, which has each expert as tensors of its own."""
         experts = max(1, self.dimensions.num_experts)

@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import ConfigError, UsageError, count_fix
-from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice, TrainingJob, WeightsType
+from .job import OffloadName, Recomputation, StrategyName, Switch, TrainingJob, WeightsType
+from .second_models import PlacementOption
 from .synonyms import REMOVED, suggested
 from .texts import NAMES_COMMA, yaml_value
 
@@ -239,7 +240,7 @@ class TeacherPlacementSettings(Settings):
 
     group = "Training"
 
-    teacher_placement: TeacherPlacementChoice = Field(
+    teacher_placement: PlacementOption = Field(
         "auto", description="replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"
     )
 

@@ -130,6 +130,7 @@ REMOVED: Mapping[str, str] = {
     "sparse_fraction": "omit it: --method spqr keeps outliers",
     "outlier_fraction": "use outlier_threshold, of which larger values keep fewer outliers",
     "ranges=learned": "use moving_average, which follows the training",
+    "ranges=calibrated": "omit it: ranges are observed during training",
     "ranges=l2": "use percentile, or search ranges after training with shardwright quantize --ranges l2",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
@@ -142,6 +143,7 @@ REMOVED: Mapping[str, str] = {
     "objective=cost": "plan for each size of cluster, and compare tokens/s per accelerator",
     "longest_sequence": "pass a --seq-len that is too long: the error has a length that fits",
     "gpu_hour_price": "omit it, and multiply the GPU hours that --tokens prints by your price",
+    "bit_schedule": "omit it: train with the scheme's bits from --start-step on",
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""
@@ -151,6 +153,11 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{
+        (name, "weight_rule"): "omit it: ranges are observed during training"
+        for name in ("calibration", "calibration_samples")
+    },
+    ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",

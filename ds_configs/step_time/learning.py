@@ -13,15 +13,8 @@ from math import inf, sqrt
 
 from ..memory.estimate import moved_factors
 from ..specs.hardware import HardwareSpec
-from .estimate import StepTime
+from .estimate import TERMS, StepTime
 
-NETWORK_TERMS = frozenset({
-    *("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel", "pipeline_transfers"),
-    *("waiting_for_ranks", "parameter_gathers", "gradient_reduction", "parameter_updates"),
-})  # fmt: skip
-HOST_TERMS = frozenset(
-    {"kernel_launches", "host_optimizer", "host_copies", "checkpoint_copies", "nvme", "step_overhead"}
-)
 PARTS = ("compute", "network", "host")
 """Parts of a step whose errors differ; every other term is computation."""
 
@@ -82,7 +75,8 @@ class MeasuredStep:
 
 def part_of(term: str) -> str:
     """Return the part of a step that a term belongs to."""
-    return "network" if term in NETWORK_TERMS else "host" if term in HOST_TERMS else "compute"
+    place = TERMS[term].lives_on if term in TERMS else "accelerator"
+    return "compute" if place == "accelerator" else place
 
 
 def part_seconds(time: StepTime) -> dict[str, float]:

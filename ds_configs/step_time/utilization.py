@@ -20,8 +20,8 @@ def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: T
     """Return the FLOPs that the job needs, divided by those that the accelerators could do in the same time.
 
     Counts matrix products and attention of the forward pass once and of the backward pass twice (products with frozen
-    weights once), and a teacher's forward pass, without recomputation, masked scores of causal models, and experts that
-    a token skips.
+    weights once), and forward passes of second models, without recomputation, masked scores of causal models, and
+    experts that a token skips.
     """
     return sum(_needed_seconds(time, model, hardware, job).values()) / time.seconds
 
@@ -33,8 +33,9 @@ def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, jo
     products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2
     needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
-    if job.teacher is not None and job.teacher_placement != "cached":
-        needed["teacher_forward"] = sum(_forward_flops(job.teacher, job))
+    for second in job.second_models:
+        if second.planned_placement != "cached":
+            needed[f"{second.role}_forward"] = sum(_forward_flops(second.spec, job))
     return {term: tokens * flops for term, flops in needed.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.layers import config_group
@@ -201,32 +200,28 @@ def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any
     return {"config_groups": {"group_0": group}, "ignore": list(scheme.ignore)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineRequest:
-    """One run of llm-compressor."""
-
-    model: Any
-    """Transformers model with its full weights; changed in place, also by a run that fails."""
-    tokenizer: Any
-    """Required by `oneshot`, but not used for tokenized samples; may be `None`."""
-    scheme: QuantizationScheme
-    """Targets and formats; stored as compressed-tensors."""
-    method: EngineMethod
-    """Method that finds codes and scales."""
-    calibration: Sequence[Mapping[str, Sequence[int]]] = ()
-    """Samples with `input_ids`; may be empty for RTN without static activations."""
-    batch_size: int = 1
-    """Samples per forward pass; samples of one batch have equal length."""
-    method_options: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the method's modifiers."""
-    seed: int = 0
-    """Random seed."""
-    stored_names: Collection[str] = ()
-    """Tensor names of the original checkpoint, to restore the names of experts."""
-
-
-def quantize_with_llm_compressor(request: EngineRequest) -> CompressedModel:
+def quantize_with_llm_compressor(
+    model: Any,
+    scheme: QuantizationScheme,
+    method: EngineMethod,
+    *,
+    calibration: Sequence[Mapping[str, Sequence[int]]] = (),
+    batch_size: int = 1,
+    method_options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    stored_names: Collection[str] = (),
+) -> CompressedModel:
     """Quantize a model in memory, one decoder layer after another.
+
+    Args:
+        model: Transformers model with its full weights; changed in place, also by a run that fails.
+        scheme: Targets and formats; stored as compressed-tensors.
+        method: Method that finds codes and scales.
+        calibration: Samples with `input_ids`; may be empty for RTN without static activations.
+        batch_size: Samples per forward pass; samples of one batch have equal length.
+        method_options: Fields of the method's modifiers.
+        seed: Random seed.
+        stored_names: Tensor names of the original checkpoint, to restore the names of experts.
 
     Raises:
         UsageError: options that the method does not have, missing samples, or layers that it does not support.
@@ -234,14 +229,13 @@ def quantize_with_llm_compressor(request: EngineRequest) -> CompressedModel:
     import torch
 
     import_upstream()
-    model, scheme = request.model, request.scheme
-    modifiers = build_modifiers(scheme, request.method, request.method_options, batch_size=request.batch_size)
+    modifiers = build_modifiers(scheme, method, method_options or {}, batch_size=batch_size)
     reads = [modifier.requires_calibration_data for modifier in modifiers]
     errors = []
-    if any(reads) and not request.calibration:
-        rule = f"{request.method} with {scheme.name} needs text for calibration"
+    if any(reads) and not calibration:
+        rule = f"{method} with {scheme.name} needs text for calibration"
         errors.append(ConfigError(where="dataset", rule=rule, fix="pass --dataset, such as python-help"))
-    if request.method == "autoround":
+    if method == "autoround":
         errors += head_errors(model, scheme)
     if errors:
         raise UsageError(errors)
@@ -249,15 +243,14 @@ def quantize_with_llm_compressor(request: EngineRequest) -> CompressedModel:
     for modifier in modifiers:
         modifier._steps = steps
     with torch.random.fork_rng():
-        torch.manual_seed(request.seed)
-        run_oneshot(model, request.tokenizer, modifiers, request.calibration if any(reads) else (), request.batch_size)
+        torch.manual_seed(seed)
+        run_oneshot(model, modifiers, calibration if any(reads) else (), batch_size)
     forget_range_observer(model)
-    return CompressedModel(model=model, stored_names=request.stored_names)
+    return CompressedModel(model=model, stored_names=stored_names)
 
 
 def run_oneshot(
     model: PreTrainedModel,
-    tokenizer: Any,
     modifiers: Sequence[Any],
     calibration: Sequence[Mapping[str, Sequence[int]]],
     batch_size: int,
@@ -277,7 +270,7 @@ def run_oneshot(
             oneshot(
                 model=model,
                 # `oneshot` requires a processor for any data, and does not use it for tokens.
-                processor=tokenizer or object(),
+                processor=object(),
                 recipe=list(modifiers),
                 dataset=calibration_loader(calibration, batch_size) if calibration else None,
             )

@@ -14,7 +14,7 @@ from .quiet import import_upstream
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 VisitLayer = Callable[[str, Any, Any], Any]
 """Takes a layer's name, weight and mean of `x xᵀ` (`None` for a layer without input), and returns its new weight."""
@@ -22,7 +22,6 @@ VisitLayer = Callable[[str, Any, Any], Any]
 
 def visit_layers(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     names: Collection[str],
     *,
     calibration: Sequence[Mapping[str, Sequence[int]]],
@@ -33,7 +32,6 @@ def visit_layers(
 
     Args:
         model: Transformers model; changed in place.
-        tokenizer: Required by `oneshot`; may be `None`.
         names: Modules to visit.
         calibration: Samples with `input_ids`.
         batch_size: Samples per forward pass.
@@ -84,4 +82,4 @@ def visit_layers(
         def on_calibration_end(self, state: Any, event: Any, **kwargs: object) -> None:
             self.remove_hooks()
 
-    run_oneshot(model, tokenizer, [VisitModifier()], calibration, batch_size)
+    run_oneshot(model, [VisitModifier()], calibration, batch_size)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import TeacherPlacement
+from ...ds_configs.specs.second_models import Placement
 from ..peft import four_bit_loading
 from .checkpoint_tensors import without_zero3
 from .document_attention import attend_by_document
@@ -26,7 +26,7 @@ Engine = Literal["ddp", "deepspeed", "fsdp2", "single"]
 class PlacedTeacher:
     """A teacher in evaluation mode, without gradients, called through the wrapper that shards it."""
 
-    def __init__(self, model: PreTrainedModel, wrapped: Any, placement: TeacherPlacement) -> None:
+    def __init__(self, model: PreTrainedModel, wrapped: Any, placement: Placement) -> None:
         self.model = model
         self.placement = placement
         self._wrapped = wrapped
@@ -84,7 +84,7 @@ def load_teacher(
     name: str,
     *,
     revision: str | None = None,
-    placement: TeacherPlacement = "replica",
+    placement: Placement = "replica",
     dtype: torch.dtype = None,
     engine: Engine = "single",
     config: Any = None,
@@ -156,7 +156,7 @@ def _zero3_configuration(dtype: torch.dtype | None, *, micro_batch_size: int, of
 
 
 def place_teacher(
-    teacher: PreTrainedModel, placement: TeacherPlacement, *, accelerator: Accelerator, micro_batch_size: int = 1
+    teacher: PreTrainedModel, placement: Placement, *, accelerator: Accelerator, micro_batch_size: int = 1
 ) -> PlacedTeacher:
     """Place a loaded teacher on devices or host memory, next to the student that the accelerator prepares.
 

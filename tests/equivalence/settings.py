@@ -317,9 +317,7 @@ def _frozen(pattern: str) -> Callable[[Any], Any]:
     return change
 
 
-def _quantized(
-    scheme: str, *, symmetric: bool = False, group: int = 16, calibrated: bool = False, **options: Any
-) -> Change:
+def _quantized(scheme: str, *, symmetric: bool = False, group: int = 16, **options: Any) -> Change:
     def change(run: Run) -> None:
         from shardwright.ds_configs.quantization.scheme import changed, scheme_named
         from shardwright.trainers.qat.callback import QATCallback
@@ -331,9 +329,8 @@ def _quantized(
         if found.weights.group_size:
             found = changed(found, group_size=group, symmetric=means or symmetric)
         given = options | ({"weight_rule": "ternary"} if means else {})
-        calibration = [padded(samples())] if calibrated else None
         run.scheme = found
-        run.callbacks.append(lambda: QATCallback(found, calibration=calibration, **given))
+        run.callbacks.append(lambda: QATCallback(found, **given))
 
     return change
 
@@ -629,10 +626,8 @@ SETTINGS: dict[str, Change] = {
     "qat_ranges": _quantized("W8A8_STATIC", ranges="moving_average", freeze_step=2),
     "w4": _quantized("W4A16", symmetric=True),
     "w4_off_borders": _both(_quantized("W4A16", symmetric=True, group=8), _set(change_trainer=_off_borders)),
-    "w4_channel": _quantized("W4A16", symmetric=True, group=-1),
     "w2_learned": _quantized("W2A16", symmetric=True, weight_rule="learned"),
     "w8a8_static": _quantized("W8A8_STATIC", ranges="moving_average", start_step=1),
-    "w8a8_calibrated": _quantized("W8A8_STATIC", calibrated=True),
     "w4_zero_points": _both(
         _quantized("W4A16", weight_rule="learned"),
         _arguments(bf16=True),

@@ -20,7 +20,6 @@ from shardwright.plugins.activation_ranges import (
     percentile_range,
     rounded_values,
 )
-from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 
 def histogram_of(values, *, bins=8192) -> ActivationHistogram:
@@ -197,7 +196,7 @@ def test_kl_is_the_best_of_all_ranges_by_brute_force(seed, symmetric):
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
     """A random Llama with static 8-bit inputs by each method, saved; with the inputs that its first layer saw."""
-    from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+    from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     config = LlamaConfig(
@@ -219,15 +218,13 @@ def calibrated(tmp_path_factory):
         with torch.no_grad():
             inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(rows_NS)).clone()
         activations = static(8, range_method=method, percentile=95.0)
-        request = EngineRequest(
+        made = quantize_with_llm_compressor(
             model=model,
-            tokenizer=byte_tokenizer(256),
             scheme=replace(scheme_named("W8A8_STATIC"), activations=activations),
             method="rtn",
             calibration=[{"input_ids": row.tolist()} for row in rows_NS],
             batch_size=2,
         )
-        made = quantize_with_llm_compressor(request)
         with torch.no_grad():
             logits = made.model(input_ids=rows_NS).logits
         directory = tmp_path_factory.mktemp(method)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import TeacherPlacement
+from ...ds_configs.specs.second_models import Placement
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
@@ -181,7 +181,7 @@ class Teacher(Protocol):
         """Return a context manager that gives its `OutputHead` with gathered weights."""
 
 
-def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[Any, TeacherCache | None]:
+def place(trainer: Trainer, teacher: Any, placement: Placement) -> tuple[Any, TeacherCache | None]:
     """Return the placed teacher and the cache; one or both are `None`.
 
     Raises:
@@ -205,7 +205,7 @@ def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[
     return placed, None
 
 
-def _placed(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> Teacher:
+def _placed(trainer: Trainer, teacher: Any, placement: Placement) -> Teacher:
     """Place a Transformers model; weights that ZeRO-3 partitioned while loading stay partitioned."""
     from ...plugins.transformers.teacher_placement import place_teacher
 

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.utils import ModelOutput
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...ds_configs.specs.job import TeacherPlacement
+from ...ds_configs.specs.second_models import Placement
 from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
@@ -101,7 +101,7 @@ class DistillationTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         teacher: Any = None,
-        teacher_placement: TeacherPlacement = "replica",
+        teacher_placement: Placement = "replica",
         teacher_tokenizer: PreTrainedTokenizerBase | None = None,
         distillation: DistillationConfig | None = None,
         **kwargs: Any,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.memory.distillation_memory import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
-from ...ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
+from ...ds_configs.memory.loss import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
+from ...ds_configs.memory.loss import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.transformers.output_heads import OutputHead, further_bias, head_module, logit_shape, shaped_logits

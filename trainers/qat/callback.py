@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +14,18 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...ds_configs.quantization.layers import scheme_warnings
-from ...ds_configs.quantization.recipe import SchemeSettings
-from ...ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
-from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.settings import settings_of, unknown_error
+from ...ds_configs.quantization.scheme import QuantizationScheme
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.settings import settings_of
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
-from ...plugins.deepspeed.engine import stages_of
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import run_errors
 from ...plugins.transformers.zero3_modules import share_with_zero3
 from ..checkpoints.record import RECORD, on_first_rank
 from ..checkpoints.resume import checkpoints, newest_whole
-from .rounding.attach import attach, follow_engine
-from .rounding.attachment import (
-    ATTRIBUTE,
-    Attachment,
-    attachment_of,
-    calibrate_inputs,
-    load_ranges,
-)
-from .rounding.config import QATConfig
+from .rounding.attach import attach
+from .rounding.attachment import Attachment, attachment_of
+from .rounding.config import QATOptions
 from .rounding.observers import synchronise
 
 if TYPE_CHECKING:
@@ -54,11 +46,6 @@ def training_errors(
         optimizer: The optimizer, wrapped or not.
     """
     config, errors = attachment.config, []
-    empty = [name for name, input_range in attachment.ranges.items() if input_range.scale is None]
-    if empty and not config.observes:
-        rule = f"{len(empty)} of {len(attachment.ranges)} layers have no range for their inputs, such as {empty[0]}"
-        fix = "pass QATCallback(calibration=batches), or observe ranges with ranges = moving_average"
-        errors.append(ConfigError(where="ranges", value=config.ranges, rule=rule, fix=fix))
     errors += step_errors(attachment, steps)
     learned = attachment.parameters
     optimized = {id(each) for group in getattr(optimizer, "param_groups", []) for each in group["params"]}
@@ -67,7 +54,7 @@ def training_errors(
     is_flat = type(inner).__module__.startswith("deepspeed")
     if optimized and not is_flat and not all(id(parameter) in optimized for parameter in learned):
         errors += foreign_optimizer_errors(attachment)
-    changing = {"start_step": config.start_step, "bit_schedule": config.bit_schedule, "ranges": config.observes}
+    changing = {"start_step": config.start_step, "ranges": bool(attachment.ranges)}
     used = [name for name, value in changing.items() if value]
     if arguments.load_best_model_at_end and used:
         rule = f"may restore weights of a step whose number formats differ from the last step's ({', '.join(used)})"
@@ -102,34 +89,38 @@ def foreign_optimizer_errors(attachment: Attachment) -> list[ConfigError]:
 
 
 def step_errors(attachment: Attachment, steps: int) -> list[ConfigError]:
-    """Return why a training of this many optimizer steps ends before it trains what is exported."""
-    config, errors = attachment.config, []
-    if config.start_step >= steps:
-        rule = f"training ends at step {steps}, before anything is rounded"
-        errors.append(ConfigError(where="start_step", value=config.start_step, rule=rule, fix="use a smaller step"))
-    if config.bit_schedule and config.bit_schedule[-1][0] >= steps:
-        last, bits = config.bit_schedule[-1]
-        rule = f"training ends at step {steps}, before it reaches the {bits} bits of the checkpoint"
-        value = f"{last}:{bits}"
-        errors.append(ConfigError(where="bit_schedule", value=value, rule=rule, fix="use a smaller step"))
-    return errors
-
-
-_COMPARED = ("weight_rule", "lora")
-"""Settings that a resumed run cannot change, because they change the numbers of the checkpoint."""
+    """Return the error of a training that ends before it rounds."""
+    first = attachment.config.start_step
+    if first < steps:
+        return []
+    rule = f"training ends at step {steps}, before anything is rounded"
+    return [ConfigError(where="start_step", value=first, rule=rule, fix="use a smaller step")]
 
 
 def checkpoint_record(attachment: Attachment) -> dict[str, object]:
-    """Return scheme, progress and ranges for a checkpoint; JSON represents fp32 numbers exactly."""
+    """Return number formats, progress and ranges for a checkpoint; JSON represents fp32 numbers exactly."""
     dtypes = {quantizer.forward_dtype for quantizer in attachment.quantizers()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return {
-        "scheme": _scheme(attachment),
-        "settings": _settings(attachment),
+        "formats": _formats(attachment),
         "trained_steps": attachment.state.trained_steps,
-        "ranges": {name: input_range.record() for name, input_range in attachment.ranges.items()},
+        "ranges": {name: input_range.bounds for name, input_range in attachment.ranges.items()},
         "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
     }
+
+
+def _formats(attachment: Attachment) -> dict[str, Any]:
+    """Return what a resumed run cannot change, because it changes the numbers of the checkpoint, as JSON values."""
+    scheme = asdict(attachment.scheme)
+    parts = {f"scheme.{name}": scheme.pop(name) or {} for name in ("weights", "activations")} | {"scheme": scheme}
+    parts["settings"] = {
+        "weight_rule": attachment.config.weight_rule,
+        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
+        "lora_rank": attachment.lora_rank,
+    }
+    flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+    formats: dict[str, Any] = json.loads(json.dumps(flat))
+    return formats
 
 
 def record_in(stored: Any) -> Mapping[str, Any]:
@@ -157,8 +148,10 @@ def resume_errors(
     except (OSError, ValueError):
         return []
     record = record_in(state.get("stateful_callbacks", {}).get(callback_name))
-    if record or not demands_record:
-        return record_errors(attachment, record) if record else []
+    if record:
+        return record_errors(attachment, record)
+    if not demands_record and not attachment.config.learns_scales:
+        return []
     rule = "was trained without rounding, and contains no ranges and no scheme"
     fix = "start from its weights in another output directory"
     return [ConfigError(where="resume", value=checkpoint.name, rule=rule, fix=fix)]
@@ -166,9 +159,12 @@ def resume_errors(
 
 def record_errors(attachment: Attachment, record: Mapping[str, Any]) -> list[ConfigError]:
     """Return how a record's number formats differ from those of an attachment."""
+    stored, current = record["formats"], _formats(attachment)
+    fix = "resume with the checkpoint's value, or start again from the dense model"
     return [
-        *_differences("scheme", record["scheme"], _scheme(attachment)),
-        *_differences("settings", record["settings"], _settings(attachment)),
+        ConfigError(where=name, value=current.get(name), rule=f"differs from the checkpoint ({value!r})", fix=fix)
+        for name, value in (dict.fromkeys(current) | stored).items()
+        if current.get(name) != value
     ]
 
 
@@ -178,50 +174,23 @@ def restore(attachment: Attachment, record: Mapping[str, Any]) -> None:
     Raises:
         UsageError: the checkpoint was trained with other number formats; all differences together.
     """
-    if errors := record_errors(attachment, record):
-        raise UsageError(errors)
+    _raise(record_errors(attachment, record))
     attachment.state.trained_steps = record["trained_steps"]
-    for name, range_record in record["ranges"].items():
-        attachment.ranges[name].restore(range_record)
+    for name, bounds in record["ranges"].items():
+        if bounds is not None:
+            attachment.ranges[name].set_bounds(*bounds)
     if name := record.get("forward_dtype"):
         # A run that resumes after its last step exports without a forward pass.
         for quantizer in attachment.quantizers():
             quantizer.forward_dtype = getattr(torch, name)
 
 
-def _scheme(attachment: Attachment) -> dict[str, object]:
-    # JSON turns tuples into lists.
-    scheme = asdict(attachment.scheme)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in scheme.items()}
-
-
-def _settings(attachment: Attachment) -> dict[str, object]:
-    return {name: getattr(attachment.config, name) for name in _COMPARED} | {
-        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
-        "lora_rank": attachment.lora_rank,
-    }
-
-
-def _differences(where: str, stored: Mapping[str, Any], current: Mapping[str, object]) -> Iterator[ConfigError]:
-    for name, value in current.items():
-        if isinstance(value, dict) and isinstance(stored.get(name), dict):
-            yield from _differences(f"{where}.{name}", stored[name], value)
-        elif stored.get(name) != value:
-            rule = f"differs from the checkpoint ({stored.get(name)!r})"
-            fix = "resume with the checkpoint's value, or start again from the dense model"
-            yield ConfigError(where=f"{where}.{name}", value=value, rule=rule, fix=fix)
-
-
-_SCHEME_CHANGES = ("group_size", "symmetric", "targets", "ignore")
-"""Settings of `SchemeSettings` that change a named scheme."""
-
-
 class QATCallback(TrainerCallback, ExportableState):
     """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
 
     Works with the Trainer of Transformers and its subclasses: on one process, with DDP, ZeRO-1, 2 and 3 and FSDP2, and
-    with sequence, context, tensor, expert and pipeline parallelism as listed in docs/reference/combinations.md. Layers
-    change their class when the Trainer is created; parameters and checkpoint keys do not change.
+    with sequence and context parallelism as listed in docs/reference/combinations.md. Layers change their class when
+    the Trainer is created; parameters and checkpoint keys do not change.
 
     >>> callback = QATCallback("W4A16")  # doctest: +SKIP
     >>> trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])  # doctest: +SKIP
@@ -230,10 +199,8 @@ class QATCallback(TrainerCallback, ExportableState):
 
     Args:
         scheme: Scheme, or its name as for `shardwright quantize`.
-        calibration: Batches of model inputs that set the stored activation ranges, or a file from `save_ranges`.
-            Required for schemes such as W8A8_STATIC with calibrated ranges.
-        options: Fields of `QATConfig`, and changes of the scheme as for `shardwright qat`: `group_size`, `symmetric`,
-            `targets`, `ignore`.
+        stored_dtype: Dtype of scales and unquantized tensors, such as `bfloat16`; default: the training dtype.
+        options: Fields of `QATOptions`, which are flags of `shardwright qat`, such as `group_size` and `weight_rule`.
 
     Raises:
         UsageError: a setting is unknown, or settings contradict one another; all errors together.
@@ -257,27 +224,13 @@ class QATCallback(TrainerCallback, ExportableState):
         self,
         scheme: str | QuantizationScheme = "W4A16",
         *,
-        calibration: Iterable[Any] | str | Path | None = None,
+        stored_dtype: str | None = None,
         **options: Any,
     ) -> None:
-        scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
-        known = [field.name for field in fields(QATConfig) if field.name != "scheme"]
-        errors = [
-            unknown_error(name, [*known, *_SCHEME_CHANGES, "scheme", "calibration"])
-            for name in options
-            if name not in (*known, *_SCHEME_CHANGES)
-        ]
-        if changes := {name: options.pop(name) for name in _SCHEME_CHANGES if name in options}:
-            with collecting(errors):
-                scheme = changed(scheme, **settings_of(SchemeSettings, changes).stated())
-        _raise(errors)
-        self.config = QATConfig(scheme=scheme, **options)
-        errors = self.config.errors()
-        if calibration is not None and not self.config.scheme.activations_are_static:
-            rule = f"sets stored activation ranges, which {self.config.scheme.name} lacks"
-            errors.append(ConfigError(where="calibration", rule=rule, fix="omit it, or use W8A8_STATIC"))
-        _raise(errors)
-        self._calibration = calibration
+        named = {"scheme": scheme} if isinstance(scheme, str) else {}
+        self.config = settings_of(QATOptions, options | named).config(
+            scheme=None if isinstance(scheme, str) else scheme, stored_dtype=stored_dtype
+        )
         self.attachment: Attachment | None = None
 
     def prepare(self, training_arguments: TrainingArguments, model: Any) -> Attachment:
@@ -299,10 +252,6 @@ class QATCallback(TrainerCallback, ExportableState):
         elif attachment.config != self.config and self.resumed is None:
             rule = f"rounds as {attachment.config.scheme.name} already, with settings that differ from this callback's"
             raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix="load it again"))
-        if self._calibration is not None and any(
-            input_range.scale is None for input_range in attachment.ranges.values()
-        ):
-            self._calibrate(model, attachment, self._calibration)
         self.attachment = attachment
         return attachment
 
@@ -338,16 +287,9 @@ class QATCallback(TrainerCallback, ExportableState):
         optimizer: Any = None,
         **kwargs: object,
     ) -> None:
-        """Attach to a model from `model_init` or to pipeline stages, restore a resumed run, and check the training."""
-        if stages_of(model) is not None:
-            if self.attachment is None:
-                rule = "received pipeline stages without the full model"
-                fix = "pass it to PipelineTrainer(callbacks=[...])"
-                raise UsageError(ConfigError(where="QATCallback", rule=rule, fix=fix))
-            setattr(model, ATTRIBUTE, self.attachment)
+        """Attach to a model from `model_init`, restore a resumed run, and check the training."""
         is_new = attachment_of(model) is None
         attachment = self.prepare(args, model)
-        follow_engine(model, attachment)
         name = type(self).__name__
         if state.global_step:
             if record := record_in(state.stateful_callbacks.get(name)):
@@ -367,7 +309,7 @@ class QATCallback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Set the bits of this optimizer step."""
+        """Set whether this optimizer step rounds and observes."""
         self._set_state(state.global_step)
 
     def on_step_end(
@@ -375,10 +317,8 @@ class QATCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Combine the observed ranges of all ranks."""
         attachment = self._attached()
-        current = attachment.state
-        at_scheme_bits = current.bits in (None, attachment.scheme.weights.bits)
-        current.trained_steps += int(current.enabled and at_scheme_bits)
-        if current.observing:
+        attachment.state.trained_steps += int(attachment.state.enabled)
+        if attachment.state.observing:
             synchronise(attachment.ranges.values())
         self._set_state(state.global_step)
 
@@ -442,21 +382,8 @@ class QATCallback(TrainerCallback, ExportableState):
         attachment = self._attached()
         config, current = attachment.config, attachment.state
         current.enabled = step >= config.start_step
-        current.bits = config.bits_at(step)
         frozen = config.freeze_step is not None and step >= config.freeze_step
-        current.observing = config.observes and not frozen
-
-    def _calibrate(self, model: Any, attachment: Attachment, calibration: Iterable[Any] | str | Path) -> None:
-        from ...plugins.transformers.sound_model import loads_on_first_rank
-
-        if isinstance(calibration, str | Path):
-            load_ranges(Path(calibration), attachment)
-        elif loads_on_first_rank():
-            rule = "only the first rank has weights: fsdp_cpu_ram_efficient_loading fills them later on other ranks"
-            fix = "calibrate in a separate process, save_ranges, and pass the file; or disable that option"
-            raise UsageError(ConfigError(where="calibration", rule=rule, fix=fix))
-        else:
-            calibrate_inputs(model, attachment, calibration)
+        current.observing = not frozen
 
 
 def _raise(errors: list[ConfigError]) -> None:

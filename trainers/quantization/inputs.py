@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from ..data.samples import Samples, load_samples
 from ..data.sources import local_place
 from ..data.templates import set_chat_template
 from ..evaluation.evaluate import default_device
-from ..formats.merge import OpenedAdapter, merged_directory, opened_if_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +43,7 @@ class Prepared:
 
     settings: QuantizeSettings
     source: QuantizationSource
-    """Files of the model; of the base model for an adapter, until it is merged."""
-    adapter: OpenedAdapter | None
-    """Adapter to merge into `source` first; `None` for a complete model."""
+    """Files of the model."""
     resolved: ResolvedQuantization
     """Scheme, method and its reason, and the layers to quantize in this model."""
     tokenizer: Any
@@ -89,8 +85,6 @@ def prepare(
 ) -> Prepared:
     """Check settings, model and dataset, and estimate memory; warnings are logged.
 
-    An adapter is checked with its base model, and not merged yet.
-
     Raises:
         UsageError: invalid or contradictory settings, unsuitable shapes or text; all errors together.
         RefusedInputError: files of the model are corrupt, unsafe or already quantized.
@@ -101,19 +95,12 @@ def prepare(
     if output_dir is not None:
         sources = {"the model": model, "the dataset": local_place(settings.dataset)}
         errors += output_errors(output_dir, force=force, sources=sources)
-    resolved = source = adapter = None
+    resolved = source = None
     with collecting(errors):
         resolved = settings.resolved()
     with collecting(errors):
         model, revision = split_revision(model, revision)
-        adapter = opened_if_adapter(model, revision=revision)
-        if adapter is None:
-            source = open_source(model, revision=revision)
-        else:
-            base = adapter.source
-            if output_dir is not None:
-                errors += output_errors(output_dir, force=True, sources={"the base model": base.name})
-            source = replace(open_source(base.name, revision=base.revision), name=model, revision=adapter.revision)
+        source = open_source(model, revision=revision)
     if resolved is not None:
         layers = () if source is None else source.layers
         errors += missing_engine_errors(resolved.method, resolved.scheme, layers)
@@ -126,8 +113,7 @@ def prepare(
     samples, tokenizer = None, None
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     with collecting(errors):
-        origin = StartingModel(model=str(source.directory)) if adapter is None else adapter.tokenizer
-        tokenizer = load_tokenizer(origin, source.dimensions.vocab_size)
+        tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
         set_chat_template(tokenizer, settings.chat_template)
         if settings.dataset is not None:
             samples = load_samples(
@@ -149,7 +135,6 @@ def prepare(
     prepared = Prepared(
         settings=settings,
         source=source,
-        adapter=adapter,
         resolved=resolved,
         tokenizer=tokenizer,
         samples=samples,
@@ -172,20 +157,6 @@ def prepare(
     )
     _check_capacity(prepared, output_dir)
     return prepared
-
-
-@contextmanager
-def merged(prepared: Prepared) -> Iterator[Prepared]:
-    """Yield a quantization of complete weights: an adapter is merged into a temporary directory."""
-    if prepared.adapter is None:
-        yield prepared
-        return
-    with merged_directory(prepared.adapter) as directory:
-        source = replace(open_source(str(directory)), name=prepared.source.name, revision=prepared.source.revision)
-        checkpoint_bytes = prepared.resolved.checkpoint_bytes(
-            source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
-        )
-        yield replace(prepared, source=source, checkpoint_bytes=checkpoint_bytes)
 
 
 _SUGGESTED: tuple[dict[str, Any], ...] = (

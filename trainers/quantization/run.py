@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from ..verify.checkpoint import (
     fail_output,
     reference_logits,
 )
-from .inputs import Prepared, engine_packages, merged, prepare
+from .inputs import Prepared, engine_packages, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,6 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
 
         return quantize_to_small_format(
             model,
-            prepared.tokenizer,
             scheme,
             method=method,
             layers=[layer.name for layer in prepared.layers],
@@ -170,20 +169,18 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
         from ...plugins.compressed_tensors.compressed_model import round_to_nearest
 
         return round_to_nearest(model, scheme, stored_names=source.tensors.keys())
-    from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+    from ...plugins.llm_compressor.engine import quantize_with_llm_compressor
 
-    request = EngineRequest(
-        model=model,
-        tokenizer=prepared.tokenizer,
-        scheme=scheme,
-        method=method,  # type: ignore[arg-type]
+    return quantize_with_llm_compressor(
+        model,
+        scheme,
+        method,  # type: ignore[arg-type]
         calibration=prepared.calibration,
         batch_size=settings.batch_size,
         method_options=settings.method_options,
         seed=settings.seed,
         stored_names=source.tensors.keys(),
     )
-    return quantize_with_llm_compressor(request)
 
 
 def quantize(
@@ -205,7 +202,7 @@ def quantize(
     ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
 
     Args:
-        model: Hub id or directory of a model, or of a LoRA adapter, which is merged into its base.
+        model: Hub id or directory of a model.
         output_dir: Directory of the checkpoint.
         recipe: Name of a recipe, or a YAML file.
         revision: Branch, tag or commit of a Hub model.
@@ -247,7 +244,7 @@ def run_prepared(
     seconds: dict[str, float] = {}
     engine = METHODS[prepared.resolved.method].engine
 
-    with reserved(output_dir, force=force), merged(prepared) as prepared:
+    with reserved(output_dir, force=force):
         with without_bars(), appearing_directory(output_dir) as staging:
             with _timed(seconds, "quantizing"):
                 quantized = quantize_in_memory(prepared, device=device or default_device())
@@ -317,16 +314,12 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
         )
     packed = output_dir / SMALL_DIRECTORY
     try:
-        evaluation = evaluate_model(
+        return evaluate_model(
             str(packed if packed.is_dir() else output_dir),
             baseline=str(prepared.source.directory),
             text=text,
             device=device,
         )
-        if evaluation.baseline is None or prepared.adapter is None:
-            return evaluation
-        # The merged model is in a temporary directory.
-        return replace(evaluation, baseline=replace(evaluation.baseline, name=prepared.source.name))
     except ShardwrightError as error:
         logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         return None

@@ -46,7 +46,6 @@ class SmallFormatModel:
 
 def quantize_to_small_format(
     model: Any,
-    tokenizer: Any,
     scheme: QuantizationScheme,
     *,
     method: MethodName,
@@ -62,7 +61,6 @@ def quantize_to_small_format(
 
     Args:
         model: Transformers model with dense weights.
-        tokenizer: May be `None`: samples are token ids.
         scheme: Number format of the weights.
         method: `spqr` or `low-rank`.
         layers: Names of plain linear layers to quantize.
@@ -91,7 +89,6 @@ def quantize_to_small_format(
 
     visit_layers(
         model,
-        tokenizer,
         layers,
         calibration=calibration,
         batch_size=batch_size,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.memory.estimate import cpu_rank_terms
-from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
+from ...ds_configs.step_time.estimate import TERMS
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ..training.script import script_errors
 from .checks import (
@@ -257,6 +257,6 @@ def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
             terms = {name: count for name, count in terms.items() if name != OFFLOADED}
             roles = dict.fromkeys(ROLES, 0)
             for term, count in terms.items():
-                roles[TERM_ROLES.get(term, "other")] += count
+                roles[TERMS[term].role] += count
             predictions[str(phase)] = PredictedPhase(terms=terms, roles=roles)
     return predictions

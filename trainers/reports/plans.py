@@ -5,13 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from ...ds_configs.memory.terms import TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.tuning import Trial
 from ...ds_configs.specs.units import human_count
-from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from .report import (
     Fact,
     Report,
@@ -37,8 +35,7 @@ def plan_report(plan: Plan) -> Report:
     gpu, host, time = chosen.memory.gpu, chosen.memory.host, chosen.time
     low, high = speed_interval(plan)
     reasons = [chosen.reason]
-    if chosen.teacher is not None:
-        reasons.append(f"Teacher: {chosen.teacher.reason}")
+    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in chosen.placements.items()]
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
     reasons += [f"Less certain: {doubt}" for doubt in doubts(strategy, model, hardware, plan.job)]
@@ -110,19 +107,24 @@ def _trials(trials: Sequence[Trial]) -> Section:
 
 def _plan_memory(plan: Plan) -> Section:
     gpu = plan.chosen.memory.gpu
-    terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
     phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
-    rows = [(name.replace("_", " "), gb(count), TERM_MEANINGS.get(name, "")) for name, count in terms]
-    caption = f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."
-    table = Table(("term", "size", "meaning"), rows, caption)
-    return Section("Memory", tables=(table,))
+    captions = {
+        "accelerator": f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}.",
+        "host": "Host memory of a node.",
+    }
+    tables = []
+    for place, caption in captions.items():
+        terms = [(term, term.bytes) for term in plan.chosen.terms if term.bytes is not None and term.lives_on == place]
+        rows = [(term.title, gb(count), term.meaning) for term, count in sorted(terms, key=lambda item: -item[1])]
+        tables.append(Table(("term", "size", "meaning"), rows, caption))
+    return Section("Memory", tables=tables)
 
 
 def _plan_time(plan: Plan) -> Section:
     time = plan.chosen.time
-    terms = sorted(time.terms.items(), key=lambda item: -item[1])
+    terms = [(term, term.seconds) for term in plan.chosen.terms if term.seconds is not None]
     caption = f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s)."
-    rows = [(time_term_name(name), f"{value:.4f} s", TIME_TERM_MEANINGS.get(name, "")) for name, value in terms]
+    rows = [(term.title, f"{value:.4f} s", term.meaning) for term, value in sorted(terms, key=lambda item: -item[1])]
     return Section("Time of a step", tables=(Table(("term", "time", "meaning"), rows, caption),))
 
 

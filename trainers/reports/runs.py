@@ -215,8 +215,7 @@ def _training_charts(data: Data, metrics: Metrics, plan: Plan) -> list[Chart]:
 
 def _training_settings(data: Data, plan: Plan) -> Section:
     reasons = [plan.chosen.reason]
-    if plan.chosen.teacher is not None:
-        reasons.append(f"Teacher: {plan.chosen.teacher.reason}")
+    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
     has_teacher = data["kind"] != "qat" or data["teacher"]
     settings = [(n, v) for n, v in data["settings"].items() if has_teacher or n not in _TEACHER_SETTINGS]
     dataset = [(n.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for n, v in data["dataset"].items()]

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import Method, TeacherPlacement
+from ...ds_configs.specs.job import Method
+from ...ds_configs.specs.second_models import Placement
 from ...ds_configs.specs.settings import (
     GuardSettings,
     HardwareSettings,
@@ -149,7 +150,7 @@ class LaunchedJob(RankJob):
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
     settings: LaunchedSettings = Field(description="settings of the user")
     output_dir: str = Field(description="directory for the model")
-    placement: TeacherPlacement = Field(description="placement of the teacher; unused without one")
+    placement: Placement = Field(description="placement of the teacher; unused without one")
     world_size: int = Field(description="ranks that must start")
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")

@@ -12,9 +12,8 @@ from shardwright.ds_configs.quantization.layers import LinearLayer, selected_lay
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from shardwright.ds_configs.quantization.sizes import PROCESS_BYTES, QuantizationMemory, QuantizationRun
 from shardwright.ds_configs.specs.model import Dimensions
-from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
 from shardwright.plugins.metering import ByteMeter
-from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 VOCAB, HEADS = 512, 8
@@ -112,14 +111,12 @@ def test_live_run_stays_within_five_percent(tmp_path):
         meter.enter("other")
         meter.reset_peaks()
         calibration = [{"input_ids": torch.randint(0, VOCAB, (64,)).tolist()} for _ in range(4)]
-        request = EngineRequest(
+        quantize_with_llm_compressor(
             model=model,
-            tokenizer=byte_tokenizer(VOCAB),
             scheme=scheme_named("W4A16"),
             method="gptq",
             calibration=calibration,
-        )
-        quantize_with_llm_compressor(request).save(Path(tmp_path) / "out")
+        ).save(Path(tmp_path) / "out")
     metered = max(meter.reading().peaks.values())
     assert predict(*case).tensor_bytes == pytest.approx(metered, rel=0.05)
 

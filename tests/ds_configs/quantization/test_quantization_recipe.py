@@ -17,7 +17,7 @@ from shardwright.ds_configs.quantization.recipe import (
     recipe_names,
 )
 from shardwright.ds_configs.quantization.scheme import (
-    METHOD_NAMES,
+    METHODS,
     PRESETS,
     combination_with_method_errors,
     default_method,
@@ -95,7 +95,7 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize("method", METHODS)
 def test_methods_work_with_their_schemes_and_no_others(method):
     assert [name for name in WORKS[method] if combination_with_method_errors(method, PRESETS[name])] == []
     for name in FAILS[method]:

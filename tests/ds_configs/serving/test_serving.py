@@ -1,7 +1,6 @@
 """Memory arithmetic of serving, and what vLLM rejects."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,6 @@ from planning import public_config
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.serving.plan import (
     CachedLayer,
-    ServedAdapter,
     ServedModel,
     ServingRequest,
     StoredWeight,
@@ -209,25 +207,3 @@ def test_errors_suggest_a_length_that_fits():
     cut = plan_serving(served(), request("1xL4"))
     assert cut.max_model_len < 131_072
     assert any("limited to" in note for note in cut.notes)
-
-
-def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
-    return ServedAdapter(
-        source=directory,
-        name=directory.rpartition("/")[2],
-        directory=directory,
-        settings={"r": 12} | settings,
-        tokenizer=None,
-        chat_template=None,
-        trained_in_4_bits=trained_in_4_bits,
-    )
-
-
-def test_vllm_allocates_matrices_of_the_next_rank_for_an_adapter():
-    """Inputs and outputs of every linear layer, of the embedding and of the head · rank 16 · 2 bytes."""
-    layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
-    plan = plan_serving(replace(served(), adapter=adapter()), request())
-    assert plan.memory["adapter"] == 2 * 16 * (32 * layer + 2 * (128256 + 4096))
-    assert plan.line[plan.line.index("--max-lora-rank") + 1] == "16"
-    tied = plan_serving(replace(served(tie_word_embeddings=True), adapter=adapter()), request())
-    assert tied.memory["adapter"] == plan.memory["adapter"]

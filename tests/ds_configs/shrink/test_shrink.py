@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paths import CONFIGS
 from planning import DEEPSEEK_V3, GPT_OSS
 from shardwright.ds_configs.legality.rules import RULES, legality_errors
-from shardwright.ds_configs.memory.model_states import default_zero_options
+from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors
 from shardwright.ds_configs.shrink.config import (

@@ -11,20 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import llama, public_model
 from published_steps import READERS, TABLES, gpt, published_steps
-from shardwright.ds_configs.memory import model_states
+from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.activations import chunked_loss_tokens
-from shardwright.ds_configs.memory.model_states import Gathered, default_zero_options, reduced_buckets, zero3_gathers
+from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
+from shardwright.ds_configs.memory.offload import NVME_BYTES_PER_S, offloaded_step_seconds
 from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.ds_configs.step_time.estimate import (
-    NVME_BYTES_PER_S,
-    Calls,
-    Held,
-    data_traffic,
-    estimate_step_time,
-    optimizer_seconds,
-)
+from shardwright.ds_configs.step_time.communication import Calls, GroupParameters, data_traffic
+from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.model_work import (
     alignment_efficiency,
     device_of,
@@ -69,7 +64,7 @@ def test_repeating_layers_stand_for_the_others_of_a_deep_stack(name, recomputes,
     shortened = [zero3_gathers(model, zero, recomputes=recomputes) for zero in options]
     zero3_gathers.cache_clear()
     # Of a queue as long as the model, every layer is simulated.
-    monkeypatch.setattr(model_states, "_layers_ahead", lambda model, zero: model.dimensions.num_layers)
+    monkeypatch.setattr(communication, "_layers_ahead", lambda model, zero: model.dimensions.num_layers)
     complete = [zero3_gathers(model, zero, recomputes=recomputes) for zero in options]
     zero3_gathers.cache_clear()
     assert shortened == complete
@@ -195,7 +190,7 @@ def test_a_ring_over_many_nodes_costs_its_hops_in_every_layer():
     """Pure ZeRO-3 on 16,384 ranks waits for a ring in each gather, which volumes alone do not say."""
     zero = replace(ZERO3, dp_shard=16_384)
     cluster = parse_hardware("2048x8xH100-80GB")
-    held = Held(trainable=405e9, frozen_bytes=0.0, calls=calls(127), ranks=16_384, stride=1)
+    held = GroupParameters(trainable=405e9, frozen_bytes=0.0, calls=calls(127), ranks=16_384, stride=1)
     traffic = data_traffic(zero, held, cluster, TrainingJob(), TRANSFORMERS, hardware_constants(cluster))
     volume = 405e9 * 2 / (8 * cluster.network_bytes_per_s)
     assert traffic.gathers_forward > volume + 1.0
@@ -268,7 +263,7 @@ def test_lean_zero3_gathers_recomputed_layers_again():
 
 
 def traffic_of(strategy, **job):
-    held = Held(trainable=8e9, frozen_bytes=0.0, calls=calls(160, reductions=80), ranks=8, stride=1)
+    held = GroupParameters(trainable=8e9, frozen_bytes=0.0, calls=calls(160, reductions=80), ranks=8, stride=1)
     return data_traffic(strategy, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
 
 
@@ -349,18 +344,21 @@ def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
     cluster = parse_hardware("4x8xA100-80GB")
     layout = replace(ZERO3, dp_shard=32, offload_optimizer="cpu")
     constants = hardware_constants(cluster)
-    terms = optimizer_seconds(layout, cluster, TrainingJob(), TRANSFORMERS, constants, parameters=72.7e9 / 32)
+    link = constants.host_link_bytes_per_s
+
+    def terms_of(layout, cluster, parameters):
+        return offloaded_step_seconds(layout, cluster, TrainingJob(), parameters=parameters, host_link_bytes_per_s=link)
+
+    terms = terms_of(layout, cluster, 72.7e9 / 32)
     assert terms["host_optimizer"] == pytest.approx(10, rel=0.05)
     # Gradients go to the host and weights come back, in 16 bit.
-    assert terms["host_copies"] == pytest.approx(2 * 2 * 72.7e9 / 32 / constants.host_link_bytes_per_s)
+    assert terms["host_copies"] == pytest.approx(2 * 2 * 72.7e9 / 32 / link)
     on_nvme = replace(layout, offload_optimizer="nvme")
-    stored = optimizer_seconds(on_nvme, cluster, TrainingJob(), TRANSFORMERS, constants, parameters=72.7e9 / 32)
+    stored = terms_of(on_nvme, cluster, 72.7e9 / 32)
     # Weights, two moments and gradients in fp32 are read and written, by all ranks of a node.
     assert stored["nvme"] == pytest.approx(2 * 16 * 72.7e9 / 4 / NVME_BYTES_PER_S)
     alone = replace(layout, dp_shard=1)
-    one = optimizer_seconds(
-        alone, parse_hardware("1xA100-80GB"), TrainingJob(), TRANSFORMERS, constants, parameters=1e9
-    )
+    one = terms_of(alone, parse_hardware("1xA100-80GB"), 1e9)
     assert one["host_optimizer"] < terms["host_optimizer"] / 2
 
 

@@ -6,13 +6,14 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from shardwright.ds_configs.quantization.scheme import PRESETS, changed, scheme_named
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
-from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor.engine import build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.quiet import (
     all_fixes,
     import_upstream,
@@ -71,10 +72,10 @@ def loaded(directory: Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
 
 
-def request(source: Path, method: str, scheme=W4, **more) -> EngineRequest:
+def request(source: Path, method: str, scheme=W4, **more) -> dict[str, Any]:
     options = {"iters": 2} if method == "autoround" else {}
     values = {"calibration": samples(), "batch_size": 2, "method_options": options} | more
-    return EngineRequest(model=loaded(source), tokenizer=None, scheme=scheme, method=method, **values)
+    return {"model": loaded(source), "scheme": scheme, "method": method, **values}
 
 
 def files(quantized, directory: Path) -> dict[str, bytes]:
@@ -86,7 +87,7 @@ def files(quantized, directory: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(("method", "scheme"), _RUNS, ids=[f"{method}-{scheme.name}" for method, scheme in _RUNS])
 def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, caplog, method, scheme):
     with caplog.at_level(logging.INFO):
-        quantized = quantize_with_llm_compressor(request(source, method, scheme))
+        quantized = quantize_with_llm_compressor(**request(source, method, scheme))
     assert len(quantized.quantized_layers) == 7 * LAYERS
     assert "lm_head" not in quantized.quantized_layers
     ids_BS = torch.randint(VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -105,7 +106,7 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, caplog, 
 
 @pytest.mark.needs("llmcompressor")
 def test_same_seed_gives_the_same_bytes(source, tmp_path):
-    runs = [quantize_with_llm_compressor(request(source, "gptq")) for _ in range(2)]
+    runs = [quantize_with_llm_compressor(**request(source, "gptq")) for _ in range(2)]
     first, second = (files(run, tmp_path / str(index)) for index, run in enumerate(runs))
     assert first == second
 
@@ -122,7 +123,7 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
     if scheme.weights.strategy == "block":
         weights = replace(scheme.weights, block_shape=(48, 48))
         scheme = replace(scheme, weights=weights, activations=replace(scheme.activations, group_size=32))
-    upstream = quantize_with_llm_compressor(request(source, "rtn", scheme, calibration=()))
+    upstream = quantize_with_llm_compressor(**request(source, "rtn", scheme, calibration=()))
     own = round_to_nearest(loaded(source), scheme)
     assert own.quantized_layers == upstream.quantized_layers and len(own.quantized_layers) == 7 * LAYERS
     written = [files(quantized, tmp_path / directory) for quantized, directory in ((own, "a"), (upstream, "b"))]
@@ -139,7 +140,7 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
 def test_autoround_loses_less_than_rounding(source, name):
     scheme, ids_BS = changed(scheme_named(name), group_size=32), torch.tensor([samples()[0]["input_ids"]])
     run = request(source, "autoround", scheme, method_options={"iters": 20})
-    quantized = quantize_with_llm_compressor(run), round_to_nearest(loaded(source), scheme)
+    quantized = quantize_with_llm_compressor(**run), round_to_nearest(loaded(source), scheme)
     with torch.no_grad():
         expected = loaded(source)(ids_BS).logits.double()
         learned, rounded = ((each.model(ids_BS).logits - expected).square().mean() for each in quantized)
@@ -152,7 +153,7 @@ def test_tied_weights_are_written_once(tmp_path, method):
     torch.manual_seed(0)
     llama(tie_word_embeddings=True, vocab_size=VOCAB_SIZE).to(torch.bfloat16).save_pretrained(tmp_path / "tied")
     run = request(tmp_path / "tied", method, W4)
-    quantized = round_to_nearest(run.model, W4) if method == "rtn" else quantize_with_llm_compressor(run)
+    quantized = round_to_nearest(run["model"], W4) if method == "rtn" else quantize_with_llm_compressor(**run)
     quantized.save(tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as tensors:
         assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118
@@ -171,8 +172,8 @@ def test_a_run_prints_nothing_and_leaves_nothing(source, tmp_path, capfd, caplog
     handlers, deterministic = dict(logger._core.handlers), torch.are_deterministic_algorithms_enabled()
     capfd.readouterr()
     with caplog.at_level(logging.WARNING), without_bars():
-        quantized = quantize_with_llm_compressor(run)
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
+        quantized = quantize_with_llm_compressor(**run)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in run["model"].modules())
         quantized.save(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
     skipped = ["llmcompressor: 4 mappings were skipped due to incompatible shapes"] if method == "awq" else []
@@ -181,7 +182,7 @@ def test_a_run_prints_nothing_and_leaves_nothing(source, tmp_path, capfd, caplog
     ] == skipped
     assert logger._core.handlers == handlers
     assert torch.are_deterministic_algorithms_enabled() == deterministic
-    assert "save_pretrained" not in vars(run.model)
+    assert "save_pretrained" not in vars(run["model"])
 
 
 # Each of the following does what upstream does without a workaround. When one passes upstream, the workaround goes.

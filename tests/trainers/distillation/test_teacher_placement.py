@@ -13,21 +13,16 @@ from hypothesis import strategies as st
 from paths import CONFIGS
 from planning import llama, public_model
 from shardwright.cli.main import run
-from shardwright.ds_configs.memory.distillation_memory import (
-    TEACHER_ZERO,
-    distillation_loss_terms,
-    fused_temporary_bytes,
-    teacher_gpu_bytes,
-    teacher_terms,
-)
+from shardwright.ds_configs.memory.communication import forward_gathered_elements
 from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.memory.model_states import forward_gathered_elements
+from shardwright.ds_configs.memory.loss import distillation_loss_terms, fused_temporary_bytes
+from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, second_model_gpu_bytes, second_model_terms
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.search import PLACEMENTS
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.second_models import PLACEMENTS
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -115,7 +110,7 @@ class TestMemory:
     def test_weight_bytes_of_each_placement(self):
         count = LLAMA_8B.parameter_count
         weights = {
-            placement: teacher_terms(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
+            placement: second_model_terms(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
             - LLAMA_8B.buffer_bytes * (placement != "cached")
             for placement in PLACEMENTS
         }
@@ -131,23 +126,23 @@ class TestMemory:
 
     def test_fsdp2_keeps_the_root_unit_and_two_layers(self):
         fsdp2 = Layout(engine="fsdp2", dp_shard=8)
-        gathered = teacher_terms(fsdp2, placed("sharded"))["teacher_forward"]["teacher_gathered"]
+        gathered = second_model_terms(fsdp2, placed("sharded"))["second_models_forward"]["teacher_gathered"]
         layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
         assert gathered == 2 * (2 * 128256 * 4096 + 4096 + 2 * layer)
 
     def test_zero3_gathers_within_its_window(self):
         """Of a forward pass only: the prefetched parameters, and one tensor beyond the limit."""
-        live = TEACHER_ZERO.stage3_max_live_parameters
-        gathered = forward_gathered_elements(LLAMA_70B, TEACHER_ZERO)
+        live = SHARDED_ZERO.stage3_max_live_parameters
+        gathered = forward_gathered_elements(LLAMA_70B, SHARDED_ZERO)
         assert 8192 * 28672 < gathered < live + 128256 * 8192
         small = llama(num_hidden_layers=2)
-        assert forward_gathered_elements(small, TEACHER_ZERO) <= small.parameter_count
+        assert forward_gathered_elements(small, SHARDED_ZERO) <= small.parameter_count
 
     def test_the_teacher_runs_before_the_student(self):
-        terms = teacher_terms(ZERO2, placed("sharded"))
-        assert terms["teacher_forward"].keys() >= {"teacher_activations", "teacher_gathered"}
+        terms = second_model_terms(ZERO2, placed("sharded"))
+        assert terms["second_models_forward"].keys() >= {"teacher_activations", "teacher_gathered"}
         for moment, found in terms.items():
-            if moment != "teacher_forward":
+            if moment != "second_models_forward":
                 assert not found.keys() & {"teacher_activations", "teacher_gathered"}, moment
         kept = {moment for moment, found in terms.items() if "teacher_hidden_states" in found}
         assert kept == {"last_layer_forward", "forward_end"}
@@ -180,8 +175,10 @@ class TestMemory:
         stage = 1 if engine == "deepspeed" else None
         small = Layout(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
         more = replace(small, dp_shard=2 * ranks)
-        assert 0 < teacher_gpu_bytes(more, job) <= teacher_gpu_bytes(small, job)
-        assert teacher_gpu_bytes(replace(small, micro_batch_size=micro_batch + 1), job) >= teacher_gpu_bytes(small, job)
+        (teacher,) = job.second_models
+        assert 0 < second_model_gpu_bytes(teacher, more, job) <= second_model_gpu_bytes(teacher, small, job)
+        larger = replace(small, micro_batch_size=micro_batch + 1)
+        assert second_model_gpu_bytes(teacher, larger, job) >= second_model_gpu_bytes(teacher, small, job)
 
 
 class TestFusedLoss:

@@ -204,19 +204,6 @@ def text_request(file: Path) -> Any:
     return TextRequest(files=(file,), num_samples=4)
 
 
-def test_quantize_reads_an_adapter_as_its_merged_model(run: Shell, tmp_path: Path) -> None:
-    from shardwright import quantize
-
-    save_adapter(tmp_path)
-    assert run("tuned", "--output-dir", "merged").code == 0
-    for model in ("tuned", "merged"):
-        outcome = quantize(model, f"{model}-nf4", scheme="NF4", evaluate=False, device="cpu")
-        assert outcome.prepared.source.name == model
-    direct, complete = (load_file(tmp_path / f"{model}-nf4/model.safetensors") for model in ("tuned", "merged"))
-    assert direct.keys() == complete.keys()
-    assert all(torch.equal(direct[name], complete[name]) for name in direct)
-
-
 @pytest.fixture
 def merging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a directory for temporary files, no adapter can be merged."""
@@ -235,14 +222,6 @@ def merging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ("--device = 'nowhere'", "999999: model /", "999999: baseline tuned has"),
         ),
         (("evaluate", "tuned", "--dataset", "none.csv"), ("dataset = 'none.csv': no such file or directory",)),
-        (
-            ("quantize", "tuned", "--scheme", "NF4", "--output-dir", "model", "--force", "--dataset", "none.csv"),
-            ("output_dir = 'model': is the base model itself", "dataset = 'none.csv'"),
-        ),
-        (
-            ("quantize", "tuned", "--scheme", "NF4", "--revision", "main", "--output-dir", "w4"),
-            ("revision = 'main': only a Hub model has revisions",),
-        ),
     ],
 )
 def test_errors_of_settings_are_reported_together_before_an_adapter_is_merged(
@@ -268,14 +247,14 @@ def test_errors_of_an_adapter_and_of_settings_are_reported_together(
     done = shell_in(tmp_path, "evaluate", capsys, monkeypatch)("tuned", "--batch-size", "0")
     assert done.code == 2 and len(done.errors) == 2, done.err
     assert "--batch-size = 0" in done.err and "which does not exist here" in done.err
-    done = shell_in(tmp_path, "quantize", capsys, monkeypatch)("tuned", "--scheme", "W4A16", "--output-dir", "tuned")
-    assert done.code == 2 and "is the model itself" in done.err and "which does not exist here" in done.err
 
 
-def test_a_dry_run_checks_an_adapter_without_merging_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, merging_fails: None
+@pytest.mark.parametrize(
+    "words", [("quantize", "tuned", "--scheme", "NF4", "--output-dir", "w4"), ("serve", "tuned", "--hardware", "CPU")]
+)
+def test_quantize_and_serve_ask_for_the_merged_model(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(tmp_path)
-    done = shell_in(tmp_path, "quantize", capsys, monkeypatch)("tuned", "--scheme", "NF4", "--dry-run")
-    assert done.code == 0, done.err
-    assert done.out.startswith("tuned  NF4")
+    done = shell_in(tmp_path, words[0], capsys, monkeypatch)(*words[1:], "--dry-run")
+    assert done.code == 2 and "it is an adapter: merge it with shardwright merge" in done.err

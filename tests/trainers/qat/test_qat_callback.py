@@ -47,48 +47,31 @@ def trainer(model: Any, directory: Path, *callbacks: Any, **changes: Any) -> Tra
     return Trainer(model, arguments(directory, **changes), train_dataset=rows(), callbacks=list(callbacks))
 
 
-class TestSchedule:
-    def test_bit_schedule_counts_only_steps_at_final_bits(self, tmp_path: Path) -> None:
-        callback = QATCallback(SCHEME, start_step=1, bit_schedule=((0, 8), (3, 4)))
-        seen = []
+class TestOptions:
+    def test_steps_are_counted_once_rounding_starts(self, tmp_path: Path) -> None:
+        callback = QATCallback(SCHEME, start_step=1)
+        trainer(tiny(), tmp_path, callback, gradient_accumulation_steps=2).train()
+        assert callback.attachment.state.trained_steps == 3
 
-        class Look(TrainerCallback):
-            def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                current = callback.attachment.state
-                seen.append((state.global_step, current.enabled, current.bits))
-
-        trainer(tiny(), tmp_path, callback, Look(), gradient_accumulation_steps=2).train()
-        assert seen == [(0, False, 8), (1, True, 8), (2, True, 8), (3, True, 4)]
-        assert callback.attachment.state.trained_steps == 1
+    def test_training_that_ends_too_early_is_rejected(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="training ends at step 4, before anything is rounded"):
+            trainer(tiny(), tmp_path, QATCallback(SCHEME, start_step=4)).train()
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"start_step": 4}, "training ends at step 4, before anything is rounded"),
-            ({"bit_schedule": ((0, 8), (4, 4))}, "before it reaches the 4 bits"),
-        ],
-    )
-    def test_training_that_ends_too_early_is_rejected(self, tmp_path: Path, options: Any, message: str) -> None:
-        with pytest.raises(UsageError, match=message):
-            trainer(tiny(), tmp_path, QATCallback(SCHEME, **options)).train()
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"bit_schedule": ((0, 8), (2, 3))}, "must end at the 4 bits"),
-            ({"bit_schedule": ((3, 8), (2, 4))}, "at least 0 and increase"),
-            ({"bit_schedule": ((0, 4),), "weight_rule": "learned"}, "cannot change the bits of learned scales"),
+            ({"bit_schedule": ((0, 8), (2, 3))}, "train with the scheme's bits from --start-step on"),
+            ({"lora": "on_quantized_base"}, "merges adapters"),
             ({"weight_rule": "ternary"}, "use scheme W2A16"),
-            ({"freeze_step": 2}, "requires ranges that are observed"),
+            ({"freeze_step": 2}, "freeze_step = 2: requires stored activation ranges"),
+            ({"calibration": []}, "ranges are observed during training"),
             ({"ranges": "percentile"}, "requires stored activation ranges"),
-            ({"weight_rule": "lsq", "ranges": "kl"}, r"(?s)weight_rule = 'lsq': is unknown.*ranges = 'kl'"),
+            ({"weight_rule": "lsq", "ranges": "kl"}, r"(?s)weight_rule = 'lsq': must be.*ranges = 'kl'"),
             ({"ranges": "l2"}, "quantize --ranges l2"),
             ({"ranges": "learned"}, "use moving_average"),
+            ({"stored_dtype": "bf16"}, "use bfloat16"),
             ({"kv_cache": "fp8"}, "--kv-cache-dtype fp8"),
-            ({"stored_dtype": "bf16"}, "did you mean bfloat16?"),
-            ({"lora": "merge"}, "did you mean merged?"),
             ({"group_size": 0}, "group_size = 0: must be"),
-            ({"group_size": "a few"}, "group_size = 'a few'"),
             ({"symmetric": False, "bits": 3}, "bits: is not a setting; use scheme: W4A16"),
             (
                 {"learning_rate": 1, "weight_rul": 1},
@@ -139,7 +122,6 @@ class TestModels:
         model = get_peft_model(tiny(), LoraConfig(r=2, target_modules="all-linear", **options))
         with pytest.raises(UsageError, match=message):
             attach(model, QATConfig(scheme=SCHEME))
-        attach(model, QATConfig(scheme=SCHEME, lora="on_quantized_base"))
 
     def test_a_trained_copy_of_the_head_stays_dense(self) -> None:
         adapters = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
@@ -268,31 +250,6 @@ class TestAttachedBefore:
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
         with pytest.raises(UsageError, match="rounds already"):
             attach(adapted, QATConfig(scheme=SCHEME))
-
-    def test_a_failed_calibration_can_be_repeated(self, tmp_path: Path) -> None:
-        model = tiny()
-        with pytest.raises(UsageError, match="at least one batch"):
-            QATCallback("W8A8_STATIC", calibration=[]).prepare(arguments(tmp_path), model)
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        found = QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), model)
-        assert all(one.scale is not None for one in found.ranges.values())
-
-    def test_observers_start_from_calibration(self, tmp_path: Path) -> None:
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        callback = QATCallback("W8A8_STATIC", calibration=batches, ranges="moving_average")
-        found = callback.prepare(arguments(tmp_path), tiny())
-        assert all(one.scale is not None for one in found.ranges.values())
-
-    def test_ranks_without_weights_cannot_calibrate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        with pytest.raises(UsageError, match="fsdp_cpu_ram_efficient_loading fills them later"):
-            QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), tiny())
-
-    def test_calibration_without_stored_ranges_is_rejected(self) -> None:
-        with pytest.raises(UsageError, match="sets stored activation ranges, which W4A16 lacks"):
-            QATCallback("W4A16", calibration=[])
 
 
 class TestAdapters:

@@ -106,7 +106,6 @@ def test_dense_and_small_checkpoints_are_equal(tmp_path):
 
     quantized = quantize_to_small_format(
         small_model(),
-        None,
         scheme_named("W3A16_ASYM"),
         method="low-rank",
         layers=LAYERS,

@@ -123,15 +123,13 @@ def test_fp32_biases_are_counted_in_the_checkpoint_size(tmp_path, capsys):
 def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     """llmcompressor 0.14.0.1 writes gate_proj for w1; when it no longer does, `restore_expert_names` can go."""
     from shardwright.plugins.llm_compressor.engine import (
-        EngineRequest,
         load_for_quantization,
         quantize_with_llm_compressor,
     )
 
     source = open_source(str(mixtures["mixtral"]))
     model = load_for_quantization(source)
-    request = EngineRequest(model=model, tokenizer=None, scheme=scheme_named("W4A16"), method="rtn")
-    quantize_with_llm_compressor(request).save(tmp_path)
+    quantize_with_llm_compressor(model=model, scheme=scheme_named("W4A16"), method="rtn").save(tmp_path)
     written = names_in(tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_packed" in written
     assert restore_expert_names(tmp_path, source.tensors) == 2 * 4 * 3 * 3

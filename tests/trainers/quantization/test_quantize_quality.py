@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
-from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
 from small_llama import (
     TrainedLlama,
     inject_outliers,
@@ -63,16 +63,14 @@ def losses(llama) -> Measure:
         key = (chosen, method, outliers, rows, tuple(options.items()))
         if key not in known:
             model = llama.copy()
-            request = EngineRequest(
+            quantized = quantize_with_llm_compressor(
                 model=inject_outliers(model, **OUTLIERS) if outliers else model,
-                tokenizer=llama.tokenizer,
                 scheme=chosen,
                 method=method,
                 calibration=[{"input_ids": row.tolist()} for row in llama.train_NS[:rows]],
                 batch_size=8,
                 method_options=options,
             )
-            quantized = quantize_with_llm_compressor(request)
             known[key] = row_losses(quantized.model, llama.evaluation_NS)
         return known[key]
 
@@ -204,8 +202,7 @@ def test_spqr_beats_rounding_of_equal_size_at_three_bits(llama):
     three = scheme_named("W3A16_ASYM")
     rounded = llama.copy()
     scheme = replace(three, weights=replace(three.weights, group_size=16))
-    request = EngineRequest(model=rounded, tokenizer=None, scheme=scheme, method="rtn")
-    quantize_with_llm_compressor(request)
+    quantize_with_llm_compressor(model=rounded, scheme=scheme, method="rtn")
     model = llama.copy()
     bits = with_spqr(model, llama.train_NS[:CALIBRATION_ROWS])
     assert 3 < bits < 3 + 16 / 16 + 3 / 16

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
-from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
 from small_models import llama
 
 pytestmark = pytest.mark.needs("llmcompressor")
@@ -37,8 +37,7 @@ def written(source, directory, weight_OI, scheme, calibration=(), before=lambda 
     model.model.layers[0].self_attn.q_proj.weight.data.copy_(weight_OI)
     before(model)
     if scheme.activations_are_static:
-        request = EngineRequest(model=model, tokenizer=None, scheme=scheme, method="rtn", calibration=calibration)
-        quantize_with_llm_compressor(request).save(directory)
+        quantize_with_llm_compressor(model=model, scheme=scheme, method="rtn", calibration=calibration).save(directory)
     else:
         round_to_nearest(model, scheme).save(directory)
     tensors = {

@@ -201,7 +201,6 @@ def test_unusable_input_is_rejected():
 def quantized_small_model(*, tied: bool = True, options=None):
     return quantize_to_small_format(
         small_model(tied=tied),
-        None,
         scheme_named("W3A16"),
         method="spqr",
         layers=LAYERS,
@@ -284,7 +283,6 @@ def test_wrong_options_and_missing_samples_are_rejected():
     with pytest.raises(UsageError, match="calibration"):
         quantize_to_small_format(
             small_model(),
-            None,
             scheme_named("W3A16"),
             method="spqr",
             layers=LAYERS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ....ds_configs.memory.distillation_memory import CACHED_TOP_K
+from ....ds_configs.memory.second_models import CACHED_TOP_K
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals

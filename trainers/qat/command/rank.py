@@ -18,8 +18,8 @@ from ...runs.ranks import (
     result_fields,
     trained_model,
 )
-from ..rounding.config import QATConfig
-from .settings import RANGES_FILE, QATJob, qat_config, teacher_distance_config
+from ..rounding.config import QATOptions
+from .settings import QATJob, teacher_distance_config
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -39,10 +39,9 @@ class QATTask(QATJob, TrainingTask):
         from ..callback import QATCallback
 
         model = trained_model(self.model, self.settings, context, reads_weights=True)
-        config = qat_config(self.settings, stored_dtype=self.stored_dtype)
-        options = {name: getattr(config, name) for name in QATConfig.__dataclass_fields__}
-        calibration = str(context.work / RANGES_FILE) if self.calibrated else None
-        common = context.trainer_arguments() | {"callbacks": [QATCallback(calibration=calibration, **options)]}
+        options = {name: getattr(self.settings, name) for name in QATOptions.model_fields}
+        callback = QATCallback(stored_dtype=self.stored_dtype, **options)
+        common = context.trainer_arguments() | {"callbacks": [callback]}
         if self.teacher is not None:
             from ...distillation.trainer import DistillationTrainer
 
@@ -103,7 +102,7 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
             assert attachment is not None, "QATCallback came first"
             with fake_quantization_disabled(trainer.model):
                 entries = logged(DENSE, held_out_cross_entropy(trainer))
-            if not attachment.config.observes:
+            if not attachment.ranges:
                 with _rounded_to_nearest(attachment):
                     entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
             trainer.log(entries)
@@ -115,13 +114,13 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
 def _rounded_to_nearest(attachment: Attachment) -> Iterator[None]:
     """Compute as if the model were quantized now, by rounding to nearest."""
     state, quantizers = attachment.state, list(attachment.quantizers())
-    enabled, bits, rules = state.enabled, state.bits, [quantizer.rule for quantizer in quantizers]
-    state.enabled, state.bits = True, None
+    enabled, rules = state.enabled, [quantizer.rule for quantizer in quantizers]
+    state.enabled = True
     for quantizer in quantizers:
         quantizer.rule = "minmax" if quantizer.rule == "learned" else quantizer.rule
     try:
         yield
     finally:
-        state.enabled, state.bits = enabled, bits
+        state.enabled = enabled
         for quantizer, rule in zip(quantizers, rules, strict=True):
             quantizer.rule = rule

@@ -13,12 +13,16 @@ from ...reports.markdown import card_text, code, license_line, usage
 from ...reports.runs import scheme_text
 from ...runs.report import LaunchedOutcome, StepResult, with_spreads
 from ...runs.settings import METRICS_FILE, REPORT_FILE
-from ..export.checkpoint import ADAPTER
 from .settings import QATSettings, is_own_teacher
 
 SCHEMA_VERSION = 1
 """Version of `qat --format json`."""
 CHART_FILE = "qat.png"
+FILES = (
+    *(CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE),
+    *("config.json", "model.safetensors", "tokenizer.json", "qat_report.json"),
+)
+"""Files that a run writes into its output directory, in addition to the plan's."""
 _STAGES = {
     "dense": "before, in full precision",
     "rounded": "before, rounded to the nearest",
@@ -97,17 +101,14 @@ class QATOutcome(LaunchedOutcome):
             f"{code(shown_name(model))} trained on {code(self.statistics.source_name)} with the quantized values of "
             f"this checkpoint in every forward pass: {scheme_text(asdict(self.scheme))}. {_objective(self)}"
         )
-        adapter = ADAPTER if has_adapter(self.settings) else None
         loading = (
             "Transformers loads it if `compressed-tensors` is installed. vLLM reads the format, and runs the bits and "
             "group sizes that it has kernels for."
         )
-        if adapter:
-            loading += f" The trained adapter is in `{adapter}`, for PEFT; without it the model is merely rounded."
         licenses = " ".join(license_line(source) for source in (model, *others))
         return card_text(
             f"{title_of(model)}, {self.scheme.name}",
-            [lead, loading, usage(adapter), *self.card_results()],
+            [lead, loading, usage(), *self.card_results()],
             f"{licenses} These terms and those of the data may also apply to the checkpoint. Read them before you "
             "publish it.",
             base=model,
@@ -125,15 +126,3 @@ def _objective(outcome: QATOutcome) -> str:
     labels = "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
     teacher = code(shown_name(outcome.teacher))
     return f"It was trained on outputs of {teacher}{precision}, {outcome.settings.loss} with weight {share:g}{labels}."
-
-
-def has_adapter(settings: QATSettings) -> bool:
-    """Return whether the checkpoint has a LoRA adapter on a quantized base."""
-    return settings.method == "lora" and settings.lora == "on_quantized_base"
-
-
-def qat_file_names(settings: QATSettings) -> tuple[str, ...]:
-    """Return the files that a run writes into its output directory, in addition to the plan's."""
-    adapter = ("adapter/adapter_config.json", "adapter/adapter_model.safetensors") if has_adapter(settings) else ()
-    model = ("config.json", "model.safetensors", "tokenizer.json", "qat_report.json")
-    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, *model, *adapter)

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import Field
 
-from ....ds_configs.quantization.recipe import SchemeSettings
-from ....ds_configs.quantization.scheme import changed, scheme_named
-from ....ds_configs.specs.errors import ConfigError, UsageError
-from ....ds_configs.specs.settings import JoinedNames, adapter_errors
+from ....ds_configs.specs.errors import ConfigError
+from ....ds_configs.specs.settings import adapter_errors
 from ...losses.objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
-from ..rounding.config import InputRanges, LoraMode, QATConfig
-from ..rounding.rounding import WeightRule
+from ..rounding.config import QATOptions
 
 if TYPE_CHECKING:
     from ...distillation.config import DistillationConfig
@@ -25,37 +22,14 @@ SELF = "self"
 """Value of `teacher` for the model itself in full precision."""
 TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
 """Settings that require a teacher."""
-RANGES_FILE = "input_ranges.safetensors"
 
 
-class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
+class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
     """Every setting of `shardwright qat`."""
 
     group = "Quantization"
 
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
-    weight_rule: WeightRule = Field(
-        "minmax",
-        description="Weight scales from the weight range (minmax), training (learned, LSQ), or mean magnitudes "
-        "(ternary, binary)",
-    )
-    ranges: InputRanges = Field(
-        "calibrated",
-        description="Source of stored activation ranges: calibration before training, or observers during it",
-    )
-    calibration_samples: int = Field(128, ge=1, description="Training samples for the calibration of ranges")
-    start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
-    freeze_step: int | None = Field(
-        None, ge=1, description="Optimizer step from which observed ranges are fixed. Default: never"
-    )
-    bit_schedule: JoinedNames | None = Field(
-        None,
-        description="STEP:BITS pairs such as 0:8,100:4, ending at the scheme's bits. Default: always the scheme's",
-    )
-    lora: LoraMode = Field(
-        "merged",
-        description="With --method lora: round and merge weight plus adapter, or round only the frozen weight",
-    )
     loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
         "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
     )
@@ -76,61 +50,12 @@ class QATJob(LaunchedJob):
     stored_dtype: str = Field(description="dtype of the checkpoint")
     teacher: str | None = Field(description="Hub id or directory; None without one")
     vocab_size: int | None = Field(description="tokens shared with the teacher")
-    calibrated: bool = Field(description="whether calibrated ranges are next to this file")
 
     @property
     def teacher_revision(self) -> str | None:
         """Branch, tag or commit of the teacher; for `self` that of the model."""
         named = teacher_of(self.settings, self.model)
         return None if named is None else named[1]
-
-
-def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QATConfig:
-    """Return the number formats of the settings.
-
-    Args:
-        settings: All settings.
-        stored_dtype: Dtype of the checkpoint.
-
-    Raises:
-        UsageError: settings contradict one another; all errors together.
-    """
-    errors: list[ConfigError] = []
-    schedule: list[tuple[int, int]] = []
-    for part in settings.bit_schedule.split(",") if settings.bit_schedule is not None else ():
-        step, colon, bits = part.partition(":")
-        if not (colon and step.strip().isdecimal() and bits.strip().isdecimal()):
-            rule = f"must be STEP:BITS pairs separated by commas, not {part.strip()!r}"
-            errors.append(
-                ConfigError(where="bit_schedule", value=settings.bit_schedule, rule=rule, fix="such as 0:8,100:4")
-            )
-            schedule = []
-            break
-        schedule.append((int(step), int(bits)))
-    try:
-        scheme = changed(
-            scheme_named(settings.scheme),
-            group_size=settings.group_size,
-            symmetric=settings.symmetric,
-            ignore=settings.ignore,
-            targets=settings.targets,
-        )
-    except UsageError as error:
-        raise UsageError([*errors, *error.errors]) from None
-    config = QATConfig(
-        scheme=scheme,
-        weight_rule=settings.weight_rule,
-        ranges=settings.ranges,
-        start_step=settings.start_step,
-        freeze_step=settings.freeze_step,
-        bit_schedule=tuple(schedule),
-        lora=settings.lora,
-        stored_dtype=stored_dtype,
-    )
-    errors += config.errors()
-    if errors:
-        raise UsageError(errors)
-    return config
 
 
 def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
@@ -170,21 +95,7 @@ def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
     if settings.teacher_placement == "cached":
         rule, fix = "cached teacher outputs require `distill`", "use replica, sharded, offloaded or quantized"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule=rule, fix=fix))
-    if "lora" in explicit and settings.method != "lora":
-        rule, fix = "requires adapters", "add --method lora, or omit it"
-        errors.append(ConfigError(where="lora", value=settings.lora, rule=rule, fix=fix))
     return errors
-
-
-def calibration_errors(settings: QATSettings, config: QATConfig) -> list[ConfigError]:
-    """Return an error if `calibration_samples` is set and nothing is calibrated."""
-    static = config.scheme.activations_are_static
-    if "calibration_samples" not in settings.model_fields_set or (static and not config.observes):
-        return []
-    rule = "ranges are observed during training" if static else f"{config.scheme.name} stores no ranges"
-    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated, or omit it"
-    value = settings.calibration_samples
-    return [ConfigError(where="calibration_samples", value=value, rule=f"has no effect: {rule}", fix=fix)]
 
 
 def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +20,6 @@ from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
-from ...data.samples import Sample
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
 from ...runs.inputs import (
@@ -38,23 +36,18 @@ from ...runs.inputs import (
 from ...runs.run import PreparedTraining, run_training
 from ...runs.settings import RunRequest
 from ..rounding.config import QATConfig
-from .report import QATOutcome, QATResult, qat_file_names
+from .report import FILES, QATOutcome, QATResult
 from .settings import (
-    RANGES_FILE,
     SELF,
     LabelLoss,
     QATJob,
     QATSettings,
-    calibration_errors,
-    qat_config,
     qat_settings_errors,
     teacher_distance_config,
     teacher_of,
 )
 
 logger = logging.getLogger(__name__)
-
-_CALIBRATION_BATCH_SIZE = 8
 
 
 def qat(
@@ -100,10 +93,8 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     """Hub id or directory of the teacher; `None` without one."""
     vocab_size: int | None
     """Tokens that model and teacher share; `None` without a teacher."""
-    calibration_samples: Sequence[Sample]
-    """Samples to calibrate ranges on before training, never packed; none if no range needs it."""
-
     kind = "qat"
+    own_file_names = FILES
 
     @property
     def models(self) -> dict[str, str]:
@@ -116,23 +107,13 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
         """Lower bound of the checkpoint's size: four bits per weight."""
         return super().least_bytes // 4
 
-    @property
-    def own_file_names(self) -> tuple[str, ...]:
-        return qat_file_names(self.settings)
-
     def job(self, common: Mapping[str, Any], work: Path) -> QATJob:
-        """Calibrate the initial ranges if needed, and return the job of the ranks."""
-        # A resumed run restores the ranges from its checkpoint.
-        calibrates = bool(self.calibration_samples) and not self.request.resume
-        if calibrates:
-            calibrate(self, work / RANGES_FILE)
         return QATJob(
             model=self.source.name,
             source_directory=str(self.source.directory.absolute()),
             stored_dtype=self.source.dtype,
             teacher=self.teacher,
             vocab_size=self.vocab_size,
-            calibrated=calibrates,
             **common,
         )
 
@@ -169,8 +150,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     errors += run_output_errors(request, sources)
     hardware = source = config = attachment = tokenizer = vocab_size = samples = teacher = None
     with collecting(errors):
-        config = qat_config(settings)
-        errors += calibration_errors(settings, config)
+        config = settings.config()
     if settings.teacher is not None and settings.loss not in get_args(LabelLoss):
         with collecting(errors):
             teacher_distance_config(settings, None)
@@ -184,7 +164,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         source = open_source(model, revision=settings.revision)
     if source is not None and config is not None:
         with collecting(errors):
-            config = qat_config(settings, stored_dtype=source.dtype)
+            config = settings.config(stored_dtype=source.dtype)
             # Attach to the model without its weights: the ranks would fail where this fails.
             meta = build_meta_model(source.config, source=source.name)
             if settings.method == "lora":
@@ -220,7 +200,6 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     errors += settings.engine_errors(strategy.engine)
     if errors:
         raise UsageError(errors)
-    needs_calibration = bool(attachment.ranges) and not config.observes
     return PreparedQAT(
         request=request,
         settings=settings,
@@ -232,7 +211,6 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         samples=packed,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        calibration_samples=samples.train[: settings.calibration_samples] if needs_calibration else (),
     )
 
 
@@ -253,45 +231,3 @@ def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any
         return settings, tokenizer, None
     other = load_tokenizer(teacher, configs[1].get_text_config().vocab_size)
     return settings, tokenizer, agreed_vocab_size(tokenizer, other)
-
-
-def calibrate(prepared: PreparedQAT, file: Path) -> None:
-    """Calibrate the stored ranges on the unsharded model in its stored dtype, and write them for the ranks.
-
-    Ranks of ZeRO-3 hold shards of weights, and cannot calibrate.
-    """
-    import torch
-
-    from ...data.models import load_model
-    from ..rounding.attach import attach
-    from ..rounding.attachment import calibrate_inputs, save_ranges
-
-    settings = prepared.settings
-    source = StartingModel(model=prepared.source.name, revision=settings.revision)
-    dtype = getattr(torch, prepared.source.dtype)
-    model = load_model(source, load_config(source), dtype, settings.seed)
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    # An accelerator needs memory for the model and its activations.
-    has_memory = torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] > 1.5 * weight_bytes
-    device = "cuda:0" if has_memory else "cpu"
-    if settings.method == "lora":
-        model = add_lora(model, **settings.lora_options(), fp32_adapters=False)
-    model.to(device)
-    attachment = attach(model, prepared.config)
-    samples = prepared.calibration_samples
-    logger.info(f"calibrating {len(attachment.ranges)} input ranges on {len(samples)} samples, on {device}")
-    calibrate_inputs(model, attachment, calibration_batches(samples, device))
-    save_ranges(file, attachment)
-    del model, attachment
-    if device != "cpu":
-        torch.cuda.empty_cache()
-
-
-def calibration_batches(samples: Sequence[Sample], device: str) -> Iterator[dict[str, Any]]:
-    """Yield batches of samples with equal lengths, because padding must not affect ranges."""
-    import torch
-
-    for _, group in groupby(samples, key=lambda sample: len(sample["input_ids"])):
-        rows = [sample["input_ids"] for sample in group]
-        for first in range(0, len(rows), _CALIBRATION_BATCH_SIZE):
-            yield {"input_ids": torch.tensor(rows[first : first + _CALIBRATION_BATCH_SIZE], device=device)}

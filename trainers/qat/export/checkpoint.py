@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import importlib.metadata
 import json
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,43 +22,26 @@ from ....ds_configs.plan.output import output_errors, write_files
 from ....ds_configs.quantization.layers import LinearLayer, quantization_config
 from ....ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ....plugins import patches
-from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
+from ....plugins.compressed_tensors.codes import dequantize, unpack_tensors
 from ....plugins.compressed_tensors.layout import layout_differences
-from ....plugins.deepspeed.engine import stages_of
-from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, is_first_rank, training_device
-from ....plugins.deepspeed_pipeline.checkpoint import save_pipeline_checkpoint
+from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
 from ....plugins.huggingface_hub.hub import fetch_snapshot
 from ....plugins.launching.messages import note_on_first_rank
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
-from ....plugins.safetensors.writing import appearing_directory, save_checkpoint, save_tensors
+from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_tensors import empty_model, model_class, plain_linear
 from ...formats.model_directory import COMPANIONS, copy_companions
 from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
-from ..rounding.attach import attach
-from ..rounding.attachment import Attachment
+from ..rounding.attachment import Attachment, checkpoint_name
 from ..rounding.experts import fake_quantize_experts
-from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState, forward_weight
-from ..rounding.rounding import round_weight
-from .tensors import (
-    Collected,
-    Collector,
-    active_adapters,
-    checkpoint_contents,
-    collect,
-    dense_layers,
-    module_names,
-    plain_name,
-    quantized_layers,
-    quantizer_of,
-)
+from ..rounding.layers import LEARNED, FakeQuantizedLinear, QuantizationState, forward_weight
+from .tensors import Collected, dense_layers, module_names, quantized_layers, quantizer_of
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 REPORT = "qat_report.json"
-ADAPTER = "adapter"
 _PACKAGES = ("torch", "transformers", "compressed-tensors")
 _VERIFICATION_MEMORY = 2.5
 """Free accelerator memory for the verification, in reference sizes: reference, reloaded model and activations."""
@@ -102,7 +84,7 @@ def export(
 ) -> ExportResult:
     """Write a trained model as a checkpoint for vLLM and Transformers; every rank must call it.
 
-    The first rank holds the checkpoint in memory, and with `verify` the trained weights too.
+    The first rank holds the trained weights and the checkpoint in memory.
 
     Args:
         model: Trained model, with or without the wrapper of DDP or DeepSpeed.
@@ -122,14 +104,11 @@ def export(
         RefusedInputError: weights or scales are NaN or infinite.
         ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
+    import torch
     from accelerate.utils import extract_model_from_parallel
 
     output = Path(output_dir)
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    device, tensors = training_device(model), gathered_parameters(model)
-    if stages_of(model) is not None:
-        tensors = stage_tensors(model, output)
-        model, attachment = full_model(model, attachment)
     root = _transformers_model(model)
 
     def check() -> None:
@@ -145,32 +124,29 @@ def export(
 
     with first_rank() as ranks:
         ranks.does(check)
-        collector = Collector(model, attachment, root=root, device=device, keep_trained=verify)
-        collected, failure = collect(tensors, collector if ranks.is_here else None)
+        tensors = {name: tensor for name, tensor in gathered_parameters(model) if tensor is not None}
 
         def write() -> dict[str, Any]:
-            if failure is not None:
-                raise failure
-            collected.raise_errors()
-            attempt = _Export(model=model, root=root, attachment=attachment, collected=collected, device=device)
+            collected = Collected(attachment=attachment, root=root, device=training_device(model), keep_trained=verify)
+            with torch.no_grad():
+                collected.add_all(tensors, model)
+            tensors.clear()
             started, layers = time.perf_counter(), quantized_layers(attachment, root)
-            contents = checkpoint_contents(collected, root)
+            contents = collected.contents()
             with appearing_directory(output) as staging:
                 write_companions(root, staging, tokenizer=tokenizer, source=source)
-                attempt.write_config(staging, layers)
-                if collected.adapter:
-                    attempt.write_adapter(staging / ADAPTER, base=output)
+                write_config(root, attachment, staging, layers)
                 save_checkpoint(contents, staging)
                 result: dict[str, Any] = {
                     "quantized_layers": len(layers),
                     "stored_bytes": sum(tensor.nbytes for tensor in contents.values()),
                     "largest_weight_difference": None,
                     "verification": None,
-                    "notes": attempt.notes(verify=verify),
+                    "notes": _notes(collected, verify=verify),
                 }
                 contents.clear()
                 if verify:
-                    difference, verification = attempt.verify(staging, layers, probe, tolerance)
+                    difference, verification = verified(collected, staging, layers, probe, tolerance)
                     if not verification.passed:
                         failed = fail_output(staging, output, verification)
                         raise ShardwrightError(
@@ -192,61 +168,18 @@ def export(
 
 def readiness_errors(attachment: Attachment) -> list[ConfigError]:
     """Return why a model is not trained for export."""
-    state, scheme, errors = attachment.state, attachment.scheme, []
-    bits = scheme.weights.bits
-    if not state.was_enabled:
-        rule = f"was never trained with the {bits} bits of {scheme.name}"
-        fix = "train first; start_step and the end of bit_schedule must come before the last step"
-        errors.append(ConfigError(where="model", value=f"{state.trained_steps} steps", rule=rule, fix=fix))
-    if state.bits not in (None, bits):
-        rule = f"has not reached the {bits} bits of {scheme.name}"
-        fix = "train to the end of the schedule"
-        errors.append(ConfigError(where="bit_schedule", value=f"{state.bits} bits", rule=rule, fix=fix))
+    errors = []
+    if not attachment.state.trained_steps:
+        rule = f"was never trained with the {attachment.scheme.weights.bits} bits of {attachment.scheme.name}"
+        fix = "train first; start_step must come before the last step"
+        errors.append(ConfigError(where="model", value="0 steps", rule=rule, fix=fix))
     required = [quantizer.input_range for quantizer in attachment.quantizers() if quantizer.input_range is not None]
     empty = [input_range.name for input_range in required if input_range.scale is None]
     if empty:
         rule = f"{len(empty)} of {len(required)} have no value, such as {empty[0]}"
-        fix = "pass QATCallback(calibration=batches), or use observed ranges"
+        fix = "train at least one step"
         errors.append(ConfigError(where="ranges", rule=rule, fix=fix))
     return errors
-
-
-def full_model(pipeline: Any, attachment: Attachment) -> tuple[Any, Attachment]:
-    """Return the model of pipeline stages, without weights, and an attachment in the state of the stages.
-
-    Args:
-        pipeline: Module of the stages.
-        attachment: Attachment of this rank's stages.
-    """
-    import torch
-    import transformers
-
-    dtype = next(pipeline.parameters()).dtype
-    with torch.device("meta"):
-        model = getattr(transformers, pipeline.source.model_class)._from_config(pipeline.config, dtype=dtype)
-    if pipeline.source.generation_config is not None:
-        model.generation_config = pipeline.source.generation_config
-    full = attach(model, attachment.config, stored_dtype=attachment.stored_dtype)
-    full.state.enabled, full.state.bits = attachment.state.enabled, attachment.state.bits
-    full.state.trained_steps = attachment.state.trained_steps
-    for quantizer in full.quantizers():
-        quantizer.forward_dtype = dtype
-    return model, full
-
-
-def stage_tensors(pipeline: Any, output: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of all stages on the first rank, by the model's names; every rank must exhaust the iterator.
-
-    Stages write them to a temporary directory next to the output, which all ranks must see.
-    """
-    directory = output.parent / f".{output.name}.stages"
-    save_pipeline_checkpoint(pipeline, directory)
-    if not is_first_rank():
-        return
-    try:
-        yield from each_tensor(read_checkpoint(directory))
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, source: str | Path | None) -> None:
@@ -271,173 +204,139 @@ def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, 
             raise UsageError(ConfigError(where="generation_config", rule=rule, fix=fix)) from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Export:
-    """One export on the first rank."""
-
-    model: Any
-    root: PreTrainedModel
-    attachment: Attachment
-    collected: Collected
-    device: torch.device
-
-    def write_config(self, directory: Path, layers: Sequence[LinearLayer]) -> None:
-        """Write `config.json` with the same `quantization_config` as post-training quantization."""
-        config, dtype = copy.deepcopy(self.root.config), self.attachment.stored_dtype
-        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-            if part is not None:
-                part.dtype = dtype
-        config.architectures = [model_class(self.root).__name__]
-        config.save_pretrained(directory)
-        path = directory / "config.json"
-        content = json.loads(path.read_text(encoding="utf-8"))
-        ignore = dense_layers(self.attachment, self.root)
-        content["quantization_config"] = quantization_config(self.attachment.scheme, layers, ignore=ignore)
-        _write_json(path, content)
-
-    def write_adapter(self, directory: Path, *, base: Path) -> None:
-        """Write an adapter that was trained on the quantized base, as PEFT loads it onto that base."""
-        from peft import get_peft_model_state_dict
-
-        name = active_adapters(self.model)[0]
-        self.model.peft_config[name].save_pretrained(str(directory))
-        tensors = get_peft_model_state_dict(
-            self.model, state_dict=dict(self.collected.adapter), adapter_name=name, save_embedding_layers=False
-        )
-        prefix = "base_model.model."
-        named = {prefix + key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-        save_tensors(named, directory / "adapter_model.safetensors")
-        settings = directory / "adapter_config.json"
-        content = json.loads(settings.read_text(encoding="utf-8"))
-        _write_json(settings, content | {"base_model_name_or_path": str(base), "inference_mode": True})
-
-    def notes(self, *, verify: bool) -> list[str]:
-        """Return warnings about omitted parts and limits of the verification."""
-        notes = []
-        if self.collected.dropped:
-            notes.append(f"inactive adapters were omitted: {', '.join(self.collected.dropped[:3])}")
-        if self.collected.adapter and verify:
-            notes.append("only the base was verified, not its adapter")
-        if verify and not reads_tokens(self.root):
-            notes.append("only weights were compared: this model needs inputs other than the tokens of one text")
-        elif verify and self.root.get_output_embeddings() is None:
-            notes.append("the outputs of the model's own head were compared, on single rows without padding")
-        return notes
-
-    def verify(
-        self, directory: Path, layers: Sequence[LinearLayer], probe: Sequence[Sequence[int]] | None, tolerance: float
-    ) -> tuple[float, Verification]:
-        """Return max |ΔW| of a written checkpoint, and the result of reloading it in a fresh process.
-
-        Args:
-            directory: The checkpoint.
-            layers: Its packed matrices.
-            probe: Rows of token ids; default: arbitrary ones.
-            tolerance: Largest allowed difference of a logit.
-        """
-        import torch
-        from accelerate.utils import patch_environment
-
-        scheme = self.attachment.scheme
-        difference = self._largest_weight_difference(directory)
-        if reads_tokens(self.root):
-            if probe is None:
-                config = self.root.config.get_text_config()
-                probe = arbitrary_rows(int(config.vocab_size), getattr(config, "max_position_embeddings", None))
-            reference = self._reference(directory)
-            device = self.device
-            if device.type == "cuda":
-                # Blocks cached by torch's allocator would count as used memory.
-                torch.cuda.empty_cache()
-                needed_bytes = _VERIFICATION_MEMORY * sum(parameter.nbytes for parameter in reference.parameters())
-                if torch.cuda.mem_get_info(device)[0] < needed_bytes:
-                    device = torch.device("cpu")
-            with plain_linear():
-                logits = reference_logits(reference.to(device), probe)
-            del reference
-            threads = torch.get_num_threads()
-            # The process that loads the checkpoint must split sums over as many threads, to round them equally.
-            with patch_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads):
-                result = logits.verify(directory, layers=layers, scheme=scheme, tolerance=tolerance)
-        else:
-            errors = tuple(layout_differences(directory, scheme, layers))
-            result = replace(UNPROVEN, errors=errors, packed_layers=0 if errors else len(layers))
-        if difference != 0.0:
-            error = f"written matrices differ from the trained ones by {difference:g}"
-            result = replace(result, errors=(error, *result.errors))
-        return difference, result
-
-    def _reference(self, directory: Path) -> Any:
-        """Return a model in evaluation mode that computes what training computed, from the collected tensors.
-
-        Args:
-            directory: Directory with the checkpoint's `config.json`.
-        """
-        import torch
-
-        collected, attachment, root = self.collected, self.attachment, self.root
-        config = type(root.config).from_pretrained(str(directory))
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        model = empty_model(model_class(root), config, attachment.stored_dtype)
-        state = QuantizationState(enabled=True)
-        for name, parameters in collected.trained.items():
-            module, target = attachment.modules[name], model.get_submodule(plain_name(name))
-            if hasattr(module, "quantizers"):
-                for relative, tensor in parameters.items():
-                    setattr(target, relative, torch.nn.Parameter(tensor))
-                copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
-                fake_quantize_experts(target, name, copies)
-                continue
-            # Products with adapters differ in the last bit on a device other than that of the training run.
-            placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
-            patches.swap_class("qat-linear", target, FakeQuantizedLinear)
-            target.quantizer = replace(module.quantizer, state=state)
-            target.weight = torch.nn.Parameter(forward_weight(module, placed).cpu())
-            for learned in LEARNED:
-                if learned in placed:
-                    target.register_parameter(learned, torch.nn.Parameter(placed[learned].cpu()))
-        # Missing tensors are reported by the fresh process.
-        model.load_state_dict(dict(collected.dense), strict=False, assign=True)
-        model.tie_weights()
-        return model.eval().requires_grad_(False)
-
-    def _largest_weight_difference(self, directory: Path) -> float:
-        """Return max |ΔW| over all packed matrices, between the written files and a forward pass."""
-        import torch
-
-        names = module_names(self.attachment, self.root)
-        stored_tensors: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in read_checkpoint(directory).items():
-            stored_tensors.setdefault(name.rpartition(".")[0], {})[name] = tensor
-        largest = []
-        for name, parameters in self.collected.trained.items():
-            module = self.attachment.modules[name]
-            placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
-            for quantizer, trained in _rounded_weights(module, placed):
-                layer = names[quantizer.name]
-                tensors = dict(each_tensor(stored_tensors.get(layer, {})))
-                written = _dequantized(unpack_tensors(layer, tensors, quantizer.scheme), quantizer)
-                assert written.dtype == trained.dtype, f"{written.dtype} of {quantizer.name} is not {trained.dtype}"
-                largest.append((written - trained.cpu()).abs().max().float())
-        # Python's max would ignore a NaN that is not the first.
-        return float(torch.stack(largest).max())
+def write_config(root: PreTrainedModel, attachment: Attachment, directory: Path, layers: Sequence[LinearLayer]) -> None:
+    """Write `config.json` with the same `quantization_config` as post-training quantization."""
+    config = copy.deepcopy(root.config)
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = attachment.stored_dtype
+    config.architectures = [model_class(root).__name__]
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    ignore = dense_layers(attachment, root)
+    content["quantization_config"] = quantization_config(attachment.scheme, layers, ignore=ignore)
+    _write_json(path, content)
 
 
-def _rounded_weights(module: Any, parameters: Mapping[str, Tensor]) -> list[tuple[LayerQuantizer, Tensor]]:
-    """Return every matrix of a module as its forward pass rounds it."""
-    if hasattr(module, "quantizers"):
-        stored = [(quantizer_of(module, key), layer) for key, layer in module.stored_layers(parameters).items()]
-        return [(quantizer, _dequantized(layer, quantizer).cpu()) for quantizer, layer in stored]
-    quantizer: LayerQuantizer = module.quantizer
-    rounding = quantizer.rounding().weight
-    weight = forward_weight(module, parameters)
-    rounded = round_weight(weight, rounding, *(parameters.get(name) for name in LEARNED[:2]))
-    return [(quantizer, rounded.value(rounding))]
+def _notes(collected: Collected, *, verify: bool) -> list[str]:
+    """Return warnings about omitted parts and limits of the verification."""
+    notes = []
+    if collected.dropped:
+        notes.append(f"inactive adapters were omitted: {', '.join(collected.dropped[:3])}")
+    if verify and not reads_tokens(collected.root):
+        notes.append("only weights were compared: this model needs inputs other than the tokens of one text")
+    elif verify and collected.root.get_output_embeddings() is None:
+        notes.append("the outputs of the model's own head were compared, on single rows without padding")
+    return notes
 
 
-def _dequantized(stored: StoredLayer, quantizer: LayerQuantizer) -> Tensor:
-    return dequantize(stored.codes, stored.scale, stored.zero_point, quantizer.scheme.weights)
+def verified(
+    collected: Collected,
+    directory: Path,
+    layers: Sequence[LinearLayer],
+    probe: Sequence[Sequence[int]] | None,
+    tolerance: float,
+) -> tuple[float, Verification]:
+    """Return max |ΔW| of a written checkpoint, and the result of reloading it in a fresh process.
+
+    Args:
+        collected: Trained parameters and the tensors that were written.
+        directory: The checkpoint.
+        layers: Its packed matrices.
+        probe: Rows of token ids; default: arbitrary ones.
+        tolerance: Largest allowed difference of a logit.
+    """
+    import torch
+    from accelerate.utils import patch_environment
+
+    root, scheme, device = collected.root, collected.attachment.scheme, collected.device
+    difference = largest_weight_difference(collected, directory)
+    if reads_tokens(root):
+        if probe is None:
+            config = root.config.get_text_config()
+            probe = arbitrary_rows(int(config.vocab_size), getattr(config, "max_position_embeddings", None))
+        reference = _reference(collected, directory)
+        if device.type == "cuda":
+            # Blocks cached by torch's allocator would count as used memory.
+            torch.cuda.empty_cache()
+            needed_bytes = _VERIFICATION_MEMORY * sum(parameter.nbytes for parameter in reference.parameters())
+            if torch.cuda.mem_get_info(device)[0] < needed_bytes:
+                device = torch.device("cpu")
+        with plain_linear():
+            logits = reference_logits(reference.to(device), probe)
+        del reference
+        threads = torch.get_num_threads()
+        # The process that loads the checkpoint must split sums over as many threads, to round them equally.
+        with patch_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads):
+            result = logits.verify(directory, layers=layers, scheme=scheme, tolerance=tolerance)
+    else:
+        errors = tuple(layout_differences(directory, scheme, layers))
+        result = replace(UNPROVEN, errors=errors, packed_layers=0 if errors else len(layers))
+    if difference != 0.0:
+        error = f"written matrices differ from the trained ones by {difference:g}"
+        result = replace(result, errors=(error, *result.errors))
+    return difference, result
+
+
+def _reference(collected: Collected, directory: Path) -> Any:
+    """Return a model in evaluation mode that computes what training computed, from the collected tensors.
+
+    Args:
+        collected: Trained parameters and dense tensors.
+        directory: Directory with the checkpoint's `config.json`.
+    """
+    import torch
+
+    attachment, root = collected.attachment, collected.root
+    config = type(root.config).from_pretrained(str(directory))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = empty_model(model_class(root), config, attachment.stored_dtype)
+    state = QuantizationState(enabled=True)
+    for name, parameters in collected.trained.items():
+        module, target = attachment.modules[name], model.get_submodule(checkpoint_name(name))
+        if hasattr(module, "quantizers"):
+            for relative, tensor in parameters.items():
+                setattr(target, relative, torch.nn.Parameter(tensor))
+            copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
+            fake_quantize_experts(target, name, copies)
+            continue
+        # Products with adapters differ in the last bit on a device other than that of the training run.
+        placed = {relative: tensor.to(collected.device) for relative, tensor in parameters.items()}
+        patches.swap_class("qat-linear", target, FakeQuantizedLinear)
+        target.quantizer = replace(module.quantizer, state=state)
+        target.weight = torch.nn.Parameter(forward_weight(module, placed).cpu())
+        for learned in LEARNED:
+            if learned in placed:
+                target.register_parameter(learned, torch.nn.Parameter(placed[learned].cpu()))
+    # Missing tensors are reported by the fresh process.
+    model.load_state_dict(dict(collected.dense), strict=False, assign=True)
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def largest_weight_difference(collected: Collected, directory: Path) -> float:
+    """Return max |ΔW| over all packed matrices, between the written files and a forward pass."""
+    import torch
+
+    names = module_names(collected.attachment, collected.root)
+    stored_tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in read_checkpoint(directory).items():
+        stored_tensors.setdefault(name.rpartition(".")[0], {})[name] = tensor
+    largest = []
+    for name, parameters in collected.trained.items():
+        module = collected.attachment.modules[name]
+        placed = {relative: tensor.to(collected.device) for relative, tensor in parameters.items()}
+        for key, trained in module.stored_layers(placed).items():
+            quantizer = quantizer_of(module, key)
+            layer, weights = names[quantizer.name], quantizer.scheme.weights
+            tensors = dict(each_tensor(stored_tensors.get(layer, {})))
+            written = unpack_tensors(layer, tensors, quantizer.scheme)
+            pair = [dequantize(each.codes, each.scale, each.zero_point, weights).cpu() for each in (written, trained)]
+            largest.append((pair[0] - pair[1]).abs().max().float())
+    # Python's max would ignore a NaN that is not the first.
+    return float(torch.stack(largest).max())
 
 
 def reads_tokens(root: PreTrainedModel) -> bool:
@@ -452,7 +351,6 @@ def _report(attachment: Attachment, result: Mapping[str, Any], seconds: float) -
         "scheme": attachment.scheme.name,
         "weight_rule": config.weight_rule,
         "ranges": config.ranges if attachment.scheme.activations_are_static else None,
-        "lora": config.lora,
         "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
         "trained_steps": attachment.state.trained_steps,
         **result,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.legality.model_classes import model_class_errors
@@ -23,35 +22,19 @@ from ....ds_configs.quantization.layers import (
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....plugins import patches
-from ....plugins.compressed_tensors.codes import (
-    StoredLayer,
-    code_range,
-    weight_scale_and_zero_point,
-)
-from ....plugins.deepspeed.engine import stages_of, whole_shape
+from ....plugins.compressed_tensors.codes import code_range, weight_scale_and_zero_point
 from ....plugins.releases import tested_releases
 from ....plugins.transformers.quantized_model import linear_layer, router_names
 from .attachment import ATTRIBUTE, Attachment, checkpoint_name
 from .config import QATConfig
-from .experts import (
-    FakeQuantizedExperts,
-    expert_linear_layers,
-    experts_errors,
-    fake_quantize_experts,
-    is_fused_experts,
-)
+from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
-    LEARNED,
     WEIGHT_SCALE,
     WEIGHT_ZERO_POINT,
     FakeQuantizedLinear,
-    GroupedRounding,
     LayerQuantizer,
-    LinearTensors,
     QuantizationState,
-    fake_quantized_linear,
     fake_quantized_lora,
-    grouped_fake_quantized_linear,
     is_lora_linear,
     lora_errors,
 )
@@ -84,9 +67,9 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, after adapters were added"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
-    candidates = dict(_roundable(model, config))
+    candidates = dict(_roundable(model))
     layers = tuple(layer for layers in candidates.values() for layer in layers)
-    if errors := config.errors() or missing_package_errors():
+    if errors := list(config.errors()) or missing_package_errors():
         raise UsageError(errors)
     scheme = config.rounded_scheme
     if scheme.ignore == DEFAULT_IGNORE:
@@ -124,7 +107,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
     if config.learns_scales:
         _add_learned_scales(attachment)
-    model.register_load_state_dict_pre_hook(_check_learned_scales)
     setattr(model, ATTRIBUTE, attachment)
     return attachment
 
@@ -137,7 +119,7 @@ def missing_package_errors() -> list[ConfigError]:
     return [ConfigError(where="compressed-tensors", rule="is not installed; the export requires it", fix=fix)]
 
 
-def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
+def _roundable(model: Any) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
     """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
     import torch
 
@@ -147,12 +129,9 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
             continue
         if is_fused_experts(module):
             yield name, expert_linear_layers(model, name)
-        elif is_lora_linear(module) and config.lora == "merged":
+        elif is_lora_linear(module):
             lora_prefixes = (*lora_prefixes, f"{name}.")
             yield name, (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
-        elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
-            # Saved with the adapter, not in the packed base.
-            continue
         elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
             yield name, (linear_layer(model, checkpoint_name(name), module),)
 
@@ -235,10 +214,9 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         (quantizer,) = quantizers.values()
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
-            ranges = attachment.config.ranges
             quantizer.input_range = attachment.ranges[quantizer.name] = InputRange(
                 scheme.activations,
-                method=None if ranges == "calibrated" else ranges,
+                method=attachment.config.ranges or "moving_average",
                 stored_dtype=stored_dtype,
                 name=quantizer.name,
             )
@@ -247,21 +225,6 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         else:
             patches.swap_class("qat-linear", module, FakeQuantizedLinear)
         module.quantizer = quantizer
-
-
-def _check_learned_scales(model: Any, state: Mapping[str, object], *_: object) -> None:
-    """Reject missing and unexpected learned scales in a state dict: a resumed Trainer only warns about keys."""
-    own = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in LEARNED}
-    stored = {name for name in state if name.rpartition(".")[2] in LEARNED}
-    fix = "resume with the weight_rule and ranges of the checkpoint"
-    unexpected = sorted(stored - own)
-    if unexpected:
-        rule = f"contains {len(unexpected)} learned scales that the model lacks, such as {unexpected[0]}"
-        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
-    missing = sorted(name for name in own - stored if f"{name.rpartition('.')[0]}.weight" in state)
-    if missing:
-        rule = f"lacks {len(missing)} learned scales of the model, such as {missing[0]}"
-        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
 
 
 def _add_learned_scales(attachment: Attachment) -> None:
@@ -290,155 +253,3 @@ def _add_learned_scales(attachment: Attachment) -> None:
                 scale, zero_point = weight_scale_and_zero_point(full, quantization)
         register(module, WEIGHT_SCALE, scale, weight)
         register(module, WEIGHT_ZERO_POINT, zero_point, weight)
-
-
-_SHARDED = ("LinearLayer", "VocabParallelLinear", "LinearAllreduce", "LinearAllreduceWithReplicatedInput")
-"""AutoTP's layers that hold some rows or some columns of one matrix."""
-
-
-def follow_engine(model: Any, attachment: Attachment) -> None:
-    """Add rounding to the modules with which an engine has replaced rounding modules.
-
-    Args:
-        model: The model to train, or this rank's pipeline stages of it.
-        attachment: Attachment of the full model; updated to the modules of this rank.
-
-    Raises:
-        UsageError: a shard of a matrix cannot be rounded like the full matrix; all errors together.
-    """
-    stages = stages_of(model)
-    roots = (model,) if stages is None else stages.stages
-    present = {name: module for root in roots for name, module in root.named_modules()}
-    if stages is not None:
-        for name in [name for name in attachment.modules if name not in present]:
-            del attachment.modules[name]
-    errors: dict[tuple[str, str], ConfigError] = {}
-    for name, old in attachment.modules.items():
-        new: Any = present.get(name, old)
-        if new is old:
-            continue
-        for error in _shard_errors(name, new, attachment):
-            errors.setdefault((error.where, error.rule), error)
-        if errors:
-            continue
-        attachment.modules[name] = new
-        if is_fused_experts(old):
-            patches.swap_class("qat-GroupedExperts", new, _fake_quantized_auto_ep())
-            new.quantizers = old.quantizers
-            continue
-        kind: Any = type(new)
-        if kind.__name__ == "Linear":
-            patches.swap_class("qat-linear", new, FakeQuantizedLinear)
-        else:
-            patches.swap_class(f"qat-{kind.__name__}", new, _fake_quantized_auto_tp(kind))
-        new.quantizer = old.quantizer
-    if errors:
-        raise UsageError(list(errors.values()))
-
-
-def _shard_errors(name: str, module: Any, attachment: Attachment) -> list[ConfigError]:
-    """Return why a shard of a layer cannot be rounded like the full layer."""
-    import torch
-
-    kind, scheme = type(module).__name__, attachment.scheme
-    if kind == "GroupedExperts" or type(module) is torch.nn.Linear:
-        return []
-    where = name.rpartition(".")[2]
-    if kind not in _SHARDED:
-        rule = f"was replaced by {kind}, which interleaves rows of several matrices"
-        return [ConfigError(where=where, rule=rule, fix="train without tensor parallelism")]
-    if attachment.config.weight_rule != "minmax":
-        rule = "sums over shards in a different order from a loader of the full matrix"
-        value = attachment.config.weight_rule
-        return [ConfigError(where="weight_rule", value=value, rule=rule, fix="use minmax")]
-    if scheme.activations is not None:
-        rule = "rounds inputs per token, and a rank holds only a shard of their channels"
-        fix = "use W4A16 or another scheme that rounds only weights"
-        return [ConfigError(where="inputs", value=scheme.name, rule=rule, fix=fix)]
-    size, columns = scheme.weights.group_size, int(module.weight.shape[1])
-    if scheme.weights.strategy == "group" and size and columns % size:
-        inputs = whole_shape(module)[1]
-        rule = f"each rank has {columns} of the {inputs} inputs of {where}, not a multiple of the group size {size}"
-        fix = "use a group size that divides them, or less tensor parallelism"
-        return [ConfigError(where="tensor_parallel", value=module.tp_world_size, rule=rule, fix=fix)]
-    return []
-
-
-class _FakeQuantizedShard:
-    """AutoTP layer whose forward pass computes with the numbers of the checkpoint."""
-
-    quantizer: LayerQuantizer
-    consumed = ("weight",)
-    """Parameters that the packed form replaces."""
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        """Return the output of the layer, computed with a rounded weight."""
-        from deepspeed.module_inject import layers
-
-        quantizer = self.quantizer
-        if not quantizer.state.enabled:
-            plain: Tensor = super().forward(input)  # type: ignore[misc]
-            return plain
-        quantizer.forward_dtype = self.weight.dtype
-        by_input = isinstance(self, layers.LinearAllreduce)
-        strategy = quantizer.scheme.weights.strategy
-        shares_scales = strategy == "tensor" or (strategy == "channel" and by_input)
-        rounding = quantizer.rounding(ranks=self.mp_group if shares_scales else None)
-        if not by_input:
-            seen = layers.ColumnParallel.apply(self.mp_group, input)
-            output = fake_quantized_linear(seen, LinearTensors(weight=self.weight, bias=self.bias), rounding)
-            if not self.gather_output:
-                return output
-            full: Tensor = layers.GatherFromTensorParallelRegion.apply(self.mp_group, output, self._partition_sizes)
-            return full
-        if isinstance(self, layers.LinearAllreduceWithReplicatedInput):
-            input = layers.ScatterToTensorParallelRegion.apply(
-                self.mp_group, input, self._partition_sizes, self.tp_index
-            )
-        partial = fake_quantized_linear(input, LinearTensors(weight=self.weight), rounding)
-        output = layers.RowParallel.apply(self.mp_group, partial, not self.is_training_mode())
-        return output if self.bias is None else output + self.bias
-
-    def stored_layers(self: Any, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
-        """Return the stored form of the full weight."""
-        return FakeQuantizedLinear.stored_layers(self, parameters)
-
-
-@cache
-def _fake_quantized_auto_tp(layer: type) -> type:
-    return type(f"FakeQuantized{layer.__name__}", (_FakeQuantizedShard, layer), {})
-
-
-@cache
-def _fake_quantized_auto_ep() -> type:
-    from deepspeed.moe.ep_experts import GroupedExperts, apply_expert_activation
-
-    class FakeQuantizedGroupedExperts(GroupedExperts):
-        """AutoEP's experts of one rank, whose forward pass computes with the numbers of the checkpoint."""
-
-        quantizers: dict[str, LayerQuantizer]
-        consumed = ("gate_up_proj", "down_proj")
-        """Parameters of the full model that the packed form replaces."""
-        has_gate = True
-
-        def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-            """Return the outputs for the rows of all experts [T, H]; rows after the last expert's are padding."""
-            first = next(iter(self.quantizers.values()))
-            if not first.state.enabled:
-                plain: Tensor = super().forward(x, num_tokens_per_expert)
-                return plain
-            for quantizer in self.quantizers.values():
-                quantizer.forward_dtype = self.w1.dtype
-            ends = tuple(num_tokens_per_expert.cumsum(0).tolist())
-            rounding = GroupedRounding(weight=first.rounding().weight)
-            gate_TF = grouped_fake_quantized_linear(x, ends, self.w1, rounding)
-            up_TF = grouped_fake_quantized_linear(x, ends, self.w3, rounding)
-            activation = (self.activation, self.activation_alpha, self.activation_limit)
-            active_TF = apply_expert_activation(gate_TF, up_TF, *activation)
-            return grouped_fake_quantized_linear(active_TF, ends, self.w2, rounding)
-
-        def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
-            """Return the stored form of the parameters of all ranks."""
-            return FakeQuantizedExperts.stored_layers(self, parameters)
-
-    return FakeQuantizedGroupedExperts

@@ -18,7 +18,7 @@ from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import ConfigError
 from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer
-from .layers import GroupedRounding, LayerQuantizer, grouped_fake_quantized_linear
+from .layers import LayerQuantizer, grouped_fake_quantized_linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,12 +151,13 @@ class FakeQuantizedExperts:
         tokens_S, choices_S = order_S % len(top_k_index), order_S // len(top_k_index)
         weights_S = top_k_weights[tokens_S, choices_S]
         sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
-        inner = GroupedRounding(weight=weight, matrices=len(matrices))
-        inner_SF = grouped_fake_quantized_linear(hidden_states[tokens_S], ends, into_weight, inner)
+        inner_SF = grouped_fake_quantized_linear(
+            hidden_states[tokens_S], ends, into_weight, weight, matrices=len(matrices)
+        )
         activate = self._apply_gate if self.has_gate else self.act_fn
         # Activating all rows together changes last bits: other instructions compute the tail of a vector.
         active_SF = torch.cat([activate(part) for part in inner_SF.split(sizes)])
-        outputs_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, GroupedRounding(weight=weight))
+        outputs_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, weight)
         # Only Nemotron-H has no gate, and it sums in the dtype of the weights.
         summed_NH = torch.zeros_like(hidden_states, dtype=None if self.has_gate else top_k_weights.dtype)
         outputs_SH = (outputs_SH * weights_S[:, None]).to(summed_NH.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ from .rounding import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from .observers import InputRange
 
@@ -35,19 +34,10 @@ class QuantizationState:
 
     enabled: bool = False
     """Whether forward passes round."""
-    bits: int | None = None
-    """Bits per weight at this step; `None`: the scheme's."""
     observing: bool = False
     """Whether forward passes in training update activation ranges."""
-    calibrating: bool = False
-    """Whether a calibration pass runs, in which evaluation mode updates them too."""
     trained_steps: int = 0
-    """Optimizer steps with rounding at the scheme's own bits."""
-
-    @property
-    def was_enabled(self) -> bool:
-        """Whether the model was trained with the number formats of the export."""
-        return self.trained_steps > 0
+    """Optimizer steps with rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,12 +188,9 @@ class LayerQuantizer:
     forward_dtype: torch.dtype | None = None
     """Dtype of the weight in the last forward pass, which an FSDP2 policy casts from the dtype of the parameter."""
 
-    def rounding(self, *, adapter_scaling: float = 0.0, ranks: ProcessGroup | None = None) -> LinearRounding:
-        """Return the rounding of a forward pass at this step."""
-        weights = self.scheme.weights
-        if self.state.bits is not None and self.state.bits != weights.bits:
-            weights = replace(weights, bits=self.state.bits)
-        weight = WeightRounding(quantization=weights, rule=self.rule, stored_dtype=self.stored_dtype, ranks=ranks)
+    def rounding(self, *, adapter_scaling: float = 0.0) -> LinearRounding:
+        """Return the rounding of a forward pass."""
+        weight = WeightRounding(quantization=self.scheme.weights, rule=self.rule, stored_dtype=self.stored_dtype)
         return LinearRounding(weight=weight, inputs=self.scheme.activations, adapter_scaling=adapter_scaling)
 
     def stored_layer(self, weight: Tensor, parameters: Mapping[str, Tensor]) -> StoredLayer:
@@ -247,8 +234,7 @@ class FakeQuantizedLinear(torch.nn.Linear):
 
 def observe_inputs(quantizer: LayerQuantizer, inputs: Tensor, *, training: bool) -> None:
     """Update the input range of a layer, if ranges are being observed."""
-    state = quantizer.state
-    if quantizer.input_range is not None and (state.calibrating or (state.observing and training)):
+    if quantizer.input_range is not None and quantizer.state.observing and training:
         quantizer.input_range.observe(inputs)
 
 
@@ -283,17 +269,8 @@ def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
     return merged_weight(weight, adapter_a, adapter_b, module.scaling[module.active_adapters[0]])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupedRounding:
-    """How to round the matrices in one parameter [E, O, I]."""
-
-    weight: WeightRounding
-    matrices: int = 1
-    """Matrices of the checkpoint that are concatenated along O: two for gate and up."""
-
-
 def grouped_fake_quantized_linear(
-    rows: Tensor, ends: Sequence[int], weight: Tensor, rounding: GroupedRounding
+    rows: Tensor, ends: Sequence[int], weight: Tensor, rounding: WeightRounding, *, matrices: int = 1
 ) -> Tensor:
     """Return ``x_e · round(W_e)ᵀ`` [T, O] for the rows of every expert e, with straight-through gradients.
 
@@ -305,30 +282,33 @@ def grouped_fake_quantized_linear(
         ends: Index after the last row of each expert.
         weight: [E, O, I], before rounding.
         rounding: How to round each matrix.
+        matrices: Matrices of the checkpoint that are concatenated along O: two for gate and up.
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        output: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding)
+        output: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding, matrices)
     return output
 
 
-def rounded_matrices(expert: Tensor, rounding: GroupedRounding) -> Tensor:
+def rounded_matrices(expert: Tensor, rounding: WeightRounding, matrices: int) -> Tensor:
     """Round one expert's slice [O, I] of a parameter, each matrix of the checkpoint separately."""
-    parts = [round_weight(part, rounding.weight).value(rounding.weight) for part in expert.chunk(rounding.matrices)]
+    parts = [round_weight(part, rounding).value(rounding) for part in expert.chunk(matrices)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: GroupedRounding) -> Tensor:
-        ctx.ends, ctx.rounding = ends, rounding
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: WeightRounding, matrices: int
+    ) -> Tensor:
+        ctx.ends, ctx.rounded = ends, lambda expert: rounded_matrices(expert, rounding, matrices)
         # Like plain layers, frozen experts do not need their inputs in the backward pass.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         output = rows.new_zeros(len(rows), weight.shape[1])
         for expert, first, last in _occupied(ends):
-            rounded = rounded_matrices(weight[expert], rounding).to(rows.dtype)
+            rounded = ctx.rounded(weight[expert]).to(rows.dtype)
             # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
             output[first:last] = torch.ops.aten.linear.default(rows[first:last], rounded)
         return output
@@ -342,10 +322,10 @@ class _GroupedLinear(torch.autograd.Function):
         for expert, first, last in _occupied(ctx.ends):
             part = gradient[first:last]
             if by_rows is not None:
-                by_rows[first:last] = part @ rounded_matrices(weight[expert], ctx.rounding).to(part.dtype)
+                by_rows[first:last] = part @ ctx.rounded(weight[expert]).to(part.dtype)
             if by_weight is not None:
                 by_weight[expert] = part.t() @ rows[first:last]
-        return by_rows, by_weight, None, None
+        return by_rows, by_weight, None, None, None
 
 
 def _occupied(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -365,28 +345,22 @@ def is_lora_linear(module: Any) -> bool:
 
 def lora_errors(name: str, module: Any) -> list[ConfigError]:
     """Return why a LoRA layer cannot be rounded together with its weight."""
-    where, errors = f"LoRA of {name}", []
+    where = f"LoRA of {name}"
     if len(module.active_adapters) != 1:
         value = ", ".join(module.active_adapters) or "none"
         rule = "exactly one adapter must be active"
         return [ConfigError(where=where, value=value, rule=rule, fix="activate one, and merge the others")]
     adapter = module.active_adapters[0]
-    if adapter in module.lora_variant:
-        rule = "only plain and rank-stabilized LoRA add a product to the weight"
-        fix = "turn DoRA and other variants off, or use lora = on_quantized_base"
-        errors.append(ConfigError(where=where, value=type(module.lora_variant[adapter]).__name__, rule=rule, fix=fix))
     dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
-    if dropout:
-        rule = "a merged weight cannot drop inputs of the adapter"
-        fix = "use lora_dropout=0, or lora = on_quantized_base"
-        errors.append(ConfigError(where=where, value=f"lora_dropout={dropout}", rule=rule, fix=fix))
-    if module.lora_B[adapter].bias is not None:
-        rule = "a bias cannot be merged into the weight"
-        errors.append(ConfigError(where=where, value="lora_bias", rule=rule, fix="turn it off"))
-    if module.merged:
-        rule = "the adapter is already merged into the weight"
-        errors.append(ConfigError(where=where, value="merged", rule=rule, fix="unmerge it"))
-    return errors
+    variant = module.lora_variant.get(adapter)
+    plain = "only plain and rank-stabilized LoRA add a product to the weight"
+    wrong = (
+        (variant is not None, type(variant).__name__, plain, "turn DoRA and other variants off"),
+        (dropout, f"lora_dropout={dropout}", "a merged weight cannot drop inputs", "use lora_dropout=0"),
+        (module.lora_B[adapter].bias is not None, "lora_bias", "a bias cannot be merged", "turn it off"),
+        (module.merged, "merged", "the adapter is already merged into the weight", "unmerge it"),
+    )
+    return [ConfigError(where=where, value=value, rule=rule, fix=fix) for is_so, value, rule, fix in wrong if is_so]
 
 
 def lora_matrices(module: Any) -> tuple[str, str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ....ds_configs.quantization.scheme import ActivationQuantization
@@ -13,8 +14,6 @@ from ....plugins.compressed_tensors.codes import range_scale_and_zero_point
 from ....plugins.transformers.gradient_checkpointing import in_backward_pass
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import torch
     from torch import Tensor
 
@@ -40,7 +39,7 @@ class InputRange:
         self,
         quantization: ActivationQuantization,
         *,
-        method: ObserverMethod | None = None,
+        method: ObserverMethod,
         stored_dtype: torch.dtype,
         name: str = "",
     ) -> None:
@@ -48,7 +47,7 @@ class InputRange:
 
         Args:
             quantization: Number format of the rounded inputs, with stored ranges.
-            method: Method that observes the range during training; `None`: the range is fixed.
+            method: Method that observes the range.
             stored_dtype: Dtype of scales in the checkpoint.
             name: Name of the matrix, for messages.
         """
@@ -56,21 +55,10 @@ class InputRange:
         self.method = method
         self.stored_dtype = stored_dtype
         self.name = name
-        self.restart(method)
-
-    def restart(self, method: ObserverMethod | None) -> None:
-        """Forget the range, and observe by a method from now on."""
-        self.method = method
         self._ends: Tensor | None = None
         self._stored: tuple[Tensor, Tensor | None] | None = None
-        self._refused: Tensor | int = 0
         self._open: Tensor | ActivationHistogram | None = None
         """Bounds of the open step of this rank, or its histogram."""
-
-    @property
-    def refused(self) -> int:
-        """Number of batches with infinities or NaN, which this rank ignored."""
-        return int(self._refused)
 
     @property
     def scale(self) -> Tensor | None:
@@ -99,10 +87,7 @@ class InputRange:
         if stored is None:
             where = f"input range of {self.name or 'a layer'}"
             rule = "has no values, and the layer rounds its inputs"
-            fix = (
-                "pass QATCallback(calibration=batches), call calibrate_inputs or load_ranges before training, or "
-                "observe ranges with ranges = moving_average"
-            )
+            fix = "train before you evaluate: forward passes in training mode observe ranges"
             raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
         scale, zero_point = stored
         if scale.device != device:
@@ -118,7 +103,7 @@ class InputRange:
 
         Minimum and maximum do not synchronize with the accelerator; a histogram does.
         """
-        if self.method is None or inputs.numel() == 0 or in_backward_pass():
+        if inputs.numel() == 0 or in_backward_pass():
             return
         import torch
 
@@ -128,34 +113,22 @@ class InputRange:
         if self.method == "percentile":
             histogram = self._open or ActivationHistogram()
             assert isinstance(histogram, ActivationHistogram), "the method does not change within a step"
-            try:
+            # A batch with infinities must not move ranges, see below.
+            with suppress(ValueError):
                 histogram.add(inputs)
                 self._open = histogram
-            except ValueError:
-                self._refused += 1
             return
         low, high = torch.aminmax(inputs)
         ends = torch.stack([low, -high]).float()
         # fp16 gradient scaling produces infinities and skips the step: such a batch must not move ranges.
-        finite = torch.isfinite(ends).all()
-        ends = torch.where(finite, ends, torch.full_like(ends, math.inf))
+        ends = torch.where(torch.isfinite(ends).all(), ends, torch.full_like(ends, math.inf))
         self._open = torch.minimum(self._open, ends) if isinstance(self._open, torch.Tensor) else ends
-        self._refused = self._refused + (~finite).long()
 
     def set_bounds(self, low: float, high: float) -> None:
         """Set the range, extended to contain 0."""
         import torch
 
         _set_ends([self], torch.tensor([[low, -high]], dtype=torch.float32))
-
-    def record(self) -> dict[str, object]:
-        """Return the state that a resumed run needs; JSON represents fp32 numbers exactly."""
-        return {"bounds": None if self.bounds is None else list(self.bounds)}
-
-    def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the state from `record()`."""
-        if record["bounds"] is not None:
-            self.set_bounds(*record["bounds"])
 
     def open_step(self) -> Tensor:
         """Return (low, -high, -exponent of a histogram's bins) of the open step, fp32 [3]; infinity without values."""
@@ -225,12 +198,12 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
     collectives does not depend on the number of layers, apart from blocks of histograms.
 
     Args:
-        ranges: All ranges of a model; those that are not observed do not change.
+        ranges: All ranges of a model.
         reduction: Reduces a tensor over ranks; `None`: the default process group, if there is one.
     """
     import torch
 
-    observed = [input_range for input_range in ranges if input_range.method is not None]
+    observed = list(ranges)
     if not observed:
         return
     reduction = reduction or _reduce_over_ranks

@@ -37,7 +37,6 @@ from ....plugins.compressed_tensors.codes import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 WeightRule = Literal["minmax", "learned", "ternary", "binary"]
 """Source of the scales: the weight's own range, training, or the mean magnitude (three or two values)."""
@@ -51,8 +50,6 @@ class WeightRounding:
     rule: WeightRule
     stored_dtype: torch.dtype
     """Dtype of the scales in the checkpoint, and of the weight that a loader computes."""
-    ranks: ProcessGroup | None = None
-    """Process group whose ranks hold shards of the elements that share a scale; `None` if this rank holds them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,15 +98,7 @@ def round_weight(
         rounded_scale = stored_scale(scale, rounding.stored_dtype)
         rounded_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
     else:
-        extremes = weight
-        if rounding.ranks is not None:
-            # Minimum and maximum of the elements that share a scale give the scale of the full matrix bit for bit.
-            assert quantization.strategy != "group", "checked when layers were sharded"
-            shared = sharing(weight.detach(), quantization)
-            ends = torch.stack([-shared.amin(-1), shared.amax(-1)])
-            torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=rounding.ranks)
-            extremes = torch.stack([-ends[0], ends[1]], dim=-1).reshape(-1, 2)
-        rounded_scale, rounded_zero = weight_scale_and_zero_point(extremes, quantization, rounding.stored_dtype)
+        rounded_scale, rounded_zero = weight_scale_and_zero_point(weight, quantization, rounding.stored_dtype)
     levels = weight_levels(weight, rounded_scale, rounded_zero, quantization)
     return RoundedWeight(levels=levels, scale=rounded_scale, zero_point=rounded_zero)
 

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +26,11 @@ from shardwright.trainers.qat.command.report import QATOutcome, QATResult
 from shardwright.trainers.qat.command.settings import (
     QATJob,
     QATSettings,
-    calibration_errors,
     is_own_teacher,
-    qat_config,
-    qat_settings_errors,
     teacher_of,
 )
-from shardwright.trainers.qat.command.task import calibration_batches, prepare_qat
-from shardwright.trainers.reports.runs import scheme_text
 from shardwright.trainers.runs.inputs import optimizer_steps
 from shardwright.trainers.runs.ranks import placed_teacher
-from shardwright.trainers.runs.settings import RunRequest
 
 pytestmark = pytest.mark.slow
 
@@ -91,12 +85,12 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert shown["plan"]["chosen"]["strategy"]["tiled_mlp"] and shown["plan"]["job"]["loss"] == "chunked"
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
-    assert shown["scheme"]["format"] == "int-quantized" and shown["calibration"] is True
+    assert shown["scheme"]["format"] == "int-quantized"
     assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
     assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
     human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
     assert human.code == 0, human.err
-    assert "14 quantized" in human.out and "none needed" in human.out
+    assert "14 quantized" in human.out
     assert "LoRA" in human.out or "lora" in human.out
     assert not list(tmp_path.iterdir())
 
@@ -111,16 +105,13 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
         (("--start-step", 50, "--epochs", 0.1), "before anything is rounded"),
-        (("--bit-schedule", "0:8,9:4", "--max-steps", 9), "bit_schedule = '9:4': training ends at step 9"),
-        (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, not '4'"),
-        (("--bit-schedule", "0:8,4:3"), "must end at the 4 bits"),
         (("--weight-rule", "ternary"), "use scheme W2A16"),
+        (("--bit-schedule", "0:8,4:4"), "train with the scheme's bits from --start-step on"),
         (("--ranges", "minmax"), "requires stored activation ranges"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
         (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
         (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
         (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
-        (("--lora", "merged"), "lora = 'merged': requires adapters; add --method lora"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
         (("--resume",), "output_dir = 'out': contains no checkpoint to resume from"),
         (("--hardware", "8xA100-80GB"), "requires 8 x A100-80GB on 1 node(s)"),
@@ -203,7 +194,7 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
 
     arguments = (
         *(models["model"], *OUT, "--dataset", "python-help#8", "--seq-len", 32, "--teacher", "self"),
-        *("--hardware", "1xCPU", "--evaluation-samples", 16, "--calibration-samples", 8, "--logging-steps", 1),
+        *("--hardware", "1xCPU", "--evaluation-samples", 16, "--logging-steps", 1),
         *("--save-steps", 2, "--learning-rate", 1e-3, "--format", "json"),
     )
     with monkeypatch.context() as interrupted:
@@ -222,10 +213,9 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
     shown = json.loads(found.out)
     assert shown["steps"] == 4 and (shown["weight_difference"], shown["logit_difference"]) == (0.0, 0.0)
     nats, first = shown["cross_entropy"], state["log_history"][0]
-    assert (nats["dense"], nats["rounded"]) == (first["dense_cross_entropy"], first["rounded_cross_entropy"])
-    assert len(set(nats.values())) == 3
+    assert nats["dense"] == first["dense_cross_entropy"] != nats["trained"] and nats["rounded"] is None
     errors = shown["cross_entropy_standard_error"]
-    assert errors["dense"] == first["dense_cross_entropy_standard_error"] > 0 < errors["rounded"] != errors["trained"]
+    assert errors["dense"] == first["dense_cross_entropy_standard_error"] > 0
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4] and all("kl_per_token" in entry for entry in steps)
     config = json.loads((out / "config.json").read_text())
@@ -256,21 +246,10 @@ def test_two_runs_from_python_in_one_process(
     assert not (tmp_path / "bad").exists()
 
 
-def test_settings_select_number_formats() -> None:
-    settings = QATSettings(scheme="W4A16", bit_schedule="0:8, 100:4", symmetric=False, ignore="lm_head, re:.*q_proj")
-    config = qat_config(settings, stored_dtype="bfloat16")
-    assert config.bit_schedule == ((0, 8), (100, 4)) and config.stored_dtype == "bfloat16"
-    assert config.scheme.ignore == ("lm_head", "re:.*q_proj") and not config.scheme.weights.symmetric
-    with pytest.raises(UsageError) as caught:
-        qat_config(QATSettings(bit_schedule="x", group_size=0))
-    assert {error.where for error in caught.value.errors} == {"bit_schedule", "group_size"}
-    assert not qat_settings_errors(QATSettings(dataset="x", teacher="self", alpha=0.5))
-
-
 def job_of(settings: QATSettings) -> QATJob:
     named = teacher_of(settings, "org/m")
     facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
-    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "vocab_size": None, "calibrated": False}
+    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "vocab_size": None}
     own = {"model": "org/m", "source_directory": "m", "stored_dtype": "bfloat16", "teacher": named and named[0]}
     return QATJob(settings=settings, **facts, **counts, **own)
 
@@ -309,32 +288,6 @@ def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
-    [
-        ({"lora_rank": 4, "lora_targets": "q_proj"}, ["lora_rank", "lora_targets"]),
-        ({"lora_rank": 4, "lora_targets": "q_proj", "method": "lora"}, []),
-    ],
-)
-def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: list[str]) -> None:
-    assert [error.where for error in qat_settings_errors(QATSettings(dataset="x", **settings))] == where
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"scheme": "W4A16"}, "W4A16 stores no ranges"),
-        ({"scheme": "W8A8_STATIC", "ranges": "minmax"}, "ranges are observed during training"),
-        ({"scheme": "W8A8_STATIC"}, ""),
-    ],
-)
-def test_calibration_samples_require_a_calibration(settings: dict[str, Any], said: str) -> None:
-    stated = QATSettings(calibration_samples=128, **settings)
-    errors = calibration_errors(stated, qat_config(stated))
-    assert [said in error.rule for error in errors] == [True] * bool(said)
-    assert not calibration_errors(QATSettings(**settings), qat_config(stated))
-
-
-@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"scheme": "W2A16", "symmetric": False}, "W2A16 has zero points; use scheme W2A16 without --asymmetric"),
@@ -345,7 +298,7 @@ def test_calibration_samples_require_a_calibration(settings: dict[str, Any], sai
 )
 def test_ternary_weights_reject_more_bits_and_zero_points(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        qat_config(QATSettings(weight_rule="ternary", **settings))
+        QATSettings(weight_rule="ternary", **settings).config()
     assert said in str(caught.value)
 
 
@@ -355,23 +308,6 @@ def test_steps_are_counted_as_the_trainer_counts_them() -> None:
     for (samples, epochs), steps in counts.items():
         assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
     assert optimizer_steps(QATSettings(max_steps=7), layout, 25) == 7
-
-
-def test_ranges_are_calibrated_on_single_conversations(models: dict[str, Path], tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}?", "completion": "ja" * (n % 5)} for n in range(1, 30)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = {"dataset": str(tmp_path / "rows.jsonl"), "seq_len": 48, "packing": "on", "calibration_samples": 9}
-    settings = QATSettings(scheme="W8A8_STATIC", hardware="2xCPU", **data)
-    prepared = prepare_qat(settings, str(models["model"]), RunRequest(output_dir=tmp_path / "out", dry_run=True))
-    assert prepared.samples.statistics.packed_documents and "position_ids" in prepared.samples.train[0]
-    assert len(prepared.calibration_samples) == 9
-    assert all("position_ids" not in sample for sample in prepared.calibration_samples)
-
-
-def test_calibration_batches_have_no_padding() -> None:
-    samples = [{"input_ids": [1] * length, "labels": []} for length in (4, 4, 3, *[5] * 9)]
-    shapes = [tuple(batch["input_ids"].shape) for batch in calibration_batches(samples, "cpu")]
-    assert shapes == [(2, 4), (1, 3), (8, 5), (1, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -443,12 +379,3 @@ def test_the_recovered_share_is_reported_only_if_rounding_costs_something(outcom
     better = replace(outcome, result=replace(outcome.result, trained=2.0))
     text = better.files("qat")["REPORT.md"].split("## Results")[1].split("## Checkpoint")[0]
     assert "is better than the model before" in text and "%" not in text
-
-
-def test_scheme_text_describes_number_formats() -> None:
-    words = {
-        "W4A16": "4 bit, symmetric, a scale for 128 weights",
-        "W2A16_ASYM": "2 bit, with zero points, a scale for 128 weights",
-        "W8A8": "8 bit, symmetric, a scale for each output channel; inputs 8 bit, by token",
-    }
-    assert {name: scheme_text(asdict(scheme_named(name))) for name in words} == words

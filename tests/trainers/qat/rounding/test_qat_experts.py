@@ -14,7 +14,7 @@ import torch
 import transformers
 from engine_settings import cpu_arguments
 from packaging.version import Version
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.layers import (
     LinearLayer,
@@ -25,8 +25,9 @@ from shardwright.ds_configs.quantization.layers import (
 )
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.compressed_tensors.codes import dequantize, pack_tensors
+from shardwright.plugins.compressed_tensors.codes import dequantize
 from shardwright.trainers.qat.callback import QATCallback
+from shardwright.trainers.qat.export.checkpoint import export
 from shardwright.trainers.qat.rounding.attach import attach
 from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.experts import (
@@ -37,7 +38,6 @@ from shardwright.trainers.qat.rounding.experts import (
 )
 from shardwright.trainers.qat.rounding.layers import LayerQuantizer, QuantizationState
 from transformers import AutoModelForCausalLM, Trainer, set_seed
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 pytestmark = pytest.mark.slow
@@ -370,27 +370,6 @@ def trained(model, scheme, directory, **options):
     return trainer, callback
 
 
-def write_checkpoint(model, attachment, directory):
-    """Write packed layers and everything else as saving names it, with no help of the exporter."""
-    packed, consumed = {}, set()
-    for name, module in attachment.modules.items():
-        consumed |= {f"{name}.{own}" for own in module.consumed}
-        for key, stored in module.stored_layers(dict(module.named_parameters())).items():
-            quantizer = module.quantizers[key] if key else module.quantizer
-            parts = stored.codes, stored.scale, stored.zero_point
-            packed |= pack_tensors(
-                quantizer.name, *parts, quantizer.scheme, stored.input_scale, stored.input_zero_point
-            )
-    rest = {name: tensor for name, tensor in model.state_dict().items() if name not in consumed}
-    tensors = revert_weight_conversion(model, rest) | packed
-    save_file(
-        {name: one.contiguous() for name, one in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
-    )
-    model.config.save_pretrained(directory)
-    ignore = ["lm_head", *(name for name in attachment.scheme.ignore if name.endswith(".gate"))]
-    state_config(directory, quantization_config(attachment.scheme, attachment.layers, ignore=ignore))
-
-
 def state_config(directory, stated):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
@@ -422,13 +401,9 @@ def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, options, t
     attachment = callback.attachment
     module = model.model.layers[1].mlp.experts
     assert not torch.equal(module.down_proj, before), "experts were not trained"
-    write_checkpoint(model, attachment, tmp_path)
-    loaded, keys = reload(tmp_path)
-    assert not any(keys.values()), "keys are missing or left over"
     callback.export(trainer, tmp_path / "exported", verify=False)
-    written, exported = (load_file(place / "model.safetensors") for place in (tmp_path, tmp_path / "exported"))
-    assert written.keys() == exported.keys()
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in written.items())
+    loaded, keys = reload(tmp_path / "exported")
+    assert not any(keys.values()), "keys are missing or left over"
     tokens = torch.arange(48)[None] * 7 % 384
     model.eval()
     with torch.no_grad():
@@ -449,10 +424,11 @@ def test_upstream_still_loads_experts_packed_or_not_at_all(tmp_path):
     attachment = attach(model, QATConfig(scheme=scheme_named("W8A8")))
     for quantizer in attachment.quantizers():
         quantizer.scheme = attachment.scheme
-    write_checkpoint(model, attachment, tmp_path)
-    state_config(tmp_path, quantization_config(attachment.scheme))
+    attachment.state.trained_steps = 1
+    export(model, attachment, tmp_path / "integers", verify=False)
+    state_config(tmp_path / "integers", quantization_config(attachment.scheme))
     with pytest.raises(RuntimeError, match="conversion of the weights"):
-        reload(tmp_path)
+        reload(tmp_path / "integers")
     dense = family("Mixtral", **EXPORTED["Mixtral"])
     dense.save_pretrained(tmp_path)
     state_config(tmp_path, quantization_config(scheme_named("W4A16"), ignore=["re:.*"]))

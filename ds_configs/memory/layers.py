@@ -1,0 +1,349 @@
+"""Activations of the layers at each moment of a step, and copies of weights that a pass makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+
+from ..specs.errors import ConfigError, UsageError
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout
+from ..specs.model import adapted_experts
+from ..specs.terms import Term
+from .activations import (
+    SMALLEST_MASK_TOKENS,
+    ActivationEstimate,
+    ActivationSource,
+    Attention,
+    SelectiveBytes,
+    activation_mode,
+    cached_activations,
+    has_fused_loss,
+    mlp_tiles,
+    outside_without_norm,
+    tiled_mlp_elements,
+    with_attention,
+    with_tiled_mlp,
+)
+from .loss import with_tiled_loss
+from .moments import PHASES, Moment, Terms, at_moments
+from .rank_parameters import RankShare, RankStep, share_parameters
+
+TERMS = (
+    Term(
+        "activations",
+        "number of layers * traced bytes kept per layer; with checkpointing the inputs of the layers",
+        role="activations",
+    ),
+    Term(
+        "checkpoint_staging",
+        "inputs of recomputed layers on the accelerator while the others are in host memory: one in use and "
+        "one that a side stream copies",
+        role="activations",
+    ),
+    Term(
+        "offloaded_checkpoints",
+        "inputs of recomputed layers that wait for the backward pass in pinned host memory",
+        role="activations",
+        lives_on="host",
+    ),
+    Term(
+        "activations_in_flight",
+        "pipeline: activations of the other micro-batches that wait for their backward pass, "
+        "min(m, p - stage) - 1 of them",
+        role="activations",
+    ),
+    Term(
+        "stage_borders",
+        "pipeline: received and sent tensors that wait for their gradients, and the receive buffer",
+        role="activations",
+    ),
+    Term(
+        "autocast_weight_copies",
+        "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
+        role="activations",
+    ),
+    Term(
+        "adapted_expert_copies",
+        "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
+        role="activations",
+    ),
+    Term("adapted_expert_update", "the update that LoRA adds to an expert matrix, during the sum", role="activations"),
+    Term(
+        "forward_transient",
+        "temporaries of a checkpointed layer's forward pass; under CP those of ring attention",
+        role="activations",
+    ),
+    Term(
+        "backward_transient",
+        "activation gradients inside one layer at its fullest moment; with checkpointing also its recomputed "
+        "activations, and under CP the buffers of ring attention",
+        role="activations",
+    ),
+    Term(
+        "tile_gradients",
+        "gradients of a tiled MLP's weights: the sum over tiles, and those of the next tile",
+        role="gradients",
+    ),
+    Term("dequantized_weight", "the largest 4-bit weight, dequantized for one product", role="weights"),
+)
+
+_CASTING_NORMS = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose norms save a copy of their input in fp32 instead of the input."""
+
+STAGING_BUFFERS = 2
+"""Layer inputs on the accelerator while others are in host memory: one in use, and one that a side stream copies."""
+
+
+def rank_step(
+    layout: Layout,
+    share: RankShare,
+    job: TrainingJob,
+    activations: ActivationSource | None = None,
+    *,
+    unmasked: Attention = "auto",
+    gpu: bool = True,
+) -> RankStep:
+    """Return a rank's micro-batch with the traced bytes of its activations.
+
+    `activations` may be a trace of the complete model, which is too large under tensor parallelism.
+
+    Raises:
+        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
+    """
+    model, mode = share.model, activation_mode(layout, job)
+    # Tiles of the loss are part of the eager one, of which a trace contains the loss that it ran.
+    tiles_loss = job.loss == "chunked" and activations is None and not has_fused_loss(model, layout, job, gpu=gpu)
+    source = activations or cached_activations(
+        model, replace(job, loss="eager") if tiles_loss else job, unmasked=unmasked
+    )
+    traced = source(layout.micro_batch_size, mode)
+    if tiles_loss:
+        traced = with_tiled_loss(layout, model, job, traced)
+    if layout.tiled_mlp:
+        traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, ceil(job.seq_len_tokens / (layout.sp * layout.cp))))
+    tokens = layout.micro_batch_size * job.seq_len_tokens
+    traced = with_attention(traced, model.dimensions, tokens, layout=layout, element=job.compute_bytes, on_gpu=gpu)
+    if layout.cp > 1 and job.seq_len_tokens // layout.cp < SMALLEST_MASK_TOKENS:
+        # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
+        mask = tokens * job.seq_len_tokens // layout.cp
+        traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
+    if not share.has_head:
+        traced = outside_without_norm(traced, model, job, layout.micro_batch_size, mode)
+    return RankStep(layout=layout, share=share, job=job, traced=traced, mode=mode)
+
+
+def checkpoint_bytes(layout: Layout, traced: ActivationEstimate) -> int:
+    """Return the bytes of the input of one recomputed layer on a rank."""
+    return traced.checkpointed_bytes_per_layer // (layout.sp * layout.cp)
+
+
+class _LayerBytes(NamedTuple):
+    kept: int
+    """Kept until the backward pass."""
+    transient: int
+    """Temporary bytes of the backward pass."""
+
+
+def _layer_bytes(step: RankStep, *, recomputed: bool) -> _LayerBytes:
+    traced = step.traced
+    more = step.model.residual_dropout_masks * step.tokens * step.model.dimensions.hidden_size
+    if recomputed and step.layout.keeps_products:
+        selective = _kept_products(traced)
+        return _LayerBytes(selective.kept_bytes_per_layer, selective.backward_transient_bytes + more)
+    if recomputed:
+        return _LayerBytes(traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more)
+    return _LayerBytes(traced.saved_bytes_per_layer + more, traced.backward_transient_bytes)
+
+
+def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
+    if traced.selective is None:
+        rule = "is not supported for this model, because the bytes of kept products were not traced"
+        fix = "use --gradient-checkpointing auto"
+        raise UsageError(ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix))
+    return traced.selective
+
+
+def _kept_bytes(step: RankStep, layers: int) -> int:
+    """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones."""
+    total = step.model.dimensions.num_layers
+    recomputed = min(layers, step.layout.recomputed_layers(total))
+    kept = (layers - recomputed) * _layer_bytes(step, recomputed=False).kept
+    if on_accelerator := max(0, recomputed - step.layout.offloaded_layers(total)):
+        kept += on_accelerator * _layer_bytes(step, recomputed=True).kept
+    return kept
+
+
+def activation_terms(step: RankStep) -> dict[Moment, Terms]:
+    """Return the named bytes of activations at each moment, without those of the loss.
+
+    The activations of all layers exist until the last layer's backward pass; the first layer's is the last to run.
+    """
+    layout, model, job, traced, ranks = step.layout, step.model, step.job, step.traced, step.ranks
+    layers = model.dimensions.num_layers
+    recomputed = layout.recomputed_layers(layers)
+    offloaded, checkpoint = layout.offloaded_layers(layers), checkpoint_bytes(layout, traced)
+    tile_gradients = _tile_gradients(step)
+
+    def saved(count: int) -> Terms:
+        terms: Terms = {"activations": (_kept_bytes(step, count) + traced.outside_layer_bytes) // ranks}
+        # The first layer has none before it, whose input would be copied meanwhile.
+        staging = min(STAGING_BUFFERS, offloaded, count) * checkpoint
+        return terms | {"checkpoint_staging": staging} if staging else terms
+
+    # The input of the last layer is on the host at its end, and comes back for its backward pass.
+    waiting = {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
+    dequantized: Terms = {}
+    if job.method == "qlora":
+        dequantized["dequantized_weight"] = job.compute_bytes * model.largest_layer_matrix
+    # In 16 bits, norms of these families save a copy of their input in fp32, so that the input itself is freed.
+    casts = step.mode == "bf16" and not job.use_liger_kernel
+    frees_input = casts and model.model_type in _CASTING_NORMS
+
+    def backward(count: int, *, again: bool) -> Terms:
+        transient = _layer_bytes(step, recomputed=again).transient
+        terms = saved(count) | {"backward_transient": transient // ranks} | dequantized
+        if frees_input and "checkpoint_staging" in terms:
+            terms["checkpoint_staging"] -= checkpoint
+        return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
+
+    # In the forward pass, a layer's input is on the accelerator until the layer ends.
+    forward = saved(layers) | ({"checkpoint_staging": checkpoint} if offloaded else {})
+    if recomputed == layers or layout.cp > 1:
+        # Most is kept at the last layer, which is recomputed only if all layers are.
+        own = _kept_products(traced).forward_transient_bytes if layout.keeps_products else 0
+        forward |= {"forward_transient": (own or traced.forward_transient_bytes) // ranks}
+    at_step: Terms = {}
+    if layout.engine == "deepspeed" and layout.gradient_checkpointing and job.method != "full":
+        # The loss exists during DeepSpeed's step, and with it the embedding's output and its gradient, which
+        # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
+        at_step["activations"] = 2 * job.compute_bytes * step.tokens * model.dimensions.hidden_size // ranks
+    return at_moments(
+        {},
+        last_layer_forward=forward,
+        forward_end=waiting | dequantized,
+        loss_backward=waiting | dequantized,
+        head_backward=waiting,
+        after_head=waiting,
+        last_layer_backward=backward(layers, again=recomputed == layers),
+        after_last_layer=saved(layers - 1),
+        first_layer_backward=backward(1, again=recomputed > 0),
+        after_first_layer=saved(0),
+        step=at_step,
+    )
+
+
+def stage_terms(step: RankStep, moments: Mapping[Moment, Terms]) -> dict[Moment, Terms]:
+    """Return the activation terms of a pipeline stage.
+
+    Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
+    clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
+    """
+    stage, model = step.share.stage, step.model
+    assert stage is not None, "only a pipeline has stages"
+    border = step.job.compute_bytes * step.tokens * model.dimensions.hidden_size
+    borders = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
+    own = _kept_bytes(step, model.dimensions.num_layers) + step.traced.outside_layer_bytes
+    of_others = (step.share.micro_batches_in_flight - 1) * (own + borders)
+    by_moment: dict[Moment, Terms] = {}
+    for moment, terms in moments.items():
+        here = terms | {"stage_borders": border}
+        if PHASES[moment] in ("loss", "backward"):
+            here["stage_borders"] += borders
+            here["activations_in_flight"] = of_others
+        by_moment[moment] = here
+    return by_moment
+
+
+def in_tiles_or_between_modules(step: RankStep, terms: Terms, *, again: bool) -> Terms:
+    """Return the terms of a layer's backward pass under ZeRO-3, in the tiles of its MLP or in the norm before it.
+
+    A tiled MLP is one module, inside of which ZeRO-3 copies and reduces nothing. Its hook on the norm's input
+    (`PostBackwardFunctionModule`) keeps the gradient of the residual apart until the norm's backward pass ends, as the
+    norm's cast does in 16 bit.
+    """
+    mlp, traced, model, job = step.traced.mlp, step.traced, step.model, step.job
+    if mlp is None:
+        return terms
+    transient = traced.recompute_backward_transient_bytes if again else traced.backward_transient_bytes
+    parts = mlp.recompute_backward_transient if again else mlp.backward_transient
+    inside = (transient - mlp.tiled(parts, 0, backward=True)) // step.ranks
+    # The gradient of a tied head waits for that of the embedding.
+    waits = model.tied_embeddings and job.method == "full"
+    waiting = job.compute_bytes * model.embedding_parameters if waits else 0
+    between = {name: terms.get(name, 0) for name in ("module_gradients", "reduce_copy", "prefetch_copies")}
+    residual = checkpoint_bytes(step.layout, traced) if step.mode == "fp32" else 0
+    if inside + terms.get("tile_gradients", 0) < residual + sum(between.values()) - waiting:
+        changed = {"tile_gradients": 0, "backward_transient": terms["backward_transient"] - inside + residual}
+    else:
+        changed = dict.fromkeys(between, 0) | {"module_gradients": waiting}
+    return {name: count for name, count in (terms | changed).items() if count}
+
+
+def _tile_gradients(step: RankStep) -> int:
+    """Return the bytes of a tiled MLP's gradients: the sum over tiles, which the engine gets, and a tile's own.
+
+    A tile's inner tensors are at their peak when only the gradient of the last matrix exists. Experts have many more
+    weights than inner tensors in a tile, so that their fullest moment has all gradients.
+    """
+    in_layer = tiled_mlp_elements(step.layout, step.model, step.job) if step.job.method == "full" else 0
+    if not in_layer:
+        return 0
+    matrices = [p for p in step.model.parameters if p.group == "mlp" and p.in_layer]
+    is_mixture = any(p.kind == "experts" for p in matrices)
+    own = in_layer if is_mixture else max(p.numel for p in matrices)
+    return (2 if step.mode == "bf16" else 4) * (in_layer + own)
+
+
+def weight_copies(step: RankStep) -> dict[Moment, Terms]:
+    """Return the bytes of copies of weights that the forward pass makes and the backward pass needs.
+
+    Autocast copies fp32 matrices; with adapters only theirs, because frozen weights are in 16 bit. PEFT computes the
+    weight of an adapted expert as base + update and keeps the sum. With checkpointing, sums are freed after their
+    layer's forward pass and autocast copies after the complete forward pass; the backward pass makes both again.
+    """
+    model, job, copy_bytes = step.model, step.job, step.traced.autocast_weight_copy_bytes_per_parameter
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
+    if not copy_bytes and not adapted:
+        return at_moments({})
+    if job.method == "full":
+        matrices = model.linear_parameters(include_head=True)
+        matrices += model.embedding_parameters if model.tied_embeddings else 0
+    else:
+        matrices = share_parameters(model, job, ep=step.layout.ep).trainable
+    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    layers = max(1, model.dimensions.num_layers)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
+    one_layer = {name: count // layers for name, count in all_layers.items()}
+    # PEFT makes the sums of a layer one after the other, each with a temporary update.
+    fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
+    making = {"adapted_expert_update": fullest - sum(experts)}
+    recomputed = step.layout.recomputed_layers(layers)
+    if not recomputed:
+        return at_moments(
+            {},
+            last_layer_forward={**all_layers, **making},
+            **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), all_layers),
+            **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
+        )
+    again = one_layer | making
+    # Layers that are not recomputed keep their copies for the backward pass.
+    held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
+    autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    # Autograd needs that of the head.
+    head = model.embedding_parameters if model.tied_embeddings else model.tail_parameters
+    of_head = copy_bytes * head if job.method == "full" else 0
+    of_loss = held | {"autocast_weight_copies": held["autocast_weight_copies"] + of_head}
+    return at_moments(
+        {},
+        last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
+        forward_end=autocast,
+        **dict.fromkeys(("loss_backward", "head_backward"), of_loss),
+        after_head=held,
+        last_layer_backward=again if recomputed == layers else held,
+        after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
+        first_layer_backward=again,
+    )

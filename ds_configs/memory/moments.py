@@ -1,0 +1,88 @@
+"""Moments of a training step at which memory may be the fullest, and terms at each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+Phase = Literal["init", "loss", "backward", "step"]
+
+
+Moment = Literal[
+    "init",
+    "second_models_forward",
+    "last_layer_forward",
+    "forward_end",
+    "loss_backward",
+    "head_backward",
+    "after_head",
+    "last_layer_backward",
+    "after_last_layer",
+    "first_layer_backward",
+    "after_first_layer",
+    "embedding_backward",
+    "step",
+]
+"""Moments of a step in order: the forward passes of second models; that of the last layer; forward and backward pass of
+the loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer;
+the token embedding; the optimizer step."""
+
+
+Terms = dict[str, int]
+
+
+PHASES: Mapping[Moment, Phase] = {
+    "init": "init",
+    "second_models_forward": "loss",
+    "last_layer_forward": "loss",
+    "forward_end": "loss",
+    "loss_backward": "loss",
+    "head_backward": "backward",
+    "after_head": "backward",
+    "last_layer_backward": "backward",
+    "after_last_layer": "backward",
+    "first_layer_backward": "backward",
+    "after_first_layer": "backward",
+    "embedding_backward": "backward",
+    "step": "step",
+}
+
+
+_NAMES = frozenset(PHASES) | frozenset(PHASES.values())
+
+
+def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
+    """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
+
+    Moments with equal terms share one dictionary, because a search computes thousands of them.
+
+    >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
+    {'weights': 2, 'gradients': 1}
+    """
+    assert _NAMES.issuperset(more), "every name is a phase or a moment"
+    if not more:
+        same: Terms = dict(always)
+        return dict.fromkeys(PHASES, same)
+
+    def added(terms: Terms, name: str) -> Terms:
+        if name not in more:
+            return terms
+        terms = dict(terms)
+        for term, count in more[name].items():
+            terms[term] = terms.get(term, 0) + count
+        return terms
+
+    phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
+    return {
+        moment: phases[phase] if moment == phase else added(phases[phase], moment) for moment, phase in PHASES.items()
+    }
+
+
+def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
+    """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
+    phases: dict[Phase, Terms] = {}
+    for moment, terms in moments.items():
+        phase = PHASES[moment]
+        if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
+            phases[phase] = terms
+    return phases

@@ -1,0 +1,198 @@
+"""Memory of second models, such as a teacher: on an accelerator, on the host, and while they are loaded.
+
+They run before the trained model, so temporaries of their layers never exist together with its activations.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout, ZeroOptions
+from ..specs.model import ModelSpec
+from ..specs.second_models import SecondModel, SecondModelRole
+from ..specs.terms import Term
+from ..specs.units import pinned_block_bytes
+from .activations import UnknownFamilyError, attention_of, estimate_activations
+from .communication import forward_gathered_elements
+from .moments import Moment, Terms, at_moments
+from .rank_parameters import NF4_BYTES
+
+TERMS = tuple(
+    term
+    for role in get_args(SecondModelRole)
+    for term in (
+        Term(
+            f"{role}_weights",
+            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit",
+            role="weights",
+        ),
+        Term(
+            f"{role}_gathered",
+            f"the {role}'s parameters in use: gathered, copied from the host, or dequantized from 4 bit",
+            role="buckets",
+        ),
+        Term(
+            f"{role}_activations",
+            f"temporaries of one {role} layer; the {role} runs before the trained model",
+            role="activations",
+        ),
+        Term(
+            f"{role}_hidden_states",
+            f"the input of the {role}'s output head for all tokens, until the loss has read it",
+            role="activations",
+        ),
+        Term(
+            f"{role}_head",
+            f"the weight of the {role}'s output head, gathered until the loss has read it",
+            role="buckets",
+        ),
+        Term(f"{role}_targets", f"ids and log-probabilities of a cached {role}'s likeliest tokens", role="activations"),
+        Term(
+            f"offloaded_{role}",
+            f"the frozen {role} in host memory, sharded over the ranks, in pinned blocks",
+            role="weights",
+            lives_on="host",
+        ),
+        Term(f"{role}_cache_reads", f"cached {role} outputs of one micro-batch", lives_on="host"),
+        Term(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
+    )
+)
+
+SHARDED_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
+"""ZeRO-3 options of a sharded second model's engine: DeepSpeed's defaults, without persistent parameters."""
+
+CACHED_TOP_K = 50
+"""Assumed number of cached tokens per distribution."""
+_CACHED_BYTES_PER_TOKEN = (4 + 2) * CACHED_TOP_K + 2
+"""Bytes of a cache per token: an int32 id and an fp16 logit per entry, and the mass of all others in fp16."""
+# `TopKTargets` holds an int64 id and an fp32 log-probability per entry.
+_TOP_K_ENTRY_BYTES = 8 + 4
+
+
+def second_model_terms(layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+    """Return the named bytes of all second models on one accelerator at each moment."""
+    combined = at_moments({})
+    for second in job.second_models:
+        own = _terms(second, layout, job)
+        combined = {moment: terms | own[moment] for moment, terms in combined.items()}
+    return combined
+
+
+def _terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+    role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
+    tokens = layout.micro_batch_size * job.seq_len_tokens
+    if placement == "cached":
+        targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
+        return at_moments({}, last_layer_forward=targets, forward_end=targets)
+    # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
+    outputs = {
+        f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
+        f"{role}_head": width * spec.embedding_parameters if placement in ("sharded", "offloaded") else 0,
+    }
+    running = {
+        f"{role}_activations": _forward_bytes(layout, spec, job),
+        f"{role}_gathered": _gathered_bytes(second, layout, job),
+    }
+    if placement == "quantized":
+        weights = _four_bit_bytes(spec, job)
+    else:
+        shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
+        weights = width * shares.get(placement, spec.parameter_count)
+    always = {f"{role}_weights": weights + spec.buffer_bytes}
+    return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
+
+
+def second_model_gpu_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
+    """Return the peak of one second model on an accelerator."""
+    return max(sum(terms.values()) for terms in _terms(second, layout, job).values())
+
+
+def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
+    quantized = spec.linear_parameters(include_head=False)
+    return round(quantized * NF4_BYTES) + (spec.parameter_count - quantized) * job.compute_bytes
+
+
+def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
+    """Bytes of gathered parameters while the model runs.
+
+    FSDP2 keeps its root unit (embeddings, final norm, head) gathered, and a layer with the all-gather of the next one.
+    A single process copies from the host module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`).
+    """
+    spec, placement = second.spec, second.planned_placement
+    if placement == "offloaded" and layout.world_size == 1:
+        return job.compute_bytes * spec.largest_gather_unit()
+    if placement == "quantized":
+        return job.compute_bytes * spec.largest_layer_matrix
+    if placement == "replica":
+        return 0
+    if layout.engine == "fsdp2":
+        return job.compute_bytes * (spec.parameters_outside_layers + 2 * spec.layer_parameter_count)
+    return job.compute_bytes * forward_gathered_elements(spec, SHARDED_ZERO)
+
+
+def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
+    """Activations of one layer without gradients: temporaries of a checkpointed layer, its input and its output.
+
+    Without traced coefficients, attention and MLP count in compute precision. With sequence parallelism the model
+    still reads complete sequences.
+    """
+    tokens, sizes = layout.micro_batch_size * job.seq_len_tokens, spec.dimensions
+    residual = 2 * job.compute_bytes * tokens * sizes.hidden_size
+    try:
+        traced = estimate_activations(
+            family=spec.model_type,
+            release=spec.release,
+            dimensions=sizes,
+            micro_batch_size=layout.micro_batch_size,
+            seq_len_tokens=job.seq_len_tokens,
+            mode="fp32" if job.precision == "fp32" else "bf16",
+            attention=attention_of(spec, job.seq_len_tokens),
+        )
+    except UnknownFamilyError:
+        experts = sizes.experts_per_token * sizes.expert_intermediate_size
+        widths = 4 * sizes.hidden_size + 2 * sizes.query_size + 2 * sizes.key_value_size
+        widest = widths + 3 * max(sizes.intermediate_size, experts)
+        return residual + job.compute_bytes * tokens * widest
+    return residual + traced.forward_transient_bytes
+
+
+def second_model_loading_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
+    """Return the host memory of a node with `ranks` ranks while a second model is loaded.
+
+    Sharded loading copies from memory-mapped files module by module, and 4-bit loading quantizes on the accelerator.
+    Otherwise every rank holds the complete model.
+    """
+    spec, placement = second.spec, second.planned_placement
+    if placement == "cached":
+        return 0
+    if placement == "quantized":
+        return ranks * _four_bit_bytes(spec, job)
+    shared = placement == "sharded" or (placement == "offloaded" and layout.world_size > 1)
+    if shared and layout.engine != "fsdp2" and not spec.weight_conversion:
+        return 0
+    return ranks * job.compute_bytes * spec.parameter_count
+
+
+def second_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> Terms:
+    """Return the named host bytes of a second model on a node during training.
+
+    Each rank holds its shard of an offloaded model, in one pinned block per tensor.
+    """
+    spec, placement, width = second.spec, second.planned_placement, job.compute_bytes
+    if placement == "offloaded" and layout.world_size == 1:
+        return {f"offloaded_{second.role}": width * spec.parameter_count}
+    if placement == "offloaded":
+        shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
+        pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
+        return {f"offloaded_{second.role}": ranks * pinned}
+    if placement == "cached":
+        tokens = layout.micro_batch_size * job.seq_len_tokens
+        return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
+    return {}
+
+
+def second_model_host_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
+    """Return the peak of one second model in the host memory of a node, during loading or training."""
+    resident = sum(second_model_host_terms(second, layout, job, ranks).values())
+    return max(resident, second_model_loading_bytes(second, layout, job, ranks))

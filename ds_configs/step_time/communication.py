@@ -1,0 +1,256 @@
+"""Seconds of collectives: gathers and reductions of data parallelism, exchanges of the other axes, and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..memory.communication import Gathered
+from ..specs.hardware import HardwareSpec
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout
+from ..specs.terms import Term
+from .model_work import ModelWork
+from .rates import (
+    GpuConstants,
+    Software,
+    context_parallel_bytes,
+    exchange_seconds,
+    gather_seconds,
+    group_of,
+    pipeline_bytes,
+    reduction_seconds,
+)
+
+TERMS = (
+    Term("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers", lives_on="network"),
+    Term(
+        "tensor_parallel",
+        "all-reduces of TP: four in each layer, six where it is recomputed",
+        lives_on="network",
+        label="all-reduces of TP",
+    ),
+    Term(
+        "sequence_parallel",
+        "all-to-alls of SP: queries, keys, values and outputs, forward and backward",
+        lives_on="network",
+        label="all-to-alls of SP",
+    ),
+    Term(
+        "context_parallel",
+        "keys and values of CP, gathered forward, passed around and reduced backward",
+        lives_on="network",
+        label="keys and values of CP",
+    ),
+    Term(
+        "expert_parallel",
+        "all-to-alls of EP: dispatch and combine, forward and backward",
+        lives_on="network",
+        label="all-to-alls of EP",
+    ),
+    Term(
+        "pipeline_transfers",
+        "hidden states and their gradients between stages",
+        lives_on="network",
+        label="transfers between stages",
+    ),
+    Term(
+        "parameter_gathers",
+        "gathers of sharded parameters and reductions per micro-batch that computation does not hide",
+        lives_on="network",
+        label="gathers and reductions not hidden by computation",
+    ),
+    Term(
+        "gradient_reduction",
+        "the reduction of gradients once per step, as far as the last backward pass does not hide it",
+        lives_on="network",
+        label="reduction of gradients not hidden by computation",
+    ),
+    Term(
+        "parameter_updates",
+        "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
+        lives_on="network",
+        label="gathers of updated parameters",
+    ),
+)
+
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""Default bucket of `DistributedDataParallel` (`bucket_cap_mb=25`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataTraffic:
+    """Seconds of data-parallel collectives of a rank, without overlap."""
+
+    gathers_forward: float = 0.0
+    gathers_backward: float = 0.0
+    reductions_each: float = 0.0
+    """Reductions of gradients in each micro-batch."""
+    reductions_once: float = 0.0
+    """Reductions of gradients after the last micro-batch."""
+    updates_once: float = 0.0
+    """All-gathers of updated parameters after the optimizer step, without overlap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calls:
+    """Collectives in which FSDP2 or ZeRO-3 gathers parameters and reduces their gradients in a micro-batch."""
+
+    forward: Gathered
+    backward: Gathered
+    reductions: float
+    gradients: float = 0.0
+    """Tensors whose gradients are reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupParameters:
+    """Parameters of a group of ranks, before sharding."""
+
+    trainable: float
+    """Elements with gradients."""
+    frozen_bytes: float
+    ranks: int
+    """Ranks over which they are replicated or sharded."""
+    stride: int
+    """Distance between these ranks."""
+    calls: Calls
+    """Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them."""
+
+
+def data_traffic(
+    layout: Layout,
+    held: GroupParameters,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    software: Software,
+    constants: GpuConstants,
+) -> DataTraffic:
+    """Return the collectives of one group of parameters."""
+    if held.ranks == 1:
+        return DataTraffic()
+    width, zero = job.compute_bytes, layout.zero
+    reduces_fp32 = layout.engine in ("single", "ddp") or layout.sp > 1
+    reduced_width = software.reduction_bytes or (4 if reduces_fp32 else job.compute_bytes)
+    group = group_of(hardware, constants, ranks=held.ranks, stride=held.stride)
+    gradients = held.trainable * reduced_width
+    if layout.engine == "fsdp2" or layout.zero_stage == 3:
+        shard = max(1, held.ranks // layout.dp_replicate) if layout.engine == "fsdp2" else held.ranks
+        group = group_of(hardware, constants, ranks=shard, stride=held.stride)
+        weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
+        again = group
+        if zero.hpz_partition_size > 1:
+            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
+        forward, backward = (
+            gather_seconds(among, weights * gathered.share, calls=gathered.calls)
+            for among, gathered in zip((group, again), (held.calls.forward, held.calls.backward), strict=True)
+        )
+        if zero.quantized_gradients:
+            gradients = held.trainable * 0.5
+        reduction = gather_seconds(group, gradients, calls=held.calls.reductions if held.trainable else 0)
+        if layout.engine == "fsdp2" and layout.dp_replicate > 1:
+            replicas = group_of(hardware, constants, ranks=layout.dp_replicate, stride=shard * held.stride)
+            reduction += reduction_seconds(replicas, gradients / shard, calls=held.calls.reductions)
+        return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
+    if layout.engine in ("ddp", "single"):
+        calls = ceil(gradients / _DDP_BUCKET_BYTES)
+        return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=calls))
+    calls = ceil(held.trainable / max(1, zero.reduce_bucket_size))
+    reduction = reduction_seconds(group, gradients, calls=calls)
+    if not layout.zero_stage:
+        return DataTraffic(reductions_once=reduction)
+    owners = min(software.optimizer_ranks or held.ranks, held.ranks)
+    holders = group_of(hardware, constants, ranks=owners, stride=held.stride)
+    # Reducing each slice to its owner costs half of an all-reduce. States shared by a few ranks need the sum on all.
+    if software.reduces_to_owners and owners == held.ranks:
+        reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
+    update = gather_seconds(holders, held.trainable * width, calls=ceil(held.trainable / software.update_bucket))
+    if layout.zero_stage == 2:
+        return DataTraffic(reductions_each=reduction, updates_once=update)
+    return DataTraffic(reductions_once=reduction, updates_once=update)
+
+
+def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
+    """Return the collectives of all groups of parameters, one after the other."""
+    return DataTraffic(
+        gathers_forward=sum(part.gathers_forward for part in parts),
+        gathers_backward=sum(part.gathers_backward for part in parts),
+        reductions_each=sum(part.reductions_each for part in parts),
+        reductions_once=sum(part.reductions_once for part in parts),
+        updates_once=sum(part.updates_once for part in parts),
+    )
+
+
+def exchanges(
+    layout: Layout,
+    work: ModelWork,
+    hardware: HardwareSpec,
+    constants: GpuConstants,
+    *,
+    tokens: float,
+    layers: float,
+    recomputed: float,
+    with_head: bool,
+    element_bytes: int,
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
+    terms: dict[str, float] = {}
+    waiting = 0.0
+    hidden = tokens * work.hidden_size * element_bytes
+    if layout.tp > 1:
+        group = group_of(hardware, constants, ranks=layout.tp)
+        # Two all-reduces forward and two backward (Megatron-LM, arXiv 1909.08053, section 3).
+        calls = 4 * layers + 2 * recomputed
+        terms["tensor_parallel"] = reduction_seconds(group, calls * hidden, calls=calls)
+        if with_head and work.head_rows:
+            terms["tensor_parallel"] += reduction_seconds(group, hidden)
+        if with_head and work.gathered_vocabulary:
+            logits = tokens * work.gathered_vocabulary * element_bytes
+            terms["tensor_parallel"] += gather_seconds(group, logits, calls=1)
+        waiting += calls * group.waiting_seconds
+    if layout.sp > 1:
+        group = group_of(hardware, constants, ranks=layout.sp)
+        # All-to-alls of q, k, v and the output, forward and backward (Ulysses, arXiv 2309.14509, section 3.2). Fewer
+        # key/value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
+        repeated = max(1, layout.sp // work.key_value_heads)
+        width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
+        passes = 2 * layers + recomputed
+        terms["sequence_parallel"] = exchange_seconds(group, passes * tokens * width * element_bytes, calls=4 * passes)
+        waiting += 4 * passes * group.waiting_seconds
+    if layout.cp > 1:
+        group = group_of(hardware, constants, ranks=layout.cp)
+        volume = context_parallel_bytes(
+            cp=layout.cp,
+            tokens=round(tokens * layout.cp),
+            key_value_size=work.whole_key_value_size,
+            layers=1,
+            element_bytes=element_bytes,
+        )
+        # Three passes of keys and values: gathered forward, passed around and reduced backward.
+        passes = layers + recomputed / 3
+        calls = 3 * passes
+        terms["context_parallel"] = passes * volume / group.bytes_per_s + gather_seconds(group, 1.0, calls=calls)
+        waiting += calls * group.waiting_seconds
+    if layout.ep > 1:
+        group = group_of(hardware, constants, ranks=layout.ep, stride=layout.tp)
+        # Dispatch and combine, forward and backward (GShard, arXiv 2006.16668).
+        calls = 4 * layers + 2 * recomputed
+        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.experts_per_token, calls=calls)
+        waiting += calls * group.waiting_seconds
+    return terms, waiting
+
+
+def transfer_seconds(
+    hardware: HardwareSpec, constants: GpuConstants, *, tokens: float, hidden_size: int, element_bytes: int
+) -> float:
+    """Return the seconds in which a stage sends one micro-batch: hidden states forward, their gradients backward.
+
+    The slowest boundary limits the pipeline; with several nodes it is between two nodes. Each tensor-parallel rank
+    sends the complete tensor over its own network adapter.
+    """
+    volume = pipeline_bytes(tokens=int(tokens), hidden_size=hidden_size, element_bytes=element_bytes)
+    if hardware.nodes == 1:
+        return volume / (hardware.link_bytes_per_s * constants.link_efficiency) + 2 * constants.link_latency_seconds
+    rate = hardware.network_bytes_per_s * constants.network_efficiency
+    return volume / rate + 2 * constants.network_latency_seconds

@@ -1,0 +1,135 @@
+"""Terms of memory and time: each one is declared once, and memory, time, reports and `explain` know it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from planning import llama, no_activations, public_model
+from shardwright.cli.main import run
+from shardwright.ds_configs.memory import offload
+from shardwright.ds_configs.memory.communication import default_zero_options
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory, share_moment_terms
+from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.plan.plan import header_lines, make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.second_models import PLACEMENTS, SecondModel, SecondModelRole
+from shardwright.ds_configs.specs.terms import Term
+from shardwright.ds_configs.step_time.estimate import COMPUTATION, TERMS, estimate_step_time
+from shardwright.trainers.reports.plans import plan_report
+
+SMALL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
+MIXTURE = public_model("Qwen/Qwen3-30B-A3B")
+A100 = parse_hardware("8xA100-80GB", nvme="/nvme:9TB")
+NODES = parse_hardware("2x4xA100-80GB", nvme="/nvme:9TB")
+TWO_STEPS = {"gradient_accumulation_steps": 2}
+
+
+def zero(stage, model=SMALL, **changes):
+    sizes = {"dp_replicate": 8} if stage == 0 else {"dp_shard": 8}
+    options = replace(
+        default_zero_options(model, TrainingJob(), stage=stage),
+        hpz_partition_size=changes.pop("hpz", 1),
+        parameter_buffer_elements=1000,
+    )
+    return Layout(**{"engine": "deepspeed", "zero_stage": stage, "zero": options, **sizes, **changes})
+
+
+def cases():
+    """Layouts, models and jobs that together have every term."""
+    yield Layout(engine="ddp", dp_replicate=8, **TWO_STEPS), SMALL, {}
+    yield Layout(engine="fsdp2", dp_shard=8, gradient_checkpointing=True), SMALL, {"loss": "chunked"}
+    yield Layout(engine="fsdp2", dp_shard=8, offload_optimizer="cpu", offload_param="cpu"), SMALL, {}
+    yield Layout(engine="fsdp2", dp_shard=4, cp=2), SMALL, {"seq_len_tokens": 4096}
+    yield zero(0), SMALL, {}
+    yield zero(1, **TWO_STEPS), SMALL, {}
+    yield zero(1, dp_shard=4, pp=2, gradient_accumulation_steps=4), SMALL, {}
+    yield zero(2, dp_shard=4, tp=2), SMALL, {}
+    yield zero(2, dp_shard=4, sp=2), SMALL, {}
+    yield zero(2, ep=8), MIXTURE, {}
+    yield zero(2, offload_optimizer="cpu"), SMALL, {}
+    yield zero(2, offload_optimizer="cpu", offload_variant="zenflow"), SMALL, {}
+    yield zero(3, hpz=4, gradient_checkpointing=True), SMALL, {"method": "qlora"}
+    yield zero(3, offload_optimizer="nvme", offload_param="nvme"), SMALL, {}
+    yield (
+        zero(3, gradient_checkpointing=True, tiled_mlp=True, offloaded_checkpoints=8),
+        SMALL,
+        {"seq_len_tokens": 65536},
+    )
+    yield zero(3, gradient_checkpointing=True), MIXTURE, {"method": "lora"}
+    yield zero(2, tiled_mlp=True), SMALL, {}
+    yield zero(2, dp_shard=512), SMALL, {}
+    # Layers that are too fast to hide copies of their inputs, and gathers that are too slow to be hidden.
+    narrow = llama(num_hidden_layers=8, hidden_size=256, intermediate_size=256, vocab_size=100)
+    inputs = {"gradient_checkpointing": True, "offloaded_checkpoints": 8, "micro_batch_size": 4096}
+    yield Layout(engine="ddp", dp_replicate=8, **inputs), narrow, {"seq_len_tokens": 256}
+    yield zero(3, hpz=4), public_model("meta-llama/Llama-3.1-8B"), {"seq_len_tokens": 128}
+    for placement in PLACEMENTS:
+        yield zero(3), SMALL, {"teacher": SMALL, "teacher_placement": placement}
+
+
+def test_every_term_is_declared_once_and_every_declared_term_occurs():
+    counts = Counter(term.name for term in declared_terms())
+    assert counts.keys() <= TERMS.keys() and max(counts.values()) == 1
+    assert all(term.meaning for term in TERMS.values())
+    seen: dict[str, set[str]] = {"accelerator": set(), "host": set(), "time": set()}
+    for layout, model, settings in cases():
+        job, hardware = TrainingJob(**settings), NODES if layout.zero.hpz_partition_size > 1 else A100
+        memory = estimate_memory(layout, model, hardware, job)
+        seen["accelerator"] |= memory.gpu.terms.keys()
+        for share in rank_shares(layout, model, job):
+            seen["accelerator"] |= {name for terms in share_moment_terms(layout, share, job).values() for name in terms}
+        seen["host"] |= memory.host.terms.keys()
+        seen["time"] |= estimate_step_time(layout, model, hardware, job).terms.keys()
+    everywhere = set().union(*seen.values())
+    assert everywhere <= TERMS.keys(), "declare them in TERMS of the module that computes them"
+    assert all(TERMS[name].lives_on == "host" for name in seen["host"])
+    roles = set(get_args(SecondModelRole)) - {"teacher"}
+    planned = {name for name in TERMS if not any(role in name for role in roles)}
+    assert planned - everywhere == set(), "no layout has them"
+
+
+def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypatch, capsys, tmp_path):
+    """Each role has the terms, the reports and the explanations of a teacher, without code of its own."""
+    for role in get_args(SecondModelRole):
+        second = SecondModel(role=role, spec=SMALL, placement="offloaded")
+        monkeypatch.setattr(TrainingJob, "second_models", property(lambda job, second=second: (second,)))
+        monkeypatch.setattr(TrainingJob, "placed", lambda job, role, placement: job)
+        # Jobs are keys of caches, so that each role needs a job with another length.
+        job = TrainingJob(seq_len_tokens=1031 + len(role), strategy="zero3")
+        plan = make_plan(SMALL, A100, job)
+        names = {term.name for term in plan.chosen.terms}
+        assert {f"offloaded_{role}", f"{role}_forward"} <= names
+        memory = estimate_memory(plan.chosen.strategy, SMALL, A100, plan.job)
+        assert memory.gpu.allocated_bytes > 0 and memory.host.terms[f"offloaded_{role}"] >= 2 * SMALL.parameter_count
+        phases = cpu_rank_terms(plan.chosen.strategy, SMALL, plan.job)
+        assert f"{role}_weights" in phases["loss"]
+        shown = json.dumps([table.rows for section in plan_report(plan).sections for table in section.tables])
+        assert f"the frozen {role} in host memory" in shown and f"the forward pass of the {role}" in shown
+        assert any(line.startswith(f"Memory includes the {role}") for line in header_lines(plan, "here"))
+        assert run(["explain", f"{role}_gathered"]) == 0
+        assert f"the {role}'s parameters in use" in capsys.readouterr().out
+        plan.write(tmp_path / role)
+        assert run(["explain", str(tmp_path / role), "--format", "json"]) == 0
+        explained = json.loads(capsys.readouterr().out)
+        assert f"offloaded_{role}" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
+
+
+def test_a_term_that_is_not_declared_is_named(monkeypatch):
+    """`test_every_term_is_declared_once_and_every_declared_term_occurs` fails for such a term."""
+    layout = zero(2, offload_optimizer="cpu")
+    monkeypatch.setattr("shardwright.ds_configs.memory.host.offload_terms", lambda *_: {"dummy": 10**12})
+    memory = estimate_memory(layout, SMALL, A100, TrainingJob(), activations=no_activations)
+    assert memory.host.terms["dummy"] == 8 * 10**12 and memory.lacks == "host"
+    assert "dummy" not in TERMS
+
+
+@pytest.mark.parametrize("term", [*COMPUTATION, *offload.TERMS], ids=lambda term: term.name)
+def test_a_term_has_a_title_and_a_sentence(term: Term):
+    assert term.title.islower() or term.title[0].isupper() or "PCIe" in term.title or "MLP" in term.title
+    assert len(term.meaning.split()) > 2
