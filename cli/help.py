@@ -59,7 +59,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "tune": (
         "plan",
         "Qwen/Qwen3-0.6B --hardware local --seq-len 2048 --output-dir tuned",
-        "plan --script train.py chats.jsonl @plan",
+        "plan --trials 8 --steps 10",
     ),
     "launch": (
         "plan finetune.py --epochs 3",

@@ -19,7 +19,7 @@ from ..plugins.deepspeed import quiet_accelerator_choice
 from .completion import CompletingApp
 from .help import short_help, shown_examples
 from .progress import notes_on_stderr
-from .settings import Sources, asks_for_json, resolve, running
+from .settings import Sources, asks_for_json, resolve, running, sources_of
 from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
@@ -124,7 +124,10 @@ def run(arguments: Sequence[str]) -> int:
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        return report(error.exit_code, str(error), error.errors if isinstance(error, InputError) else ())
+        if not isinstance(error, InputError):
+            return report(error.exit_code, str(error))
+        errors = sources_of(app).located(error.errors)
+        return report(error.exit_code, "\n".join(map(str, errors)), errors)
     except ImportError as error:
         package = (error.name or "a package").partition(".")[0]
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1" or package == "shardwright":

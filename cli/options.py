@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..ds_configs.specs.settings import Settings
-from ..ds_configs.specs.texts import read_small_file, settings_mapping
+from ..ds_configs.specs.texts import FileSettings, read_small_file, settings_mapping
 
 
 class ConfigOption(Settings):
@@ -20,7 +20,7 @@ class ConfigOption(Settings):
     config: str | None = Field(None, description="YAML file with settings; environment and flags override it")
 
     @classmethod
-    def read_config(cls, name: str) -> dict[str, Any]:
+    def read_config(cls, name: str) -> FileSettings:
         """Return the settings in a file by name, as text.
 
         Raises:

@@ -7,21 +7,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from ..plugins.launching.messages import NOTE, OnProgress, Progress
+from ..plugins.launching.messages import NOTE, Figures, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as RichProgress
-    from rich.progress import ProgressColumn
+
+    from ..ds_configs.plan.plan import Plan
 
 _SECONDS_BETWEEN_LINES = 15.0
 _LOGGERS = ("trainers", "plugins.launching", "plugins.clusters", "plugins.huggingface_hub")
 """Packages whose log messages are printed."""
-_NARROW, _WIDE = 60, 100
-"""Below the first width there is no bar, only figures; below the second the bar is short."""
-Shown = TypeVar("Shown", bound=OnProgress)
+_NARROW = 60
+"""Columns below which there is no bar."""
+_SLOW_RANK_RATIO = 1.1
+"""A rank is reported as slow above this multiple of the median; less is noise."""
+Draw = Callable[[Progress], None]
 
 
 class _Notes(logging.Handler):
@@ -35,17 +37,13 @@ class _Notes(logging.Handler):
 class _Drawing(logging.Handler):
     """Passes logged progress to a bar or to lines."""
 
-    def __init__(self, draw: OnProgress) -> None:
+    def __init__(self, draw: Draw) -> None:
         super().__init__()
         self._draw = draw
 
     def emit(self, record: logging.LogRecord) -> None:
-        progress: Progress | None = getattr(record, "progress", None)
-        if progress is None:
-            return
-        if isinstance(self._draw, LinesAtTimes | Bar):
-            self._draw.tell_figures(progress.figures)
-        self._draw(progress.what, progress.done, progress.total)
+        if hasattr(record, "progress"):
+            self._draw(record.progress)
 
 
 @contextmanager
@@ -73,21 +71,17 @@ def note(text: str) -> None:
     print(f"{NOTE}{text}", file=sys.stderr)
 
 
-class LinesAtTimes:
+class Lines:
     """Progress as lines on stderr, at most every 15 seconds and at the end."""
 
-    def __init__(self) -> None:
-        self.figures: object = ""
+    def __init__(self, plan: Plan | None = None) -> None:
+        self._plan = plan
         self._began = self._printed = 0.0
         self._before = self._last = self._of = 0
 
-    def tell_figures(self, figures: object) -> None:
-        """Set the text after the numbers of the next line, such as a loss."""
-        self.figures = figures
-
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, progress: Progress) -> None:
         """Print a line if 15 seconds passed since the last one, or the stage is done."""
-        now = time.monotonic()
+        now, done, total = time.monotonic(), progress.done, progress.total
         if total != self._of or done < self._last:
             # A new stage has its own speed.
             self._began, self._before = now, done
@@ -97,56 +91,59 @@ class LinesAtTimes:
         self._printed = now
         seconds = (now - self._began) / (done - self._before) * (total - done) if done > self._before else None
         left = "" if seconds is None else f"{seconds:.0f} s left"
-        note(", ".join(text for text in (f"{what} {done} of {total}", str(self.figures), left) if text))
+        texts = (f"{progress.what} {done} of {total}", compared(progress.figures, self._plan), left)
+        note(", ".join(text for text in texts if text))
 
 
 class Bar:
-    """Progress as a bar, as wide as the terminal."""
+    """Progress as a bar, with the figures of a training below it."""
 
-    def __init__(self, begins: str, console: Console) -> None:
-        # A narrow terminal shows the stage in place of the figures, until there are any.
-        self._narrow = console.width < _NARROW
-        self._figures = ""
+    def __init__(self, begins: str, console: Console, plan: Plan | None = None) -> None:
+        from rich.console import Group
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        what, figures = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[figures]"))
-        count, left, unit = MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("left")
-        columns: tuple[ProgressColumn, ...]
-        columns = what, BarColumn(), count, figures, TimeElapsedColumn(), unit, left
-        if self._narrow:
-            columns = count, figures, left
-        elif console.width < _WIDE:
-            columns = what, BarColumn(bar_width=16), count, figures, left, unit
-        self.shown = self._progress(*columns, console=console, transient=True)
-        self._task = self.shown.add_task(begins, total=None, figures=begins if self._narrow else "")
-
-    def _progress(self, *columns: ProgressColumn, **options: Any) -> RichProgress:
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
 
-        return RichProgress(*columns, **options)
+        what, count = TextColumn("{task.description}", markup=False), MofNCompleteColumn()
+        left = TimeRemainingColumn(compact=True), TextColumn("left")
+        wide = what, BarColumn(), count, TimeElapsedColumn(), *left
+        self._plan, self._figures = plan, ""
+        self._bar = RichProgress(*((what, count, *left) if console.width < _NARROW else wide))
+        self._task = self._bar.add_task(begins, total=None)
+        self.shown = Live(get_renderable=lambda: Group(self._bar, Text(self._figures)), console=console, transient=True)
 
-    def tell_figures(self, figures: object) -> None:
-        """Set the text after the bar, such as a loss."""
-        self._figures = str(figures)
+    def __call__(self, progress: Progress) -> None:
+        """Show the stage, how much of it is done, and its figures."""
+        self._figures = compared(progress.figures, self._plan)
+        self._bar.update(self._task, description=progress.what, completed=progress.done, total=progress.total)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show the stage and how much of it is done."""
-        figures = self._figures or (what if self._narrow else "")
-        self.shown.update(self._task, description=what, completed=done, total=total, figures=figures)
+
+def compared(figures: Figures, plan: Plan | None) -> str:
+    """Return loss, speed, memory and a slow rank of a training, beside what was planned."""
+    texts = [] if figures.loss is None else [f"loss {figures.loss:.3f}"]
+    # A plan counts every position, also those that padding fills.
+    if (speed := figures.tokens_per_second) is not None:
+        share = 0.0 if plan is None else (figures.positions_per_second or speed) / plan.chosen.time.tokens_per_second
+        texts.append(f"{speed:,.0f} tokens/s" + (f" ({share:.0%} of the plan)" if plan else ""))
+    if (peak := figures.peak_allocated_gb) is not None:
+        gpu = None if plan is None else plan.chosen.memory.gpu
+        texts.append(f"{peak:.1f} GB" + (f" of {gpu.allocated_bytes / 1e9:.1f} planned" if gpu else ""))
+    if (ratio := figures.slowest_rank_ratio) is not None and ratio >= _SLOW_RANK_RATIO:
+        texts.append(f"rank {figures.slowest_rank} is slow: {ratio:.2f} times the median")
+    return ", ".join(texts)
 
 
 @contextmanager
-def progress_on_stderr(
-    begins: str, elsewhere: Shown, shown: Callable[[str, Console], Bar] = Bar
-) -> Iterator[Bar | Shown]:
-    """Show the progress that is logged during the block, and yield the object that shows it."""
+def progress_on_stderr(begins: str, elsewhere: Draw | None = None, plan: Plan | None = None) -> Iterator[None]:
+    """Show the progress that is logged during the block: a bar on a terminal, else `elsewhere`, by default lines."""
     if not sys.stderr.isatty():
-        with _handled(_Drawing(elsewhere)):
-            yield elsewhere
+        with _handled(_Drawing(elsewhere or Lines(plan))):
+            yield
         return
     from rich.console import Console
 
     # Not `stderr=True`, which follows redirections.
-    bar = shown(begins, Console(file=sys.stderr))
+    bar = Bar(begins, Console(file=sys.stderr), plan)
     with bar.shown, _handled(_Drawing(bar)):
-        yield bar
+        yield

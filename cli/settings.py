@@ -25,7 +25,7 @@ from cyclopts.config import Env
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
-from ..ds_configs.specs.synonyms import HUGGING_FACE_NAMES, REMOVED, command_meant, meanings, meant, suggested
+from ..ds_configs.specs.synonyms import REMOVED, command_meant, meanings, meant, suggested
 from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
@@ -106,6 +106,7 @@ class Sources(Env):
         """Forget the command and the errors of an earlier call."""
         self.errors: list[ConfigError] = []
         self.arguments = ArgumentCollection()  # type: ignore[no-untyped-call]
+        self._lines: dict[str, int] = {}
 
     def _prefix(self, commands: tuple[str, ...]) -> str:
         return str(super()._prefix(commands)).replace("-", "_")
@@ -119,30 +120,14 @@ class Sources(Env):
         self.arguments = arguments
         for name, variable, text in self._environment(self._prefix(commands), options):
             _append(options[name], text, variable)
-        config, values = options["config"], {}
-        if config.tokens:
-            owner = next(root for root in arguments if config in root.children)
-            try:
-                values = dict(owner.resolved_hint.read_config(config.tokens[0].value))
-            except InputError as error:
-                self.errors += error.errors
-        for name, value in values.items():
-            if name not in options:
-                self.errors.append(_unknown(name, options, f"{name} (from file)"))
-            elif name == "config":
-                rule = "a settings file cannot name another one"
-                self.errors.append(ConfigError(where="config (from file)", value=value, rule=rule, fix="use --config"))
-            elif any(options[other] is options[name] for other in values if other in options and other < name):
-                fix = "keep one of them"
-                self.errors.append(ConfigError(where=f"{name} (from file)", rule="is set by another name too", fix=fix))
-            else:
-                _append(options[name], value, "file")
-        for name, argument in options.items():
-            if get_origin(argument.hint) is dict:
-                self._read_mappings(name, argument)
+        if options["config"].tokens:
+            self._read_file(arguments, options)
         for name in _TOKEN_COUNTS & options.keys():
             argument = options[name]
             argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
+        for name, argument in options.items():
+            if get_origin(argument.hint) is dict:
+                self._read_mappings(name, argument)
         for root in arguments:
             # Cyclopts builds a group of options only if one of them has a value.
             if not root.keys and root.children and not root.has_tokens:
@@ -166,6 +151,28 @@ class Sources(Env):
                 rule, fix = "names no command, so it has no effect", f"use {own}{names[near[0]].upper()}"
                 self.errors.append(ConfigError(where=variable, value=text, rule=rule, fix=fix))
 
+    def _read_file(self, arguments: ArgumentCollection, options: Mapping[str, Argument]) -> None:
+        """Append the tokens of the settings file; collect errors for keys that cannot be used."""
+        config = options["config"]
+        file, owner = config.tokens[0].value, next(root for root in arguments if config in root.children)
+        try:
+            values = owner.resolved_hint.read_config(file)
+        except InputError as error:
+            self.errors += error.errors
+            return
+        for name, value in values.items():
+            source = f"{file}:{values.lines[name]}" if name in values.lines else file
+            where = f"{name} (from {source})"
+            if name not in options:
+                self.errors.append(_unknown(name, options, where))
+            elif name == "config":
+                rule = "a settings file cannot name another one"
+                self.errors.append(ConfigError(where=where, value=value, rule=rule, fix="use --config"))
+            elif any(options[other] is options[name] for other in values if other in options and other < name):
+                self.errors.append(ConfigError(where=where, rule="is set by another name too", fix="keep one of them"))
+            else:
+                _append(options[name], value, source)
+
     def _read_mappings(self, name: str, argument: Argument) -> None:
         """Convert mappings from YAML, which users write, to JSON, which Cyclopts reads."""
         from ..ds_configs.specs.settings import parsed
@@ -177,6 +184,25 @@ class Sources(Env):
                 except ValueError as error:
                     self.errors.append(ConfigError(where=name, value=token.value, rule=str(error)))
                     argument.tokens[index] = token.evolve(value="{}")
+
+    def located(self, errors: Iterable[ConfigError]) -> list[ConfigError]:
+        """Return errors whose options a variable or a file sets with that source; with flags, if there are several."""
+        sources = {
+            name: argument.tokens[0].source for name, argument in _options(self.arguments).items() if argument.tokens
+        }
+        errors = list(errors)
+        if len({source for error in errors if (source := sources.get(error.where))}) < 2:
+            sources = {name: source for name, source in sources.items() if source != "cli"}
+        return [
+            replace(error, where=f"{error.where} (from {_flag_of(error.where, sources[error.where])})")
+            if error.where in sources
+            else error
+            for error in errors
+        ]
+
+
+def _flag_of(name: str, source: str) -> str:
+    return f"--{name.replace('_', '-')}" if source == "cli" else source
 
 
 def _append(argument: Argument, value: object, source: str) -> None:
@@ -212,6 +238,11 @@ def _unknown(name: str, options: Iterable[str], where: str) -> ConfigError:
     return unknown_error(name, options, where=where)
 
 
+def sources_of(app: App) -> Sources:
+    """Return the environment and file of the called command."""
+    return next(source for source in app.config if isinstance(source, Sources))
+
+
 def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
     """Return the command that the tokens name, and its parameters from all sources.
 
@@ -219,78 +250,85 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         UsageError: all errors of its settings, from all sources.
         CycloptsError: a command or flag is unknown.
     """
-    (sources,) = (source for source in app.config if isinstance(source, Sources))
+    sources, tokens = sources_of(app), _with_precision(app, tokens)
     sources.reset()
     try:
-        command, bound, unused, _ = app.parse_known_args(list(tokens))
+        command, bound, unused, _ = app.parse_known_args(tokens)
+        conversion_errors = []
     except CycloptsError as error:
         error.verbose = False
-        if isinstance(error, UnknownCommandError) and error.unused_tokens:
-            unknown = error.unused_tokens[0]
-            near = command_meant(unknown, [name for name in app if not name.startswith("-")])
+        unused = error.unused_tokens or []
+        if isinstance(error, UnknownCommandError) and unused:
+            near = command_meant(unused[0], [name for name in app if not name.startswith("-")])
             fix = f"did you mean {near}?" if near else "see shardwright --help"
-            raise UsageError(ConfigError(where=unknown, rule="is not a command", fix=fix)) from error
+            raise UsageError(ConfigError(where=unused[0], rule="is not a command", fix=fix)) from error
         if isinstance(error, UnknownOptionError) and error.argument_collection and error.token is not None:
             # Raised before `sources` is called, for an unknown flag in front of a positional argument.
-            options, flag = _options(error.argument_collection), error.token.value
-            if (with_precision := _with_precision(tokens, [flag], options)) is not None:
-                return resolve(app, with_precision)
-            raise UsageError(_unused_errors(app, tokens, [flag], options)) from error
+            options = _options(error.argument_collection)
+            raise UsageError(_unused_errors(app, tokens, [error.token.value], options)) from error
         if not sources.arguments:
             # Cyclopts 5.4.0 accepts neither `on` nor `off` for `--switch=WORD`.
             token, argument = getattr(error, "token", None), error.argument
-            if token is None or argument is None or argument.resolved_hint is not bool:
+            word = {"on": "true", "off": "false"}.get("" if token is None else token.value.lower())
+            if token is None or word is None or argument is None or argument.resolved_hint is not bool:
                 raise
-            word = {"on": "true", "off": "false"}.get(token.value.lower())
-            if word is None:
-                raise
-            stated, accepted = (f"{token.keyword}={text}" for text in (token.value, word))
-            return resolve(app, [accepted if item == stated else item for item in tokens])
-        if (with_precision := _with_precision(tokens, error.unused_tokens, _options(sources.arguments))) is not None:
-            return resolve(app, with_precision)
-        errors = sources.errors + _conversion_errors(sources.arguments)
-        raise UsageError(
-            errors + _unused_errors(app, tokens, error.unused_tokens, _options(sources.arguments))
-        ) from error
-    if (with_precision := _with_precision(tokens, unused, _options(sources.arguments))) is not None:
-        return resolve(app, with_precision)
-    errors = sources.errors + _unused_errors(app, tokens, unused, _options(sources.arguments))
-    if errors:
+            return resolve(
+                app,
+                [f"{token.keyword}={word}" if item == f"{token.keyword}={token.value}" else item for item in tokens],
+            )
+        conversion_errors = _conversion_errors(sources.arguments)
+        bound = None
+    errors = sources.located(sources.errors + conversion_errors)
+    if bound is None or unused:
+        errors += _unused_errors(app, tokens, unused, _options(sources.arguments))
+    if errors or bound is None:
         raise UsageError(errors)
-    names = {"cli": "flag", "file": "file"}
-    origins = {
-        name: names.get(argument.tokens[0].source, "environment")
-        for name, argument in _options(sources.arguments).items()
-        if argument.tokens
-    }
     for value in bound.arguments.values():
         if hasattr(value, "stated_by"):
-            value.stated_by(origins)
+            value.stated_by(_origins(sources.arguments))
     return command, bound
 
 
-def _with_precision(
-    tokens: Sequence[str], unused: Sequence[str] | None, options: Mapping[str, Argument]
-) -> list[str] | None:
-    """Return the tokens with `--bf16`, `--bf16 true` or `--bf16=true` as --precision; `None` if they have none."""
-    if "precision" not in options:
-        return None
-    for index, token in enumerate(tokens):
+def _origins(arguments: ArgumentCollection) -> dict[str, str]:
+    """Return `flag`, `environment` or `file` for each option that is set."""
+    return {
+        name: "flag"
+        if (source := argument.tokens[0].source) == "cli"
+        else "environment"
+        if source.startswith(PREFIX)
+        else "file"
+        for name, argument in _options(arguments).items()
+        if argument.tokens
+    }
+
+
+def _with_precision(app: App, tokens: Sequence[str]) -> list[str]:
+    """Return the tokens with `--bf16`, `--bf16 true` or `--bf16=true` as --precision, if the command has it."""
+    given = [token.partition("=")[0] for token in tokens]
+    if not set(given).intersection(_PRECISION_SWITCHES) or tokens[0] not in app:
+        return list(tokens)
+    if "precision" not in _options(app[tokens[0]].assemble_argument_collection()):
+        return list(tokens)
+    changed, last = [], given.index("--") if "--" in given else len(given)
+    words = iter(enumerate(tokens))
+    for index, token in words:
         switch, sign, value = token.partition("=")
-        if switch not in _PRECISION_SWITCHES or token not in (unused or ()):
-            continue
-        words = 1
-        if not sign and index + 1 < len(tokens) and tokens[index + 1].lower() in ("true", "false"):
-            value, words = tokens[index + 1], 2
-        if value.lower() in ("", "true"):
-            return [*tokens[:index], f"--precision={switch[2:]}", *tokens[index + words :]]
-    return None
+        if switch in _PRECISION_SWITCHES and index < last:
+            following = tokens[index + 1].lower() if index + 1 < last and not sign else ""
+            if following in ("true", "false"):
+                value = following
+            if value.lower() in ("", "true"):
+                changed.append(f"--precision={switch[2:]}")
+                if following == "true":
+                    next(words)
+                continue
+        changed.append(token)
+    return changed
 
 
 def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
     """Return whether any source sets `--format json`; if the command is unknown, whether a flag does."""
-    (sources,) = (source for source in app.config if isinstance(source, Sources))
-    option = _options(sources.arguments).get("format")
+    option = _options(sources_of(app).arguments).get("format")
     if option is not None and option.tokens:
         return option.tokens[0].value == "json"
     return "--format=json" in tokens or ("--format", "json") in pairwise(tokens)
@@ -298,86 +336,62 @@ def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
 
 def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
     """Return the errors of all parameters of the command; Cyclopts stops at the first."""
+    from pydantic import ValidationError
+
+    from ..ds_configs.specs.settings import errors_of
+
     errors: list[ConfigError] = []
     for argument in arguments:
         if argument.keys or not argument.parse:
             continue
         try:
             argument.convert()
+            is_missing = argument.field_info.required and not argument.has_tokens
         except CycloptsError as error:
-            error.verbose = False
-            errors += _errors_of(argument, error)
-        else:
-            if argument.field_info.required and not argument.has_tokens:
-                errors.append(_missing(argument))
-    return errors
-
-
-def _missing(argument: Argument) -> ConfigError:
-    names = argument.names
-    name = names[0].removeprefix("--")
-    fix = f"pass {' or '.join(names)}"
-    if argument.index is not None:
-        fix = f"pass it after the command, or as --{name}"
-    return ConfigError(where=name.lower(), rule="is missing", fix=fix)
-
-
-def _errors_of(argument: Argument, error: CycloptsError) -> list[ConfigError]:
-    from pydantic import ValidationError
-
-    from ..ds_configs.specs.settings import errors_of
-
-    if isinstance(error, MissingArgumentError) and not isinstance(error.__cause__, ValidationError):
-        return [_missing(argument)]
-    if not isinstance(error.__cause__, ValidationError):
-        return [ConfigError(where=argument.names[0], rule=" ".join(str(error).split()))]
-    options = _options(argument.children)
-    errors = []
-    for rejection in errors_of(error.__cause__, argument.resolved_hint):
-        tokens = options[rejection.where].tokens if rejection.where in options else []
-        source = tokens[0].source if tokens else "cli"
-        errors.append(rejection if source == "cli" else replace(rejection, where=f"{rejection.where} (from {source})"))
+            error.verbose, is_missing = False, isinstance(error, MissingArgumentError)
+            if isinstance(error.__cause__, ValidationError):
+                errors += errors_of(error.__cause__, argument.resolved_hint)
+                continue
+            if not is_missing:
+                errors.append(ConfigError(where=argument.names[0], rule=" ".join(str(error).split())))
+        if is_missing:
+            name = argument.names[0].removeprefix("--")
+            fix = f"pass {' or '.join(argument.names)}"
+            if argument.index is not None:
+                fix = f"pass it after the command, or as --{name}"
+            errors.append(ConfigError(where=name.lower(), rule="is missing", fix=fix))
     return errors
 
 
 def _unused_errors(
-    app: App, tokens: Sequence[str], unused: Sequence[str] | None, known: Mapping[str, Argument]
+    app: App, tokens: Sequence[str], unused: Sequence[str], known: Mapping[str, Argument]
 ) -> list[ConfigError]:
     """Return errors for unknown flags of a command line, or for a word that no parameter accepts."""
-    flags = [token.partition("=")[0] for token in unused or () if token.startswith("--") and len(token) > 2]
-    if not flags:
-        return [
-            ConfigError(where=token, rule="is an unexpected argument", fix=REMOVED.get(token, ""))
-            for token in (unused or ())[:1]
-        ]
     from ..ds_configs.specs.settings import not_covered
 
-    errors, others = [], None
+    flags = [token.partition("=")[0] for token in unused if token.startswith("--") and len(token) > 2]
+    if not flags:
+        rule = "is an unexpected argument"
+        return [ConfigError(where=token, rule=rule, fix=REMOVED.get(token, "")) for token in unused[:1]]
+    errors = []
     for flag in flags:
         rule, fix = "is not an option", not_covered(flag) or meant(flag, known, flag=True)
-        if not fix:
-            others = _options_of_others(app, tokens[0]) if others is None else others
-            if fix := _for_other_commands(others, flag):
-                rule = f"is not an option of {tokens[0]}"
+        if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
+            rule = f"is not an option of {tokens[0]}"
         fix = fix or suggested(flag, known, flag=True) or "see --help"
         errors.append(ConfigError(where=flag, rule=rule, fix=fix))
     return errors
 
 
-def _options_of_others(app: App, command: str) -> dict[str, dict[str, Argument]]:
-    return {
+def _for_other_commands(app: App, command: str, flag: str) -> str:
+    """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
+    options = {
         name: _options(app[name].assemble_argument_collection())
         for name in app
         if not name.startswith("-") and name != command and app[name].default_command is not None
     }
-
-
-def _for_other_commands(others: Mapping[str, Mapping[str, Argument]], flag: str) -> str:
-    """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
-
     for name in meanings(flag):
-        owners = [other for other, options in others.items() if name in options]
-        if owners:
+        if owners := [other for other in options if name in options[other]]:
             listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
             return f"pass --{name.replace('_', '-')} to {listed}"
     return ""
@@ -385,13 +399,17 @@ def _for_other_commands(others: Mapping[str, Mapping[str, Argument]], flag: str)
 
 def grouped(kind: Kind) -> Kind:
     """Put the options of a class under the headings that its bases declare, and return the class."""
+    from ..ds_configs.specs.job import HUGGING_FACE_NAMES
+
     groups = kind.groups()  # type: ignore[attr-defined]
     for name, field in kind.model_fields.items():  # type: ignore[attr-defined]
         # Several NAME=VALUE are a repeated flag.
         tokens = -1 if get_origin(field.annotation) is dict else None
-        option, opposite = name.replace("_", "-"), (field.json_schema_extra or {}).get("negative")
+        option, extra = name.replace("_", "-"), field.json_schema_extra or {}
+        opposite = extra.get("negative")
         negative = [f"--{opposite}", f"--no-{option}"] if opposite else None
-        alias = [f"--{other.replace('_', '-')}" for other in HUGGING_FACE_NAMES.get(name, ())]
+        others = extra.get("hugging_face") or HUGGING_FACE_NAMES.get(name, ())
+        alias = [f"--{other.replace('_', '-')}" for other in others]
         field.metadata.append(
             Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative, alias=alias or None)
         )

@@ -23,7 +23,6 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
-from ..ds_configs.specs.second_models import PlacementChoice
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
 from ..ds_configs.step_time.utilization import utilization
@@ -31,10 +30,6 @@ from ..ds_configs.step_time.utilization import utilization
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
-_NARROW = 70
-"""Columns below which four columns of figures would be cut into pieces."""
-_NARROW_FOR_SPEED = 50
-"""Columns below which the alternatives of a plan are listed without their speed."""
 _BRIEF_ROWS = 5
 """Alternatives in a brief plan."""
 
@@ -50,29 +45,6 @@ def show_next(*words: object) -> None:
     if words:
         line = shlex.join(str(word) for word in words)
         Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
-
-
-def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of a name and values, the first value bold; on a narrow terminal as blocks."""
-    rows = list(rows)
-    if out.width < _NARROW:
-        for name, *values in rows:
-            out.print(Text(name))
-            for heading, value in zip(headings, values, strict=True):
-                if value:
-                    out.print(Text(f"  {heading}: ") + Text(value, style="bold" if heading == headings[0] else ""))
-        return
-    lines = [("", *headings), *rows]
-    needed = sum(2 + max(map(len, column)) for column in zip(*lines, strict=True))
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", overflow="fold")
-    for name, *values in lines[1:]:
-        # Standard errors go below their figures if both do not fit on one line.
-        first, *others = values if needed <= out.width else [value.replace(" ± ", "\n± ") for value in values]
-        table.add_row(name, Text(first, style="bold"), *others)
-    out.print(table)
 
 
 def print_rows(
@@ -111,7 +83,8 @@ def print_rows(
             out.print(Text.assemble((str(name), "bold")), overflow="fold")
             for heading, value in zip(headings[1:], values, strict=True):
                 if value:
-                    out.print(Padding(Text.assemble(f"{heading}: ", value), (0, 0, 0, 2), expand=False))
+                    label = heading.replace("-\n", "").replace("\n", " ")
+                    out.print(Padding(Text.assemble(f"{label}: ", value), (0, 0, 0, 2), expand=False))
         return
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for heading, lines in zip(headings, titles, strict=True):
@@ -119,6 +92,13 @@ def print_rows(
     for row in rows:
         table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)
+
+
+def print_figures(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of a name and figures, of which the first is bold."""
+    styled: list[Sequence[str | Text]]
+    styled = [(name, Text(first, style="bold"), *others) for name, first, *others in rows]
+    print_rows(out, headings, styled, figures=headings)
 
 
 def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True, brief: bool = False) -> None:
@@ -139,31 +119,14 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
+    alternatives = _alternatives(plan)[: _BRIEF_ROWS if brief else None]
+    if not brief:
+        _show_costs(out, plan)
+    out.print()
+    headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
+    print_rows(out, headings, alternatives, title="Alternatives", figures=headings[1:], folded={"layout": 20})
     if brief:
-        out.print()
-        out.print(_alternatives_table(plan, columns=out.width, rows=_BRIEF_ROWS))
         return
-    out.print(terms_table(chosen.memory.gpu.terms, f"Memory per accelerator, {chosen.memory.gpu.phase} phase"))
-    if plan.activations == "upper bound":
-        out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    host = chosen.memory.host
-    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
-    host_line = f"Host memory {used} of {capacity} GB per node"
-    if host.nvme_bytes_per_node:
-        host_line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
-    if "host_bytes_per_node" in plan.hardware.assumed:
-        host_line += " (assumed; set yours with --host-memory)"
-    out.print(host_line)
-    out.print()
-    reached = None if hardware.gpu == "CPU" else utilization(chosen.time, model, hardware, plan.job)
-    out.print(time_table(chosen.time, reached))
-    for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
-        out.print(f"Less certain: {doubt}", markup=False)
-    out.print()
-    for role, choice in chosen.placements.items():
-        out.print(placement_table(role, choice))
-        out.print()
-    out.print(_alternatives_table(plan, columns=out.width))
     if directory is not None or output_dir_hint:
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
         out.print(f"Reasons: shardwright explain {explained}", markup=False)
@@ -188,6 +151,41 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     else:
         line = train_arguments(plan, directory=str(directory))
     Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
+
+
+def _show_costs(out: Console, plan: Plan) -> None:
+    """Print the terms of memory and time, what is less certain, and the placements of a teacher."""
+    hardware, chosen = plan.hardware, plan.chosen
+    title = f"Memory per accelerator, {chosen.memory.gpu.phase} phase"
+    print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))
+    if plan.activations == "upper bound":
+        out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
+    host = chosen.memory.host
+    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
+    host_line = f"Host memory {used} of {capacity} GB per node"
+    if host.nvme_bytes_per_node:
+        host_line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
+    if "host_bytes_per_node" in hardware.assumed:
+        host_line += " (assumed; set yours with --host-memory)"
+    out.print(host_line)
+    out.print()
+    title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s"
+    if hardware.gpu != "CPU":
+        title += f", {utilization(chosen.time, plan.model, hardware, plan.job):.0%} MFU"
+    print_rows(out, (title, "seconds"), _time_rows(chosen.time), figures=("seconds",))
+    for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
+        out.print(f"Less certain: {doubt}", markup=False)
+    for role, choice in chosen.placements.items():
+        out.print()
+        headings = ("placement", "GPU GB", "host GB per node", "why")
+        sizes = (gigabytes(choice.gpu_bytes), gigabytes(choice.host_bytes))
+        selected = (choice.placement, *sizes, choice.reason.removeprefix(choice.placement).strip())
+        others = [
+            (each.placement, gigabytes(each.gpu_bytes), gigabytes(each.host_bytes), each.reason)
+            for each in choice.alternatives
+        ]
+        styled: list[Sequence[str | Text]] = [[Text(cell, style="bold green") for cell in selected], *others]
+        print_rows(out, headings, styled, title=role.capitalize(), figures=headings[1:3], folded={"why": 24})
 
 
 def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
@@ -223,79 +221,30 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def terms_table(terms: Mapping[str, int], title: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title)
-    table.add_column("GB", justify="right")
-    for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
-        table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))
-    table.add_row("total", gigabytes(sum(terms.values())), style="bold")
-    return table
+def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
+    """Return the terms of a memory in GB, the largest first, each in the colour of its part of the bar."""
+    ranked = enumerate(sorted(terms.items(), key=lambda item: -item[1]))
+    rows = [
+        (Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), Text(gigabytes(count)))
+        for index, (name, count) in ranked
+    ]
+    return [*rows, (Text("total", style="bold"), Text(gigabytes(sum(terms.values())), style="bold"))]
 
 
-def time_table(time: StepTime, reached: float | None = None) -> Table:
-    """Return the terms of a step; `reached` is its model FLOPs utilization."""
-    table = Table(box=None, pad_edge=False)
-    speed = f"Time per step, {time.tokens_per_second:,.0f} tokens/s"
-    table.add_column(speed if reached is None else f"{speed}, {reached:.0%} MFU")
-    table.add_column("seconds", justify="right")
-    for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1]):
-        if seconds >= _SHOWN_SHARE * time.seconds:
-            table.add_row(time_term_name(name), f"{seconds:.4f}")
+def _time_rows(time: StepTime) -> list[tuple[str | Text, str | Text]]:
+    rows: list[tuple[str | Text, str | Text]] = [
+        (time_term_name(name), f"{seconds:.4f}")
+        for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1])
+        if seconds >= _SHOWN_SHARE * time.seconds
+    ]
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    table.add_row("total", interval, style="bold")
-    return table
+    return [*rows, (Text("total", style="bold"), Text(interval, style="bold"))]
 
 
-def placement_table(role: str, choice: PlacementChoice) -> Table:
-    """Return the placement of a second model with its reason, and the costs of the others."""
-    table = Table(title=role.capitalize(), title_justify="left", box=None, pad_edge=False)
-    table.add_column("placement")
-    table.add_column("GPU GB", justify="right", no_wrap=True)
-    table.add_column("host GB per node", justify="right")
-    table.add_column("why")
-    reason = Text(choice.reason.removeprefix(choice.placement).strip())
-    row = (choice.placement, gigabytes(choice.gpu_bytes), gigabytes(choice.host_bytes), reason)
-    table.add_row(*row, style="bold green")
-    for cost in choice.alternatives:
-        sizes = (gigabytes(cost.gpu_bytes), gigabytes(cost.host_bytes))
-        table.add_row(cost.placement, *sizes, Text(cost.reason))
-    return table
-
-
-def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
-    """Print the costs of 1D, 2D, 2.5D and 3D tensor parallelism, of which only 1D runs."""
-    out = console()
-    title = "Tensor parallelism: one layer, one micro-batch per rank; all but 1D are analysis only"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("ranks", "layout", "weights MB", "activations MB", "received MB", "ms"):
-        table.add_column(column, justify="left" if column == "layout" else "right")
-    for layout in layouts:
-        sizes = (layout.weight_bytes, layout.activation_bytes, layout.communication_bytes)
-        shape = " x ".join(map(str, layout.shape))
-        table.add_row(
-            str(layout.ranks),
-            Text(f"{layout.name} {shape}"),
-            *(f"{size / 1e6:.1f}" for size in sizes),
-            f"{layout.communication_seconds * 1e3:.2f}",
-        )
-    out.print()
-    out.print(table)
-
-
-def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) -> Table:
-    """Return the rejected layouts in at most 80 columns; their reasons are printed by `explain`."""
-    table = Table(title="Alternatives", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout", overflow="fold")
-    wide, medium = columns >= _NARROW, columns >= _NARROW_FOR_SPEED
-    if wide:
-        table.add_column("micro-\nbatch", justify="right", no_wrap=True)
-        table.add_column("recom-\nputation", justify="right", no_wrap=True)
-    table.add_column("GB", justify="right", no_wrap=True)
-    if medium:
-        table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("vs.\nchosen", justify="right", no_wrap=True)
-    for candidate in plan.rejected[:rows]:
+def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
+    """Return a row for each rejected layout; their reasons are printed by `explain`."""
+    rows: list[tuple[str, ...]] = []
+    for candidate in plan.rejected:
         strategy, memory = candidate.strategy, candidate.memory
         layers = -(-plan.model.dimensions.num_layers // strategy.pp)
         recomputed = strategy.recomputed_layers(layers)
@@ -303,30 +252,37 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
         if strategy.gradient_checkpointing and strategy.keeps_products:
             recomputation = "selective"
         change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
-        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
-        if memory.lacks is not None and not medium:
-            verdict += f" ({memory.lacks})"
-        name = display_name(strategy)
         # A layout that is too large has no speed, but a memory that is too small.
         speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
-        table.add_row(
-            name,
-            *([str(strategy.micro_batch_size), recomputation] if wide else []),
-            gigabytes(memory.gpu.high_bytes),
-            *([speed] if medium else []),
-            verdict,
-        )
-    return table
+        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
+        name = display_name(strategy)
+        gb = gigabytes(memory.gpu.high_bytes)
+        rows.append((name, str(strategy.micro_batch_size), recomputation, gb, speed, verdict))
+    return rows
+
+
+def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
+    """Print the costs of 1D, 2D, 2.5D and 3D tensor parallelism, of which only 1D runs."""
+    title = "Tensor parallelism: one layer, one micro-batch per rank; all but 1D are analysis only"
+    rows: list[tuple[str, ...]] = []
+    for layout in layouts:
+        sizes = (layout.weight_bytes, layout.activation_bytes, layout.communication_bytes)
+        name = f"{layout.name} {' x '.join(map(str, layout.shape))}"
+        milliseconds = f"{layout.communication_seconds * 1e3:.2f}"
+        rows.append((name, str(layout.ranks), *(f"{size / 1e6:.1f}" for size in sizes), milliseconds))
+    headings = ("layout", "ranks", "weights MB", "activations MB", "received MB", "ms")
+    out = console()
+    out.print()
+    print_rows(out, headings, rows, title=title, figures=headings[1:])
 
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
-    out, rows = console(), [(name, str(value), origins[name]) for name, value in values.items()]
-    if out.width < _NARROW:
-        for name, value, origin in rows:
-            out.print(f"{name} = {value} ({origin})", markup=False)
-        return
-    print_rows(out, ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
+    rows = []
+    for name, value in values.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        rows.append((name, text, origins[name]))
+    print_rows(console(), ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
 
 
 def show_findings(findings: Sequence[Finding]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -58,27 +58,7 @@ class MeterReading:
         return max((self.peaks[name] for name in self.peaks if name not in ("init", "other")), default=0)
 
 
-class Meter(Protocol):
-    """Interface of `ByteMeter` and `AcceleratorMeter`."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-    def enter(self, phase: MeterPhase) -> None:
-        """Begin a phase."""
-
-    def reset_peaks(self) -> None:
-        """Forget the peaks so far."""
-
-    def label(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
-        """Assign a role to tensors."""
-
-    def reading(self) -> MeterReading:
-        """Return what was measured so far."""
-
-
-def start_meter() -> ByteMeter | AcceleratorMeter:
+def start_meter() -> Meter:
     """Return the meter for this rank's device; enter it before the model is built.
 
     >>> with start_meter() as meter:
@@ -319,6 +299,9 @@ class AcceleratorMeter:
     def _note_peak(self) -> None:
         self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), torch.cuda.max_memory_allocated())
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+
+
+Meter = ByteMeter | AcceleratorMeter
 
 
 def _plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

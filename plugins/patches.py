@@ -57,6 +57,8 @@ class Patch:
     """Test that fails when upstream no longer needs the patch or no longer reaches it: `tests/FILE.py::FUNCTION`."""
     parameters: tuple[str, ...] | None = None
     """First parameters of the replaced function; `None`: the target is not a function."""
+    members: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Methods that a subclass of the target overrides, with their first parameters."""
     every_run: bool = False
     """Whether any training may need it: ranks check it when they start. Others are checked when they are applied."""
 
@@ -91,38 +93,43 @@ _ZERO_OPTIMIZERS = {
     "zero-3": "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
 }
 
+_STEP_METHODS = (
+    ("train", ("self", "resume_from_checkpoint")),
+    ("_inner_training_loop", ("self", "batch_size")),
+    ("_update_auto_batch_size", ("self", "batch_size")),
+    ("get_train_dataloader", ("self",)),
+    ("_get_dataloader", ("self", "dataset")),
+    ("_get_train_sampler", ("self", "train_dataset")),
+    ("get_total_train_batch_size", ("self", "args")),
+    ("get_sp_size", ("self",)),
+    ("get_tp_size", ("self",)),
+    ("_prepare_for_training", ("self", "max_steps", "train_dataloader", "resume_from_checkpoint")),
+    ("create_optimizer", ("self",)),
+    ("create_scheduler", ("self", "num_training_steps")),
+    ("get_batch_samples", ("self", "epoch_iterator", "num_batches", "device")),
+    ("_get_num_items_in_batch", ("self", "batch_samples", "device")),
+    ("training_step", ("self",)),
+    ("compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch")),
+    ("_get_grad_norm", ("self",)),
+    ("_track_num_input_tokens", ("self", "inputs")),
+    ("log", ("self", "logs")),
+    ("_finalize_training", ("self",)),
+    (
+        "evaluation_loop",
+        ("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+    ),
+    ("prediction_step", ("self", "model", "inputs", "prediction_loss_only", "ignore_keys")),
+)
+
 PATCHES: tuple[Patch, ...] = (
-    # Trainer: losses and steps.
+    # Trainer.
     Patch(
-        name="own-loss-count",
-        target=f"{_TRAINER}.compute_loss",
-        reason="TRL losses divide by the labels of all ranks, but only some of them multiply by the number of ranks.",
-        canary=f"{_LOSSES}test_a_loss_of_trl_still_divides_by_all_labels_without_multiplying_by_the_ranks",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-    ),
-    Patch(
-        name="mean-loss-weight",
-        target=f"{_TRAINER}.compute_loss",
-        reason="Models that ignore `num_items_in_batch` return means, so batches of any size have the same weight.",
-        canary=f"{_MEANS}test_classifiers_still_ignore_the_number_of_labels",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        name="exact-trainer",
+        target=_TRAINER,
+        reason="`trainers/exact.py` has the reason of each method; a Trainer that exists gets a subclass of its class.",
+        canary=f"{_BUGS}test_upstream_calls_the_methods_of_the_exact_trainer",
+        members=_STEP_METHODS,
         every_run=True,
-    ),
-    Patch(
-        name="own-loss-weight",
-        target=f"{_TRAINER}.compute_loss",
-        reason="The Trainer adds up own losses of micro-batches, as if each were divided by `num_items_in_batch`.",
-        canary="tests/trainers/counting/test_own_losses_measured.py::test_the_trainer_still_multiplies_own_means_by_the_micro_batches",
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-    ),
-    *(
-        Patch(
-            name=name,
-            target=f"{_TRAINER}.compute_loss",
-            reason=_BALANCE,
-            parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-        )
-        for name in ("balance-loss-over-ranks", "expert-parallel-loss")
     ),
     Patch(
         name="metered-loss",
@@ -143,77 +150,19 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model"),
     ),
     Patch(
-        name="guarded-step",
-        target=f"{_TRAINER}.training_step",
-        reason="The log replaces a loss that is not finite by the mean of the others, and callbacks do not receive it.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="guarded-gradient-norm",
-        target=f"{_TRAINER}._get_grad_norm",
-        reason="No callback receives the gradient norm before the optimizer steps.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    *(
-        Patch(
-            name=name,
-            target=f"{_TRAINER}.train",
-            reason="No callback event reports that an exception ended the training run.",
-            canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
-            parameters=("self",),
-            every_run=True,
-        )
-        for name in ("guarded-train", "checkpointed-train", "explained-train")
-    ),
-    Patch(
-        name="compared-checkpoint",
+        name="explained-train",
         target=f"{_TRAINER}.train",
-        scope="process",
-        reason="The Trainer loads checkpoints of other engines without their optimizer, or fails in a library.",
-        canary="tests/trainers/checkpoints/test_resume_rules.py::test_the_trainer_still_resumes_without_an_optimizer",
-        parameters=("self", "resume_from_checkpoint"),
+        reason="No callback event reports that an exception ended the training run.",
+        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
+        parameters=("self",),
+        every_run=True,
     ),
     # Trainer: logs, data, evaluation.
-    Patch(
-        name="expert-parallel-log",
-        target=f"{_TRAINER}.log",
-        reason="`on_log` runs after the values are stored, so a callback cannot add values.",
-        parameters=("self", "logs"),
-    ),
     Patch(
         name="figures-in-log",
         target=f"{_TRAINER}.log",
         reason="`on_log` runs after the values are stored, so a callback cannot add values.",
         parameters=("self", "logs"),
-        every_run=True,
-    ),
-    Patch(
-        name="repeated-samples-loader",
-        target=f"{_TRAINER}.get_train_dataloader",
-        reason="Accelerate repeats samples to fill the last batch of an epoch, and they count twice.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="tensor-parallel-loader",
-        target=f"{_TRAINER}.get_train_dataloader",
-        reason="The Trainer seeds data workers by rank, but ranks of a tensor-parallel group need the same samples.",
-        parameters=("self",),
-    ),
-    Patch(
-        name="length-groups-order",
-        target=f"{_TRAINER}._get_train_sampler",
-        reason="Each rank shuffles samples with its own random numbers, and a resumed run shuffles differently.",
-        canary=_LENGTH_GROUPS,
-        parameters=("self", "train_dataset"),
-    ),
-    Patch(
-        name="repeated-samples-batches",
-        target=f"{_TRAINER}.get_batch_samples",
-        reason="Accelerate repeats samples to fill the last batch of an epoch, and they count twice.",
-        parameters=("self", "epoch_iterator", "num_batches", "device"),
         every_run=True,
     ),
     Patch(
@@ -224,179 +173,12 @@ PATCHES: tuple[Patch, ...] = (
         every_run=True,
     ),
     Patch(
-        name="own-optimizer",
-        target=f"{_TRAINER}.create_optimizer",
-        reason="The Trainer ignores the optimizer argument under DeepSpeed, and rejects it under FSDP2.",
-        canary=_OWN_OPTIMIZER,
-        parameters=("self",),
-    ),
-    Patch(
-        name="own-scheduler",
-        target=f"{_TRAINER}.create_scheduler",
-        reason="The Trainer ignores the scheduler argument under DeepSpeed, and rejects it under FSDP2.",
-        canary=_OWN_OPTIMIZER,
-        parameters=("self", "num_training_steps"),
-    ),
-    Patch(
-        name="no-batches-after-the-last-step",
-        target=f"{_TRAINER}.get_batch_samples",
-        reason="The Trainer takes one extra step if a run resumes after its last step in the middle of an epoch.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="expert-parallel-optimizer",
-        target=f"{_TRAINER}.create_optimizer",
-        reason="DeepSpeed needs parameter groups that contain only experts; the Trainer groups by weight decay.",
-        parameters=("self",),
-    ),
-    Patch(
-        name="tensor-parallel-predictions",
-        target=f"{_TRAINER}.prediction_step",
-        reason="With a vocabulary-parallel head, each rank returns only the logits of its vocabulary shard.",
-        parameters=("self",),
-    ),
-    Patch(
-        name="tiled-loss-evaluation",
-        target=f"{_TRAINER}.prediction_step",
-        reason="Only this method knows whether an evaluation needs logits, which a tiled loss does not return.",
-        parameters=("self", "model", "inputs", "prediction_loss_only"),
-    ),
-    Patch(
-        name="context-parallel-evaluation",
-        target=f"{_TRAINER}.evaluation_loop",
-        reason="Under context parallelism the Trainer counts the ranks of one sequence as separate samples.",
-        parameters=("self",),
-    ),
-    Patch(
-        name="tensor-parallel-size",
-        target=f"{_TRAINER}.get_tp_size",
-        reason="Since 5.19, Transformers divides `num_items_in_batch` and the loss factor by the tensor-parallel size.",
-        canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
-        parameters=("self",),
-    ),
-    Patch(
-        name="tensor-parallel-batch-size",
-        target=f"{_TRAINER}.get_total_train_batch_size",
-        reason="The samples of a tensor-parallel group must count once; the method reads its size from `get_tp_size`.",
-        canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
-        parameters=("self", "args"),
-    ),
-    # Trainer: counts. They follow the layouts' entries, because they wrap the same methods.
-    Patch(
-        name="counted-labels",
-        target=f"{_TRAINER}._get_num_items_in_batch",
-        reason="The Trainer divides by zero if a step has no labels, and no event comes before batches are padded.",
-        parameters=("self", "batch_samples", "device"),
-        every_run=True,
-    ),
-    Patch(
-        name="counted-tokens",
-        target=f"{_TRAINER}._track_num_input_tokens",
-        reason="The Trainer counts tokens once per rank that reads them, including the padding that a layout adds.",
-        parameters=("self", "inputs"),
-        every_run=True,
-    ),
-    Patch(
-        name="loss-of-all-ranks",
-        target=f"{_TRAINER}._finalize_training",
-        reason="`train_loss` contains only the first rank's losses since the last log.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="trainer-without-zero",
-        target=f"{_TRAINER}._prepare_for_training",
-        reason="The engine is created in this method, and no callback receives it.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    *(
-        Patch(
-            name=name,
-            target=f"{_TRAINER}.{method}",
-            scope="process",
-            reason=reason,
-            canary=f"{_PREPARED}{canary}",
-            parameters=("self", parameter),
-            every_run=True,
-        )
-        for name, method, parameter, canary, reason in (
-            (
-                "prepared-evaluation",
-                "evaluation_loop",
-                "dataloader",
-                "test_the_trainer_still_evaluates_first_without_an_optimizer",
-                "An evaluation before training prepares the model without its optimizer, and training keeps that.",
-            ),
-            (
-                "kept-engine",
-                "_inner_training_loop",
-                "batch_size",
-                "test_the_trainer_still_destroys_the_engine_of_its_first_run",
-                "A second `train` destroys the DeepSpeed engine that it trains with.",
-            ),
-            (
-                "prepared-once",
-                "_prepare_for_training",
-                "max_steps",
-                "test_transformers_still_discards_the_optimizer_of_an_engine",
-                "A second `train` creates another optimizer under DeepSpeed, and keeps interrupted gradients.",
-            ),
-        )
-    ),
-    Patch(
         name="renewed-schedule",
         target="transformers.trainer:deepspeed_init",
         scope="context",
         reason="For a prepared model, it discards the optimizer and its states and returns another one.",
         parameters=("trainer", "num_training_steps", "inference"),
         every_run=True,
-    ),
-    Patch(
-        name="kept-optimizer",
-        target=f"{_TRAINER}.create_optimizer",
-        scope="context",
-        reason="Methods that wrap it would group the parameters of a prepared optimizer again.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="kept-batch-size",
-        target=f"{_TRAINER}._update_auto_batch_size",
-        scope="context",
-        reason="With `auto_find_batch_size`, it forgets the prepared model even if the batch size stays.",
-        parameters=("self", "batch_size"),
-        every_run=True,
-    ),
-    Patch(
-        name="evaluated-step",
-        target=f"{_TRAINER}.prediction_step",
-        reason="The Trainer averages batch means and counts repeated samples; Shardwright averages over tokens.",
-        parameters=("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
-        every_run=True,
-    ),
-    Patch(
-        name="evaluated-samples",
-        target=f"{_TRAINER}.evaluation_loop",
-        reason="The Trainer averages batch means and counts repeated samples; Shardwright averages over tokens.",
-        parameters=("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
-        every_run=True,
-    ),
-    Patch(
-        name="tensor-parallel-gather-function",
-        target=f"{_TRAINER}.gather_function",
-        reason="The Trainer gathers from every rank, but ranks of a tensor-parallel group hold the same samples.",
-    ),
-    Patch(
-        name="evaluated-losses",
-        target=f"{_TRAINER}.gather_function",
-        reason="The Trainer repeats a batch loss for a full batch, even if fewer samples remain.",
-    ),
-    Patch(
-        name="sequence-parallel-trainer",
-        target=_TRAINER,
-        reason="A callback cannot shard batches or weight losses, so the Trainer's class is replaced by a subclass.",
     ),
     # Trainers that users' scripts create.
     Patch(
@@ -482,13 +264,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="The loss of preferred answers is a mean over a rank's tokens. CPOTrainer has the same method.",
         canary=f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
         parameters=("self", "model", "batch"),
-    ),
-    Patch(
-        name="mean-of-completion-tokens",
-        target=f"{_TRAINER}.compute_loss",
-        reason="DPO's sft loss and TPO's loss of references are means over a rank's tokens.",
-        canary=f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
-        parameters=("self", "model", "inputs"),
     ),
     # Transformers models.
     Patch(
@@ -692,12 +467,6 @@ PATCHES: tuple[Patch, ...] = (
         scope="context",
         reason="The loss of an evaluated batch must be a mean over one rank's labels, because it is weighted by them.",
         parameters=("self", "tensor"),
-    ),
-    Patch(
-        name="stream-of-files",
-        target=f"{_TRAINER}._get_dataloader",
-        reason="Accelerate gives each rank other files of a stream, so batches differ from those of one process.",
-        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_still_gives_ranks_whole_files",
     ),
     Patch(
         name="stream-of-one-file",
@@ -1310,15 +1079,18 @@ def _mismatch(patch: Patch) -> str | None:
     value = upstream_value(patch)
     package = patch.target.partition(":")[0].partition(".")[0]
     # A replacement by another package may name its parameters differently.
-    if patch.parameters is None or (getattr(value, "__module__", None) or package).partition(".")[0] != package:
+    if (getattr(value, "__module__", None) or package).partition(".")[0] != package:
         return None
-    try:
-        present = tuple(inspect.signature(value).parameters)
-    except (TypeError, ValueError):
-        return "which is not a Python function in this release"
-    if present[: len(patch.parameters)] == patch.parameters:
-        return None
-    return f"whose parameters are ({', '.join(present)}) here, not ({', '.join(patch.parameters)})"
+    functions = [] if patch.parameters is None else [("", value, patch.parameters)]
+    functions += [(f"method {name}, ", getattr(value, name), parameters) for name, parameters in patch.members]
+    for name, function, parameters in functions:
+        try:
+            present = tuple(inspect.signature(function).parameters)
+        except (TypeError, ValueError):
+            return f"{name}which is not a Python function in this release"
+        if present[: len(parameters)] != parameters:
+            return f"{name}whose parameters are ({', '.join(present)}) here, not ({', '.join(parameters)})"
+    return None
 
 
 def _mentions(kind: type, attribute: str) -> bool:

@@ -70,19 +70,6 @@ def add_lora(
         raise UsageError(ConfigError(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
 
 
-def resume_lora(model: PreTrainedModel, directory: str, *, dropout: float, fp32_adapters: bool) -> Any:
-    """Freeze the model and add a trained adapter, to train its matrices further; otherwise as `add_lora`."""
-    from peft import LoraConfig, PeftModel
-
-    config = LoraConfig.from_pretrained(directory)
-    config.lora_dropout = dropout
-    # The adapter may have been trained on a copy of the model with another path.
-    config.base_model_name_or_path, config.revision = model.name_or_path, None
-    return PeftModel.from_pretrained(
-        model, directory, is_trainable=True, config=config, autocast_adapter_dtype=fp32_adapters
-    )
-
-
 def four_bit_loading(dtype: torch.dtype) -> Any:
     """Return the quantization config of QLoRA: NF4 with double quantization (arXiv:2305.14314).
 

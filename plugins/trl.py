@@ -48,7 +48,7 @@ def classes_of_trl(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
 
 
-def weigh_token_means(trainer: Trainer) -> None:
+def weigh_token_means(trainer: Any) -> None:
     """Make means over the tokens of a rank's micro-batch means over those of all ranks, in training."""
     own: Any = trainer
     kinds = classes_of_trl(type(trainer))
@@ -75,28 +75,24 @@ def weigh_token_means(trainer: Trainer) -> None:
 
         return concatenated_forward
 
-    def sharing_completions(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not model.training:
-                return compute(model, inputs, *arguments, **keywords)
-            # Rows are preferred answers, rejected answers and, in TPO, references.
-            if "TPOTrainer" in kinds:
-                before = {"tpo_alpha": own.tpo_alpha}
-                shared = {"tpo_alpha": own.tpo_alpha * share(inputs["completion_mask"].chunk(3)[2][:, 1:])}
-            else:
-                before, factor = {"loss_weights": own.loss_weights}, share(inputs["completion_mask"].chunk(2)[0][:, 1:])
-                pairs = zip(own.loss_types, own.loss_weights, strict=True)
-                shared = {"loss_weights": [each * factor if loss == "sft" else each for loss, each in pairs]}
-            vars(own).update(shared)
-            try:
-                return compute(model, inputs, *arguments, **keywords)
-            finally:
-                vars(own).update(before)
-
-        return compute_loss
+    @contextmanager
+    def over_all_ranks(inputs: Any) -> Iterator[None]:
+        # Rows are preferred answers, rejected answers and, in TPO, references.
+        if "TPOTrainer" in kinds:
+            before = {"tpo_alpha": own.tpo_alpha}
+            shared = {"tpo_alpha": own.tpo_alpha * share(inputs["completion_mask"].chunk(3)[2][:, 1:])}
+        else:
+            before, factor = {"loss_weights": own.loss_weights}, share(inputs["completion_mask"].chunk(2)[0][:, 1:])
+            pairs = zip(own.loss_types, own.loss_weights, strict=True)
+            shared = {"loss_weights": [each * factor if loss == "sft" else each for loss, each in pairs]}
+        vars(own).update(shared)
+        try:
+            yield
+        finally:
+            vars(own).update(before)
 
     if kinds & {"CPOTrainer", "ORPOTrainer"}:
         patches.apply("mean-of-preferred-tokens", sharing_preferred, on=trainer)
     args: Any = trainer.args
     if ("DPOTrainer" in kinds and "sft" in args.loss_type) or ("TPOTrainer" in kinds and args.tpo_alpha):
-        patches.apply("mean-of-completion-tokens", sharing_completions, on=trainer)
+        own.token_means = over_all_ranks

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS, NonFiniteAction
-from ..plugins import patches
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.sound_model import (
     gathered,
@@ -31,10 +30,11 @@ from ..plugins.transformers.sound_model import (
     shortened,
 )
 from ..plugins.transformers.training_arguments import check_first_of_its_kind
+from .exact import StepEvents, make_exact
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
@@ -186,7 +186,7 @@ class NonFiniteError(ShardwrightError):
     exit_code = 4
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(StepEvents, TrainerCallback):
     """Stop any Trainer on non-finite numbers, hangs and signals, with a complete checkpoint on SIGTERM and SIGINT.
 
     Attach it before `CheckpointCallback`. After a signal to any rank, all ranks save a checkpoint at the end of the
@@ -216,7 +216,7 @@ class GuardCallback(TrainerCallback):
         self._hang_seconds = hang_seconds
         self._request = StopRequest(stop_seconds)
         self._watch: HangWatch | None = None
-        self._own_watch: HangWatch | None = None
+        self._owns_watch = False
         self._trainer: Any = None
         self._loss_is_bad: torch.Tensor | None = None
         self._norm: torch.Tensor | float | None = None
@@ -225,7 +225,7 @@ class GuardCallback(TrainerCallback):
         self._signal = 0
 
     def attach(self, trainer: Trainer) -> None:
-        """Add this callback to a Trainer, and wrap the methods that compute losses and gradient norms.
+        """Add this callback to a Trainer.
 
         Raises:
             UsageError: `skip` is selected under DeepSpeed, which updates weights before callbacks run; or the Trainer
@@ -236,46 +236,27 @@ class GuardCallback(TrainerCallback):
             rule = "DeepSpeed updates the weights inside the backward pass"
             raise UsageError(ConfigError(where="nonfinite", value="skip", rule=rule, fix="use stop"))
         self._trainer = trainer
+        make_exact(trainer).add_callback(self)
 
-        def releasing(train: Callable[..., Any]) -> Callable[..., Any]:
-            def guarded_train(*args: object, **kwargs: object) -> Any:
-                try:
-                    return train(*args, **kwargs)
-                finally:
-                    self._release()
+    @contextmanager
+    def around_training(self) -> Iterator[None]:
+        """Stop watching when the training run ends, also by an exception."""
+        try:
+            yield
+        finally:
+            self._release()
 
-            return guarded_train
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """Remember that a loss is not finite, without waiting for the device."""
+        bad = ~loss.detach().isfinite().all()
+        self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
 
-        def watching_losses(step: Callable[..., Any]) -> Callable[..., Any]:
-            def training_step(*args: object, **kwargs: object) -> Any:
-                loss = step(*args, **kwargs)
-                bad = ~loss.detach().isfinite().all()
-                self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
-                return loss
+    def on_gradient_norm(self, norm: Any) -> None:
+        """Keep the norm; DeepSpeed's engine has its own."""
+        if self._trainer is not None and not self._trainer.is_deepspeed_enabled:
+            self._norm = norm
 
-            return training_step
-
-        def keeping_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
-            def get_grad_norm(*args: object, **kwargs: object) -> Any:
-                self._norm = norm(*args, **kwargs)
-                return self._norm
-
-            return get_grad_norm
-
-        patches.apply("guarded-train", releasing, on=trainer)
-        patches.apply("guarded-step", watching_losses, on=trainer)
-        if not trainer.is_deepspeed_enabled:
-            patches.apply("guarded-gradient-norm", keeping_norm, on=trainer)
-        trainer.add_callback(self)
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check the weights, install the signal handlers and start to watch for hangs.
 
         Raises:
@@ -290,22 +271,15 @@ class GuardCallback(TrainerCallback):
         refuse_nonfinite_weights(model, what=what, allowed=self._allow)
         self._in_a_row, self._signal = 0, 0
         self._request.install()
-        self._watch = _of_rank
+        self._watch, self._owns_watch = _of_rank, _of_rank is None
+        if self._watch is None and self._hang_seconds is not None:
+            self._watch = HangWatch(self._hang_seconds, args.process_index)
+            self._watch.start()
         if self._watch is not None:
             self._watch.in_steps(True, "the start of training")
-        elif self._hang_seconds is not None:
-            self._own_watch = self._watch = HangWatch(self._hang_seconds, args.process_index)
-            self._watch.in_steps(True, "the start of training")
-            self._watch.start()
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: object,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Agree with all ranks on signals and on whether the step is finite.
 
@@ -341,14 +315,7 @@ class GuardCallback(TrainerCallback):
         if self._action == "skip":
             optimizer.zero_grad()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Save and stop after a signal, and save no checkpoint of non-finite steps and weights.
 
         Raises:
@@ -365,12 +332,12 @@ class GuardCallback(TrainerCallback):
         if control.should_save:
             refuse_nonfinite_weights(model, what=f"checkpoint-{state.global_step}", allowed=self._allow)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save no checkpoint of an epoch whose last step was not finite."""
         if self._in_a_row and self._action == "stop":
             control.should_save = False
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the signal handlers.
 
         Raises:
@@ -388,27 +355,23 @@ class GuardCallback(TrainerCallback):
         self._request.remove()
         if self._watch is not None:
             self._watch.in_steps(False, "the end of training")
-        if self._own_watch is not None:
-            self._own_watch.end()
+            if self._owns_watch:
+                self._watch.end()
 
     def _beat(self, where: str) -> None:
         if self._watch is not None:
             self._watch.beat(where)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"the beginning of step {state.global_step + 1}")
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"a micro-batch of step {state.global_step + 1}")
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat("a batch of an evaluation")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"the checkpoint of step {state.global_step}")
 
 

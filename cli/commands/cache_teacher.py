@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_writer import CacheSettings
 from ..options import RunOptions
-from ..progress import LinesAtTimes, note, progress_on_stderr
+from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def cache_teacher_command(
         job = prepare_cache(teacher, settings, None if dry_run else output_dir)
         if not dry_run:
             assert output_dir is not None
-            with progress_on_stderr("loading the teacher", LinesAtTimes()):
+            with progress_on_stderr("loading the teacher"):
                 run_cache_job(job, output_dir)
     _show(job, None if dry_run else output_dir, as_json=options.as_json)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,9 +72,8 @@ def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     from ...trainers.runs.settings import RunRequest
     from ...trainers.training.settings import TrainSettings
     from ...trainers.training.task import prepare_train
-    from ..progress import LinesAtTimes, progress_on_stderr
+    from ..progress import progress_on_stderr
     from ..show import show_plan
-    from ..training import TrainingView
     from .train import show_training
 
     entry = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
@@ -93,8 +91,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     settings = settings_of(TrainSettings, chosen)
     with redirect_stdout(sys.stderr):
         prepared = prepare_train(settings, str(model), RunRequest(output_dir=trained, force=options.force))
-        view = partial(TrainingView, plan=prepared.plan)
-        with progress_on_stderr("starting the ranks", LinesAtTimes(), view):
+        with progress_on_stderr("starting the ranks", plan=prepared.plan):
             outcome = run_training(prepared)
     before, after = outcome.result.before, outcome.result.after
     if before is None or after is None or not after < before:

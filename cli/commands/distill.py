@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ...trainers.distillation.command.settings import DistillSettings
-from ..machines import TrainingMachineOptions
+from ..machines import MachineOptions
 from ..options import TrainingOptions
 from ..settings import FILLED, Options, grouped
 from ..training import launched_command, show_outcome
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 grouped(DistillSettings)
-grouped(TrainingMachineOptions)
+grouped(MachineOptions)
 grouped(TrainingOptions)
 
 
@@ -28,7 +28,7 @@ def distill_command(
     *,
     settings: Annotated[DistillSettings, Options] = FILLED,
     options: Annotated[TrainingOptions, Options],
-    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
+    machines: Annotated[MachineOptions, Options] = FILLED,
 ) -> int:
     """Distill a teacher into a student: plan, train, evaluate before and after, save with a model card.
 
@@ -44,7 +44,7 @@ def distill_command(
     def prepare(request: RunRequest) -> PreparedDistillation:
         return prepare_distillation(settings, teacher, student, request)
 
-    return launched_command(prepare, options, machines, settings, show_distillation)
+    return launched_command(prepare, options, machines, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

@@ -17,6 +17,7 @@ from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
+    from ...plugins.launching.messages import Progress
     from ...trainers.evaluation.evaluate import Evaluation
 
 
@@ -138,9 +139,9 @@ def evaluate_command(
     return 0
 
 
-def stages_on_stderr(stage: str, done: int, total: int) -> None:
-    if done == total:
-        note(f"{stage}: done")
+def stages_on_stderr(progress: Progress) -> None:
+    if progress.done == progress.total:
+        note(f"{progress.what}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
@@ -148,8 +149,8 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...trainers.reports.make import REPORT_FILE as HTML_FILE
-    from ...trainers.reports.runs import EVALUATION_FILES, evaluation_table, verdict
-    from ..show import console, print_compared
+    from ...trainers.reports.runs import evaluation_table, verdict
+    from ..show import console, print_figures
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
     against = "" if evaluation.baseline is None else f"  against {printable(evaluation.baseline.name)}"
@@ -163,7 +164,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     out.print()
     data = evaluation.to_dict()
     table = evaluation_table(data)
-    print_compared(out, table.headings[1:], table.rows)
+    print_figures(out, ("", *table.headings[1:]), table.rows)
     out.print()
     if compared:
         out.print(Text(verdict(data)))
@@ -171,5 +172,5 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     if output_dir is None:
         out.print("No files written; pass --output-dir")
     else:
-        files = (printable(str(output_dir / name)) for name in (*EVALUATION_FILES, HTML_FILE))
+        files = (printable(str(output_dir / name)) for name in ("REPORT.md", "evaluation.json", HTML_FILE))
         out.print(Text(f"Written: {', '.join(files)}"))

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
-from ...ds_configs.legality.rules import AXIS_RULES, RULES
+from ...ds_configs.legality.rules import RULES
 from ...ds_configs.memory.meanings import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
@@ -32,7 +32,7 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         Directory or plan.json of a plan, or a strategy, memory term or rule; `names` lists them.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
-    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
+    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
     meanings |= dict(KERNEL_MEANINGS) | dict(NOT_COVERED)

@@ -13,28 +13,54 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.plan.rendering import NodePlace
-from ...ds_configs.specs.errors import UsageError
-from ..machines import PlannedMachineOptions, submit_to_slurm
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.settings import Names
+from ..machines import MachineOptions
 from ..options import ConfigOption
 from ..settings import FILLED, Options, grouped, resolve, running
 
 
 @grouped
-class LaunchOptions(PlannedMachineOptions, ConfigOption):
+class LaunchOptions(MachineOptions, ConfigOption):
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **PlannedMachineOptions.engines,
+        "hostfile": ("ssh",),
+        "ssh_config": ("ssh",),
+        "node_rank": ("local",),
+        "main_address": ("local",),
+        "main_port": ("local", "ssh"),
+        "until_stdin_closes": ("local",),
+        "sbatch": ("slurm",),
+        "name": ("slurm",),
         "dry_run": ("ssh", "slurm"),
         "restarts": ("ssh",),
         "turn_ended": ("local",),
     }
+    """Values of `on` that each option has an effect with."""
 
     on: Literal["local", "ssh", "slurm"] = Field(
         "local", description="Launcher. Ray, Kubernetes, SkyPilot: examples/clusters"
     )
     hostfile: Path | None = Field(None, description="Machines for ssh, one line HOST slots=N each. Default: the plan's")
+    ssh_config: Path | None = Field(None, description="ssh configuration file; replaces your own")
+    sbatch: Names = Field((), description="More options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
+    name: str = Field("shardwright", description="Name of the job")
     dry_run: bool = Field(False, description="Check everything and print the commands or the script; launch nothing")
     restarts: int = Field(0, ge=0, description="Restarts of a failed run, from its newest checkpoint")
     turn_ended: bool = Field(False, description="Exit code tells SLURM whether to requeue the job")
+
+    def errors(self) -> list[ConfigError]:
+        """Return an error for each option without effect, and for each one that needs another option."""
+        from ...ds_configs.plan.clusters import name_errors, setting_errors
+
+        errors = name_errors(self.name) + setting_errors(self.sbatch)
+        for name, engines in self.engines.items():
+            value = getattr(self, name)
+            if self.on not in engines and value != type(self).model_fields[name].default:
+                known = " or ".join(engines)
+                shown, rule = str(value) if isinstance(value, Path) else value, f"is for --on {known}, not {self.on}"
+                fix = f"pass --on {known}, or omit it" if self.on == "local" else "omit it"
+                errors.append(ConfigError(where=name, value=shown, rule=rule, fix=fix))
+        return errors + (super().errors() if self.on == "local" else [])
 
 
 def launch_command(
@@ -109,6 +135,7 @@ def _launch_on_cluster(
     from ...ds_configs.plan.clusters import RESUME, NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh
+    from ...plugins.clusters.submission import submit
     from ...trainers.training.script import script_errors, train_words
     from ...trainers.training.settings import train_settings_errors
 
@@ -129,8 +156,10 @@ def _launch_on_cluster(
         batch_script = slurm_script(command, plan.hardware, behind=behind, name=options.name, settings=options.sbatch)
         if options.dry_run:
             sys.stdout.write(batch_script)
-            return 0
-        return submit_to_slurm(batch_script, plan.hardware, options)
+        else:
+            number = submit(batch_script, plan.hardware, options.sbatch)
+            print(f"Submitted job {number}. State: squeue --job {number}. Output: slurm-{number}.out")
+        return 0
     # A user's script must resume by itself.
     restart = () if script is not None or "--resume" in arguments else (RESUME,)
     command = NodeCommand(program=own_program(), words=(*words, "--", *behind), restart=restart)

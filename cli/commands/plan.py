@@ -63,7 +63,7 @@ def plan_command(
         show_settings(settings.model_dump(), settings.origins())
     try:
         calibration: Literal["user"] | None = "user" if options.calibration else None
-        plan = select_plan(model, settings.hardware, calibration=calibration, notify=note, **settings.words())
+        plan = select_plan(model, settings.hardware, settings, calibration=calibration, notify=note)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...ds_configs.check.deepspeed import COMPRESSION_BLOCKS, REPLACEMENTS
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.texts import FileSettings
 from ...trainers.qat.command.settings import QATSettings
-from ..machines import TrainingMachineOptions
+from ..machines import MachineOptions
 from ..options import TrainingOptions
 from ..settings import FILLED, Options, grouped
 from ..training import launched_command, show_outcome
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 grouped(QATSettings)
-grouped(TrainingMachineOptions)
+grouped(MachineOptions)
 
 
 @grouped
 class QATOptions(TrainingOptions):
     @classmethod
-    def read_config(cls, name: str) -> dict[str, Any]:
+    def read_config(cls, name: str) -> FileSettings:
         """Return the settings in a file.
 
         Raises:
@@ -46,7 +47,7 @@ def qat_command(
     *,
     settings: Annotated[QATSettings, Options] = FILLED,
     options: Annotated[QATOptions, Options],
-    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
+    machines: Annotated[MachineOptions, Options] = FILLED,
 ) -> int:
     """Train a model with the quantized values of its checkpoint, and export exactly these values.
 
@@ -60,7 +61,7 @@ def qat_command(
     def prepare(request: RunRequest) -> PreparedQAT:
         return prepare_qat(settings, model, request)
 
-    return launched_command(prepare, options, machines, settings, show_qat, _described)
+    return launched_command(prepare, options, machines, show_qat, _described)
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ...ds_configs.specs.settings import HubSettings
+from ...ds_configs.specs.texts import FileSettings
 from ..options import RunOptions
-from ..progress import LinesAtTimes, progress_on_stderr
+from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ class QuantizeOptions(RunOptions, HubSettings):
     force: bool = Field(False, description="Write into a directory that is not empty")
 
     @classmethod
-    def read_config(cls, name: str) -> dict[str, Any]:
+    def read_config(cls, name: str) -> FileSettings:
         """Return the settings in a recipe of the gallery, or in a file."""
-        return dict(read_recipe(name).values)
+        return read_recipe(name).values
 
 
 def quantize_command(
@@ -78,7 +79,7 @@ def quantize_command(
     with (
         pushed(output_dir, options.push_to_hub, private=options.private),
         redirect_stdout(sys.stderr),
-        progress_on_stderr("reading the model", LinesAtTimes()),
+        progress_on_stderr("reading the model"),
     ):
         outcome = run_prepared(
             prepared,
@@ -157,9 +158,9 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.quantization.scheme import METHODS
-    from ...trainers.quantization.run import quantization_file_names
+    from ...trainers.quantization.run import QUANTIZATION_FILES
     from ...trainers.reports.runs import evaluation_table, verdict
-    from ..show import console, print_compared, show_next
+    from ..show import console, print_figures, show_next
 
     out, evaluation = console(), outcome.evaluation
     out.print(Text(printable(outcome.prepared.source.name), style="bold"), f"as {outcome.prepared.scheme.name}")
@@ -168,10 +169,10 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
     if evaluation is not None:
         out.print()
         data = evaluation.to_dict()
-        print_compared(out, ("quantized", "before", "difference"), evaluation_table(data).rows)
+        print_figures(out, ("", "quantized", "before", "difference"), evaluation_table(data).rows)
         out.print()
         out.print(Text(verdict(data)))
-    names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
+    names = ", ".join(QUANTIZATION_FILES)
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))
     if METHODS[outcome.prepared.resolved.method].engine == "llm-compressor":
         show_next("vllm", "serve", output_dir)

@@ -56,7 +56,7 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
     from ...trainers.rehearsal.rehearse import rehearse
 
     # Some libraries log to stdout, which is for results only.
-    with progress_on_stderr("", lambda *_: None), redirect_stdout(sys.stderr):
+    with progress_on_stderr("", lambda _: None), redirect_stdout(sys.stderr):
         rehearsal = rehearse(
             plan_dir,
             ranks=options.ranks,

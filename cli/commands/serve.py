@@ -129,14 +129,14 @@ def show_serving(plan: ServingPlan) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.specs.units import gigabytes
-    from ..show import console, terms_table
+    from ..show import console, print_rows, terms_rows
 
     out = console()
     title = printable(plan.model)
     gpus = f"{plan.tensor_parallel_size} GPU(s) of {plan.hardware}" if plan.hardware != "CPU" else "the CPU"
     out.print(Text.assemble((title, "bold"), f"  with vLLM on {gpus}"))
     out.print()
-    out.print(terms_table(plan.memory, "Memory per GPU"))
+    print_rows(out, ("Memory per GPU", "GB"), terms_rows(plan.memory), figures=("GB",))
     out.print()
     out.print(
         f"{plan.token_bytes:,} bytes per token in the {plan.kv_cache_dtype} cache; {plan.blocks:,} blocks of "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from ...trainers.training.settings import TrainSettings
-from ..machines import TrainingMachineOptions
+from ..machines import MachineOptions
 from ..options import TrainingOptions
 from ..settings import FILLED, Options, grouped
 from ..training import launched_command, show_outcome
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 grouped(TrainSettings)
-grouped(TrainingMachineOptions)
+grouped(MachineOptions)
 
 
 @grouped
@@ -36,7 +36,7 @@ def train_command(
     *,
     settings: Annotated[TrainSettings, Options] = FILLED,
     options: Annotated[TrainOptions, Options],
-    machines: Annotated[TrainingMachineOptions, Options] = FILLED,
+    machines: Annotated[MachineOptions, Options] = FILLED,
 ) -> int:
     """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
 
@@ -52,7 +52,7 @@ def train_command(
             request = replace(request, resume=True, or_anew=True)
         return prepare_train(settings, model, request)
 
-    return launched_command(prepare, options, machines, settings, show_training)
+    return launched_command(prepare, options, machines, show_training)
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:

@@ -13,9 +13,9 @@ from pydantic import Field
 from ...ds_configs.plan.plan import plan_to_dict
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import JobSettings
 from ..options import ReportOptions
-from ..plan_settings import JobSettings
-from ..progress import LinesAtTimes, progress_on_stderr
+from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class TuneOptions(ReportOptions):
     trials: int = Field(5, description="Maximum number of layouts to measure")
     steps: int = Field(5, description="Timed steps of each layout, after two others")
     time_limit: float = Field(30.0, description="Time limit of all trials, in minutes")
-    script: Path | None = Field(None, description="Your own script to run; its arguments must contain @plan")
     output_dir: Path | None = Field(
         None, description="Directory for the tuned plan. Default: tuned in the plan's directory"
     )
@@ -39,7 +38,7 @@ class TuneOptions(ReportOptions):
 
 def tune_command(
     subject: str,
-    *arguments: str,
+    *,
     settings: Annotated[JobSettings, Options] = FILLED,
     options: Annotated[TuneOptions, Options] = FILLED,
 ) -> int:
@@ -51,15 +50,10 @@ def tune_command(
     ----------
     subject
         Directory that `plan` wrote, or a model as for `plan`.
-    arguments
-        Arguments of the script; put `--` before arguments that begin with a hyphen.
     """
     from ...trainers.tuning.tune import is_plan, tune
 
     errors = []
-    if arguments and options.script is None:
-        rule, fix = "need a script", "pass --script, or omit them"
-        errors.append(ConfigError(where="arguments", value=" ".join(arguments), rule=rule, fix=fix))
     output_dir = options.output_dir
     if output_dir is None and is_plan(subject):
         output_dir = (Path(subject) if Path(subject).is_dir() else Path(subject).parent) / "tuned"
@@ -68,19 +62,17 @@ def tune_command(
     if errors:
         raise UsageError(errors)
     # Some libraries log to stdout, which is for results only.
-    with progress_on_stderr("", LinesAtTimes()), redirect_stdout(sys.stderr):
+    with progress_on_stderr(""), redirect_stdout(sys.stderr):
         plan = tune(
             subject,
             settings.hardware,
+            settings,
             trials=options.trials,
             steps=options.steps,
             time_limit_minutes=options.time_limit,
-            script=options.script,
-            script_arguments=arguments,
             output_dir=output_dir,
             force=options.force,
             command=command_line(),
-            **settings.words(),
         )
     if options.as_json:
         print(json.dumps(plan_to_dict(plan)))

@@ -141,9 +141,8 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         model = _model(settings, config)
     if errors:
         raise UsageError(errors)
-    loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    words = settings.words(hardware_is_read=True) | loaded
-    plan = select_plan(model, hardware, notify=notes.append, **words)
+    teacher = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
+    plan = select_plan(model, hardware, notify=notes.append, **settings.job_fields() | teacher)
     if settings.tokens is not None:
         notes.append(f"The run: {run_estimate(plan.chosen.time, plan.hardware, tokens=settings.tokens)}.")
     return plan, tuple(notes)

@@ -76,7 +76,11 @@ def tensor_parallel_errors(
         fix = f"use tp = 1 with ZeRO-3 or pp; tp supports {', '.join(sorted(TENSOR_PARALLEL_FAMILIES))}"
         errors.append(ConfigError(where="model_type", value=model.model_type, rule=rule, fix=fix))
     fix = f"use a ZeRO stage up to {LARGEST_ZERO_STAGE}"
-    if layout.engine != "deepspeed" or layout.zero_stage is None:
+    if layout.engine == "fsdp2":
+        # accelerate/accelerator.py:1618 imports `transformers.integrations.tensor_parallel.ReplicateParallel`.
+        rule = "is not supported with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have"
+        errors.append(ConfigError(where=where, value=size, rule=rule, fix=fix))
+    elif layout.engine != "deepspeed" or layout.zero_stage is None:
         errors.append(ConfigError(where=where, value=size, rule="requires DeepSpeed (AutoTP)", fix=fix))
     elif layout.zero_stage > LARGEST_ZERO_STAGE:
         rule = f"requires ZeRO stage 0 to {LARGEST_ZERO_STAGE}, not {layout.zero_stage}"

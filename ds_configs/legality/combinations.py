@@ -185,7 +185,7 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
     (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
-    (_HOST, "sgd rmsprop adagrad", "zero_offload"),
+    (_HOST, f"sgd rmsprop adagrad {_BITSANDBYTES}", "zero_offload"),
     (_PLAIN_TENSORS, _BITSANDBYTES, "fsdp2 fsdp2_offload cp"),
     (_NO_ROUNDING, "qat qat_inputs qat_ranges learned_scales", "tp pp ep"),
     (_STATISTICS, "qat_ranges", "sp cp"),
@@ -397,23 +397,23 @@ def every_cell(rows: Iterable[str] = (*SETTINGS, *TRAINERS)) -> list[Cell]:
     return [cell(row, column) for row in rows for column in COLUMNS]
 
 
-def columns_of(strategy: Layout) -> tuple[str, ...]:
+def columns_of(layout: Layout) -> tuple[str, ...]:
     """Return the columns of a layout; none for one process, with which every setting is compared.
 
     >>> columns_of(Layout(engine="deepspeed", zero_stage=1, tp=2))
     ('zero1', 'tp')
     """
-    offloads = {strategy.offload_optimizer, strategy.offload_param} - {"none"}
+    offloads = {layout.offload_optimizer, layout.offload_param} - {"none"}
     columns = []
-    if strategy.engine == "deepspeed":
+    if layout.engine == "deepspeed":
         # A pipeline without ZeRO uses another 16-bit optimizer than ZeRO-0.
-        columns += [] if strategy.pp > 1 and not strategy.zero_stage else [f"zero{strategy.zero_stage or 0}"]
+        columns += [] if layout.pp > 1 and not layout.zero_stage else [f"zero{layout.zero_stage or 0}"]
         columns += ["zero_offload"] if offloads else []
-    elif strategy.engine == "fsdp2":
+    elif layout.engine == "fsdp2":
         columns += ["fsdp2", "fsdp2_offload"] if offloads else ["fsdp2"]
-    elif strategy.engine == "ddp":
+    elif layout.engine == "ddp":
         columns += ["ddp"]
-    return (*columns, *(axis for axis in AXES if axis in strategy.axes))
+    return (*columns, *(axis for axis in AXES if axis in layout.axes))
 
 
 def rejection(setting: str, columns: Collection[str], reason: str) -> tuple[str, str]:

@@ -410,13 +410,13 @@ def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
     return max(1, ceil(tokens_per_sequence / max(1, model.dimensions.hidden_size)))
 
 
-def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> int:
+def tiled_mlp_elements(layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
     """Return the elements of a layer's MLP on a rank, of which a tiled MLP adds up gradients; 0 without tiles."""
-    tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
-    if not strategy.tiled_mlp or mlp_tiles(model, tokens) < 2:
+    tokens = ceil(job.seq_len_tokens / (layout.sp * layout.cp))
+    if not layout.tiled_mlp or mlp_tiles(model, tokens) < 2:
         return 0
     in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
-    return in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
+    return in_layers // (layout.ep * max(1, model.dimensions.num_layers))
 
 
 def norm_backward_bytes(element: int) -> int:
@@ -1055,19 +1055,19 @@ def outside_without_norm(
     return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
 
 
-def activation_mode(strategy: Layout, job: TrainingJob) -> Mode:
+def activation_mode(layout: Layout, job: TrainingJob) -> Mode:
     """Return the precision mode of an engine: 16-bit weights (DeepSpeed, FSDP2) or autocast (one process, DDP)."""
     if job.precision == "fp32":
         return "fp32"
-    autocasts = strategy.engine in ("single", "ddp") and job.weights_dtype != "bf16"
+    autocasts = layout.engine in ("single", "ddp") and job.weights_dtype != "bf16"
     return "bf16_autocast" if autocasts else "bf16"
 
 
-def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> bool:
+def activations_are_stored(model: ModelSpec, job: TrainingJob, layout: Layout | None = None) -> bool:
     """Return whether coefficients are stored for the precision mode of a layout, or for all modes that a job allows."""
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
-    if strategy is not None:
-        modes = (activation_mode(strategy, job),)
+    if layout is not None:
+        modes = (activation_mode(layout, job),)
     source = cached_activations(model, job)
     try:
         return not any(source(1, mode).source.startswith(BOUND_SOURCE) for mode in modes)

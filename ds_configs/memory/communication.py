@@ -61,16 +61,16 @@ TERMS = (
 
 
 def default_zero_options(
-    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, strategy: Layout | None = None
+    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, layout: Layout | None = None
 ) -> ZeroOptions:
     """Return bucket and threshold sizes for a model; `lean` trades communication overlap for memory.
 
     Stage 3 uses the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
     persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket is never larger than all gradients.
     Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would take 2 GB.
-    With a `strategy`, sizes follow the rank's part of the model instead of the complete model.
+    With a `layout`, sizes follow the rank's part of the model instead of the complete model.
     """
-    trainable = max(1000, rank_parameters(model, job, strategy).trainable)
+    trainable = max(1000, rank_parameters(model, job, layout).trainable)
     hidden = model.dimensions.hidden_size
     if stage < 3:
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
@@ -89,20 +89,18 @@ def default_zero_options(
     )
 
 
-def buffer_terms(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
-    if strategy.engine == "fsdp2":
-        return _fsdp2_units(strategy, model, job, parameters)
-    if strategy.zero_stage == 3:
-        return _stage3_gathers(strategy, model, job, parameters)
-    if strategy.zero_stage in (1, 2):
-        return _stage1_and_2_buckets(strategy, model, job, parameters)
+def buffer_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
+    if layout.engine == "fsdp2":
+        return _fsdp2_units(layout, model, job, parameters)
+    if layout.zero_stage == 3:
+        return _stage3_gathers(layout, model, job, parameters)
+    if layout.zero_stage in (1, 2):
+        return _stage1_and_2_buckets(layout, model, job, parameters)
     return at_moments({})
 
 
 def _stage1_and_2_buckets(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+    layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Reduction buckets of ZeRO-1 and ZeRO-2.
 
@@ -114,17 +112,17 @@ def _stage1_and_2_buckets(
     autograd for that of the embedding.
     """
     width = job.compute_bytes
-    if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
+    if layout.zero.gradient_accumulation_fp32 and layout.offload_optimizer != "none":
         width = 4
-    size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
-    shard = parameters.shard(strategy)
-    buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
-    accumulating = strategy.gradient_accumulation_steps > 1
-    buckets_in_forward = buckets if strategy.zero_stage == 1 and accumulating else {}
-    once = reduces_once(strategy, parameters)
+    size, offload = layout.zero.reduce_bucket_size, layout.offload_optimizer != "none"
+    shard = parameters.shard(layout)
+    buckets = {"reduce_buckets": (2 if layout.zero.overlap_comm else 1) * size * width}
+    accumulating = layout.gradient_accumulation_steps > 1
+    buckets_in_forward = buckets if layout.zero_stage == 1 and accumulating else {}
+    once = reduces_once(layout, parameters)
     # The states of stage 1 include complete gradients, unless they are copied immediately.
-    counted = strategy.zero_stage == 1 and (accumulating or not (offload or once))
-    if strategy.pp > 1:
+    counted = layout.zero_stage == 1 and (accumulating or not (offload or once))
+    if layout.pp > 1:
         # A pipeline reduces after all backward passes, in another bucket (stage_1_and_2.py:958).
         bucket = {"reduce_buckets": size * width}
         return at_moments({}, loss=bucket if accumulating else {}, backward=bucket, embedding_backward=bucket)
@@ -143,7 +141,7 @@ def _stage1_and_2_buckets(
 
     def bucket_copy(*units: int) -> int:
         norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max([max(width, _reduction_bytes(strategy, job)) * min(size, parameters.trainable), *norms])
+        return max([max(width, _reduction_bytes(layout, job)) * min(size, parameters.trainable), *norms])
 
     def in_layer(*units: int) -> Terms:
         return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
@@ -178,13 +176,13 @@ def _stage1_and_2_buckets(
     )
 
 
-def _reduction_bytes(strategy: Layout, job: TrainingJob) -> int:
+def _reduction_bytes(layout: Layout, job: TrainingJob) -> int:
     """Bytes of an element in a reduction, which is in fp32 with sequence parallelism (engine.py:2182)."""
-    return 4 if strategy.sp > 1 else job.compute_bytes
+    return 4 if layout.sp > 1 else job.compute_bytes
 
 
 def _stage3_gathers(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+    layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Gathered and persistent parameters, the gradient bucket, and the copies of a reduction.
 
@@ -193,26 +191,26 @@ def _stage3_gathers(
     the bucket itself is flattened into a copy. Frozen 4-bit weights are gathered packed; `plugins/bitsandbytes` ensures
     that they are released like others.
     """
-    zero, width = strategy.zero, job.compute_bytes
+    zero, width = layout.zero, job.compute_bytes
     stored = engine_parameters(model, job)
     # A single partition on the accelerator is used in place (`_no_gather_coalesced`, partition_parameters.py:904).
-    copies = strategy.shard_size > 1 or strategy.offload_param != "none"
+    copies = layout.shard_size > 1 or layout.offload_param != "none"
     persistent = stored.persistent_parameters(zero.stage3_param_persistence_threshold)
-    reduced = _reduction_bytes(strategy, job)
+    reduced = _reduction_bytes(layout, job)
     always = {"persistent_parameters": copies * width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
     layers = model.dimensions.num_layers
-    recomputed = strategy.recomputed_layers(layers)
+    recomputed = layout.recomputed_layers(layers)
     held = gathered_elements(
         stored, zero, recomputed=("all" if recomputed == layers else "some" if recomputed else "none")
     )
-    viewed = _kept_by_views(strategy, model, job, held=held["forward_end"])
+    viewed = _kept_by_views(layout, model, job, held=held["forward_end"])
     more = {
         moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
         for moment, count in held.items()
     }
     # The gradient of a tied head waits in autograd for that of the embedding.
     tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
-    in_layer = max(model.largest_layer_unit, tiled_mlp_elements(strategy, model, job)) + tied
+    in_layer = max(model.largest_layer_unit, tiled_mlp_elements(layout, model, job)) + tied
     units: dict[Moment, int] = {
         "head_backward": parameters.trainable_tail,
         "after_head": parameters.trainable_tail,
@@ -249,7 +247,7 @@ _BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index(
 """Moments from the last layer's forward pass to the end of its backward pass."""
 
 
-def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
+def _kept_by_views(layout: Layout, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
     """Return the gathered elements that autograd keeps after ZeRO-3 released them, in addition to the `held` ones.
 
     A grouped product of experts uses a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
@@ -260,7 +258,7 @@ def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held
     """
 
     layers = max(1, model.dimensions.num_layers)
-    saved = layers - strategy.recomputed_layers(layers)
+    saved = layers - layout.recomputed_layers(layers)
     viewed = viewed_elements(model, job)
     return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
 
@@ -279,9 +277,7 @@ def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
     return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
 
 
-def _fsdp2_units(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
-) -> dict[Moment, Terms]:
+def _fsdp2_units(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
     """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
 
     The tail unit (final norm and head, with the embedding if tied) stays gathered from the forward pass on. There, the

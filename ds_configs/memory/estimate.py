@@ -34,7 +34,7 @@ from .second_models import second_model_terms
 
 
 def share_moment_terms(
-    strategy: Layout,
+    layout: Layout,
     share: RankShare,
     job: TrainingJob,
     activations: ActivationSource | None = None,
@@ -47,24 +47,24 @@ def share_moment_terms(
     Raises:
         UnknownFamilyError: no coefficients are stored, and there is no `activations`.
     """
-    model, step = share.model, rank_step(strategy, share, job, activations, unmasked=unmasked, gpu=gpu)
+    model, step = share.model, rank_step(layout, share, job, activations, unmasked=unmasked, gpu=gpu)
     activation_parts = activation_terms(step)
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
-    parts = (activation_parts, loss_terms(step), weight_copies(step), second_model_terms(strategy, job))
+    parts = (activation_parts, loss_terms(step), weight_copies(step), second_model_terms(layout, job))
     combined: dict[Moment, Terms] = {}
-    for moment, same in _states_and_buffers(strategy, model, job).items():
+    for moment, same in _states_and_buffers(layout, model, job).items():
         combined[moment] = terms = dict(same)
         for part in parts:
             for name, count in part[moment].items():
                 if count:
                     terms[name] = terms.get(name, 0) + count
-    if not gpu and model.tied_embeddings and job.method == "full" and strategy.engine in ("single", "ddp"):
+    if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
         combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
-    if strategy.zero_stage == 3 and tiled_mlp_elements(strategy, model, job):
+    if layout.zero_stage == 3 and tiled_mlp_elements(layout, model, job):
         layers_count = model.dimensions.num_layers
-        recomputed = strategy.recomputed_layers(layers_count)
+        recomputed = layout.recomputed_layers(layers_count)
         again_in_last: tuple[tuple[Moment, bool], ...] = (
             ("last_layer_backward", recomputed == layers_count),
             ("first_layer_backward", recomputed > 0),
@@ -74,29 +74,29 @@ def share_moment_terms(
     return combined
 
 
-def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     """Model buffers, states and communication buffers, which are the same for many candidates of a search.
 
     Of the batch, they depend only on whether gradients accumulate, and of recomputation only the gathers of ZeRO-3.
     """
     same: dict[str, Any] = {
         "micro_batch_size": 1,
-        "gradient_accumulation_steps": min(2, strategy.gradient_accumulation_steps),
+        "gradient_accumulation_steps": min(2, layout.gradient_accumulation_steps),
     }
     layers = model.dimensions.num_layers
-    if strategy.zero_stage != 3:
+    if layout.zero_stage != 3:
         same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
-    elif not viewed_elements(model, job) and 0 < strategy.recomputed_layers(layers) < layers:
+    elif not viewed_elements(model, job) and 0 < layout.recomputed_layers(layers) < layers:
         same["checkpointed_layers"] = 1
-    return _cached_states_and_buffers(strategy.changed(**same), model, job)
+    return _cached_states_and_buffers(layout.changed(**same), model, job)
 
 
 @lru_cache(maxsize=2048)
-def _cached_states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
-    parameters = share_parameters(model, job, ep=strategy.ep)
-    buffers = buffer_terms(strategy, model, job, parameters)
+def _cached_states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    parameters = share_parameters(model, job, ep=layout.ep)
+    buffers = buffer_terms(layout, model, job, parameters)
     combined: dict[Moment, Terms] = {}
-    for moment, terms in model_state_terms(strategy, model, job, parameters).items():
+    for moment, terms in model_state_terms(layout, model, job, parameters).items():
         combined[moment] = {"model_buffers": model.buffer_bytes} | terms
         for name, count in buffers[moment].items():
             combined[moment][name] = combined[moment].get(name, 0) + count
@@ -320,7 +320,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    strategy: Layout,
+    layout: Layout,
     model: ModelSpec,
     hardware: HardwareSpec,
     job: TrainingJob,
@@ -330,6 +330,35 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory of a layout: `max over phases of (states + buffers + activations)` plus overheads.
 
+    A worked example: Llama-3.1-8B on 8xA100-80GB under ZeRO-3 with gradient checkpointing and default buckets, one
+    sequence of T = 4096 tokens per rank, in bf16 with AdamW. The model has P = 8030261248 parameters, L = 32 layers of
+    width h = 4096, heads of d = 128, and V = 128256 tokens in the vocabulary; N = 8 ranks share its states. The fullest
+    moment is the backward pass of the loss:
+
+    ======================= ============================== ==============
+    term                    bytes                                   value
+    ======================= ============================== ==============
+    weights                 2 * P / N                       2,007,565,312
+    master_weights          4 * P / N                       4,015,130,624
+    gradients               2 * P / N                       2,007,565,312
+    optimizer_states        8 * P / N                       8,030,261,248
+    persistent_parameters   2 * (2 * L + 1) * h                   532,480
+    reduce_bucket           2 * h**2                           33,554,432
+    gathered_parameters     2 * V * h                       1,050,673,152
+    activations             2*L*T*h + T * (8*h + 4*d + 12)  1,210,105,856
+    loss                    12 * T * V + 8                  6,304,038,920
+    model_buffers           4 * d                                     512
+    allocator_fragmentation 0.038 * tensors                   937,058,258
+    runtime_context         0.8e9                             800,000,000
+    communicators           0.4e9                             400,000,000
+    ======================= ============================== ==============
+
+    Persistent parameters are the norms. The output head stays gathered for the backward pass of the loss. Activations
+    are the inputs of the layers, and the final norm with rotary tables and positions; the loss has logits in bf16 and
+    fp32 and gradients of both. Of the sum of 26,796,486,106 bytes, 24,659,427,848 are tensors. The step needs
+    22,117,106,176 bytes of them: the states, and fp32 and flattened gradients of a sub-group (6 * P / N). Eight
+    processes need 24,000,000,000 bytes of host memory.
+
     Raises:
         UsageError: there are fewer layers than pipeline stages.
         UnknownFamilyError: no coefficients are stored, and there is no `activations`.
@@ -337,20 +366,20 @@ def estimate_memory(
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     expandable = expands_segments(job, hardware)
     stages = []
-    for share in rank_shares(strategy, model, job):
-        phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations, gpu=hardware.gpu != "CPU"))
+    for share in rank_shares(layout, model, job):
+        phases = fullest_by_phase(share_moment_terms(layout, share, job, activations, gpu=hardware.gpu != "CPU"))
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         index = None if share.stage is None else share.stage.index
-        stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index, expandable=expandable))
+        stages.append(_with_overheads(layout, hardware, phase, phases, ratios, stage=index, expandable=expandable))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy), activations),
+        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout), activations),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 
 
 def terms_by_phase(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None, gpu: bool = True
+    layout: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None, gpu: bool = True
 ) -> dict[Phase, Terms]:
     """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
 
@@ -359,9 +388,9 @@ def terms_by_phase(
     Raises:
         UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
     """
-    shares = rank_shares(strategy, model, job)
+    shares = rank_shares(layout, model, job)
     share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
-    return fullest_by_phase(share_moment_terms(strategy, share, job, gpu=gpu))
+    return fullest_by_phase(share_moment_terms(layout, share, job, gpu=gpu))
 
 
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
@@ -371,7 +400,7 @@ def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
 
 
 def _with_overheads(
-    strategy: Layout,
+    layout: Layout,
     hardware: HardwareSpec,
     phase: Phase,
     phases: dict[Phase, Terms],
@@ -382,10 +411,10 @@ def _with_overheads(
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
     # DeepSpeed makes a communicator for one rank too.
-    communicators = int(strategy.world_size > 1 or strategy.engine == "deepspeed")
-    communicators += strategy.dp_replicate > 1 and strategy.dp_shard > 1
-    communicators += strategy.zero.hpz_partition_size > 1
-    communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
+    communicators = int(layout.world_size > 1 or layout.engine == "deepspeed")
+    communicators += layout.dp_replicate > 1 and layout.dp_shard > 1
+    communicators += layout.zero.hpz_partition_size > 1
+    communicators += sum(getattr(layout, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
 
     published = RESERVED_OVER_PREDICTED
     if expandable:
@@ -415,41 +444,41 @@ def _with_overheads(
     )
 
 
-def cpu_rank_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Phase, Terms]:
+def cpu_rank_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Phase, Terms]:
     """Return the named tensor bytes of each phase on one CPU rank, including what a GPU rank would offload.
 
     Raises:
         UnknownFamilyError: no stored coefficients.
     """
     return max(
-        (phases for _, phases in cpu_share_terms(strategy, model, job)),
+        (phases for _, phases in cpu_share_terms(layout, model, job)),
         key=lambda phases: max(sum(terms.values()) for name, terms in phases.items() if name != "init"),
     )
 
 
-def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> list[tuple[RankShare, dict[Phase, Terms]]]:
+def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[tuple[RankShare, dict[Phase, Terms]]]:
     """Return the shares that can be on the fullest CPU rank, each with its named bytes by phase."""
     by_share = []
-    for share in rank_shares(strategy, model, job):
-        device = share_moment_terms(strategy, share, job, unmasked="fused", gpu=False)
-        parameters = share_parameters(share.model, job, ep=strategy.ep)
-        offloaded = offload_terms(strategy, share.model, job, parameters)
+    for share in rank_shares(layout, model, job):
+        device = share_moment_terms(layout, share, job, unmasked="fused", gpu=False)
+        parameters = share_parameters(share.model, job, ep=layout.ep)
+        offloaded = offload_terms(layout, share.model, job, parameters)
         offloaded.pop("pinned_rounding", None)
         host = at_moments(offloaded)
-        if strategy.engine == "fsdp2" and offloaded:
+        if layout.engine == "fsdp2" and offloaded:
             # FSDP2 allocates gradient shards on the host one by one; DeepSpeed allocates all of them ahead.
             gradients = offloaded.pop("offloaded_gradients")
-            growing = growing_gradients(strategy, parameters, gradients)
+            growing = growing_gradients(layout, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
         phases = fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
         layers = share.model.dimensions.num_layers
-        if count := strategy.offloaded_layers(layers):
+        if count := layout.offloaded_layers(layers):
             traced = cached_activations(share.model, job, unmasked="fused")(
-                strategy.micro_batch_size, activation_mode(strategy, job)
+                layout.micro_batch_size, activation_mode(layout, job)
             )
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
-            size = checkpoint_bytes(strategy, traced)
+            size = checkpoint_bytes(layout, traced)
             waiting: dict[Phase, int] = {"loss": count, "backward": min(count, layers - 1)}
             for phase, inputs in waiting.items():
                 phases[phase] = phases[phase] | {"offloaded_checkpoints": inputs * size}

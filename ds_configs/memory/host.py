@@ -46,7 +46,7 @@ class HostMemory:
 
 
 def estimate_host_memory(
-    strategy: Layout,
+    layout: Layout,
     model: ModelSpec,
     hardware: HardwareSpec,
     job: TrainingJob,
@@ -56,19 +56,17 @@ def estimate_host_memory(
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
     # ZenFlow and SuperOffload step in a process of their own for each rank.
-    per_rank = 1 if strategy.offload_variant == "none" else 2
+    per_rank = 1 if layout.offload_variant == "none" else 2
     processes: Terms = {"processes": per_rank * ranks * PROCESS_BYTES}
-    loading = loading_terms(strategy, model, hardware, job, parameters)
+    loading = loading_terms(layout, model, hardware, job, parameters)
     training = processes | {
-        name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
+        name: ranks * count for name, count in offload_terms(layout, model, job, parameters).items()
     }
     for second in job.second_models:
-        training |= second_model_host_terms(second, strategy, job, ranks)
-    if count := strategy.offloaded_layers(model.dimensions.num_layers):
-        traced = (activations or cached_activations(model, job))(
-            strategy.micro_batch_size, activation_mode(strategy, job)
-        )
-        size = checkpoint_bytes(strategy, traced)
+        training |= second_model_host_terms(second, layout, job, ranks)
+    if count := layout.offloaded_layers(model.dimensions.num_layers):
+        traced = (activations or cached_activations(model, job))(layout.micro_batch_size, activation_mode(layout, job))
+        size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)
         training["pinned_rounding"] = training.get("pinned_rounding", 0) + rounding
@@ -77,12 +75,12 @@ def estimate_host_memory(
         peak_bytes_per_node=sum(terms.values()),
         capacity_bytes_per_node=hardware.host_bytes_per_node,
         terms={name: count for name, count in terms.items() if count},
-        nvme_bytes_per_node=ranks * nvme_bytes(strategy, model, job, parameters),
+        nvme_bytes_per_node=ranks * nvme_bytes(layout, model, job, parameters),
     )
 
 
 def loading_terms(
-    strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
+    layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
 ) -> Terms:
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
@@ -90,39 +88,39 @@ def loading_terms(
         # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
         # (core_model_loading.py:1623). Every rank quantizes what an engine shards in host memory
         # (plugins/bitsandbytes.py, `on_host`).
-        shards = strategy.engine == "fsdp2" or strategy.zero_stage == 3
+        shards = layout.engine == "fsdp2" or layout.zero_stage == 3
         loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
-    elif strategy.zero_stage == 3:
+    elif layout.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
         # experts that are fused during loading, which the first rank materializes (first_rank_loading.py).
         loaded = width * model.parameter_count if model.weight_conversion else 0
-    elif strategy.pp > 1:
+    elif layout.pp > 1:
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
-        largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
-        loaded = ranks * width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
-    elif strategy.engine == "fsdp2" and job.precision == "fp8":
+        largest = max(share.model.parameter_count for share in rank_shares(layout, model, job))
+        loaded = ranks * width * (largest + (model.layer_parameter_count if layout.tp > 1 else 0))
+    elif layout.engine == "fsdp2" and job.precision == "fp8":
         # torchao's layers are made before FSDP2 shards them, so that every rank reads all weights.
         loaded = ranks * 4 * model.parameter_count
-    elif strategy.engine == "fsdp2":
+    elif layout.engine == "fsdp2":
         # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
         # (plugins/transformers/first_rank_loading.py).
         converted = 4 * model.largest_parameter if job.method == "full" and width < 4 else 0
         loaded = width * model.parameter_count + converted
     else:
-        fp32_weights = job.method == "full" and strategy.engine != "deepspeed"
+        fp32_weights = job.method == "full" and layout.engine != "deepspeed"
         loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
-    loaded += sum(second_model_loading_bytes(second, strategy, job, ranks) for second in job.second_models)
+    loaded += sum(second_model_loading_bytes(second, layout, job, ranks) for second in job.second_models)
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
 
 
-def stock_loading_bytes(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:
+def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:
     """Return the host memory of one node while FSDP2 or ZeRO-3 loads without Shardwright's patches.
 
     Every rank holds the complete model, which Accelerate 1.15.0 converts to fp32 before FSDP2 shards it
     (accelerate/utils/fsdp_utils.py:813). Under ZeRO-3 every rank fuses experts before Transformers 5.24.0.
     """
-    fuses = strategy.zero_stage == 3 and model.weight_conversion
-    if job.method == "qlora" or not (fuses or strategy.engine == "fsdp2"):
+    fuses = layout.zero_stage == 3 and model.weight_conversion
+    if job.method == "qlora" or not (fuses or layout.engine == "fsdp2"):
         return 0
-    width = 4 if job.method == "full" and strategy.engine == "fsdp2" else job.compute_bytes
+    width = 4 if job.method == "full" and layout.engine == "fsdp2" else job.compute_bytes
     return hardware.gpus_per_node * (PROCESS_BYTES + width * model.parameter_count)

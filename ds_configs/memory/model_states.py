@@ -134,7 +134,7 @@ _REDUCED_AT_ONCE = 500_000_000
 """Gradient elements that a pipeline flattens into one copy per reduction (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
 
-def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
+def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
     """Return the bytes of optimizer states for all trainable elements, before sharding.
 
     ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py), and which
@@ -143,18 +143,18 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
     of factors; every rank keeps all columns.
     """
     optimizer = OPTIMIZERS[job.optimizer]
-    flat = bool(strategy.zero_stage)
+    flat = bool(layout.zero_stage)
     # States have the type of the tensors that the optimizer steps, which ZeRO keeps in fp32.
     scale = 1.0 if flat or optimizer.fp32_states else job.trained_weight_bytes / 4
     per_element = scale * (optimizer.state_bytes_per_parameter + added_state_bytes(job.optimizer, job.optim_args))
     if optimizer.factored:
         if flat or job.method != "full":
             return 4 * trainable
-        copies = strategy.shard_size if strategy.engine == "fsdp2" else 1
+        copies = layout.shard_size if layout.engine == "fsdp2" else 1
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
-    if optimizer.package == "torchao" and flat and _matrix_partition(strategy, model) % QUANTIZED_BLOCK:
+    if optimizer.package == "torchao" and flat and _matrix_partition(layout, model) % QUANTIZED_BLOCK:
         per_element = 8
     if optimizer.compensated and job.trained_weight_bytes == 2:
         per_element += 2
@@ -173,10 +173,10 @@ def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
 
 
-def _matrix_partition(strategy: Layout, model: ModelSpec) -> int:
+def _matrix_partition(layout: Layout, model: ModelSpec) -> int:
     """Return the elements of matrices in a ZeRO partition with its padding (`nccl_start_alignment_factor` 2)."""
-    ranks = strategy.shard_size
-    if strategy.zero_stage == 3:
+    ranks = layout.shard_size
+    if layout.zero_stage == 3:
         return sum(-(-p.numel // ranks) * p.count for p in model.parameters if len(p.shape) > 1)
     matrices = sum(parameter.total for parameter in model.parameters if len(parameter.shape) > 1)
     return 2 * -(-matrices // (2 * ranks))
@@ -221,19 +221,19 @@ def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: Tr
 
 
 def model_state_terms(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+    layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment."""
-    states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
+    states = optimizer_state_bytes(layout, model, job, parameters.trainable)
     optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
-    if strategy.engine in ("single", "ddp"):
+    if layout.engine in ("single", "ddp"):
         # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
         trainable = parameters.trainable
         rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
         transient = _step_transient(job, parameters, trainable, ranks=1)
         # It is added to the gradient of the tied head, or to that of earlier micro-batches.
-        tied, accumulates = model.tied_embeddings, strategy.gradient_accumulation_steps > 1
+        tied, accumulates = model.tied_embeddings, layout.gradient_accumulation_steps > 1
         adds = job.method == "full" and (tied or accumulates)
         added: Terms = {"module_gradients": width * model.embedding_parameters} if adds else {}
         if optimizer.layerwise:
@@ -242,31 +242,29 @@ def model_state_terms(
             moments = [moment for moment, phase in PHASES.items() if phase == "backward"]
             updating = dict.fromkeys(moments, largest | {"optimizer_transient": transient})
             return at_moments(rest, **updating | {"embedding_backward": largest | added})
-        if strategy.engine == "ddp":
+        if layout.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}
-        growing = growing_gradients(strategy, parameters, width * trainable)
+        growing = growing_gradients(layout, parameters, width * trainable)
         growing["embedding_backward"] = growing.get("embedding_backward", {}) | added
         if tied and accumulates:
             # That of the head waits for it, beside the sum of earlier micro-batches.
             growing["backward"] |= added
         return at_moments(rest, **growing, step=step)
-    if strategy.engine == "fsdp2":
+    if layout.engine == "fsdp2":
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
-        ranks = strategy.shard_size
+        ranks = layout.shard_size
         shard = -(-parameters.trainable // ranks)
         init = _loaded_unit(model, job)
-        if strategy.offload_param != "none":
+        if layout.offload_param != "none":
             return at_moments({"weights": parameters.scale_bytes}, init=init)
-        weights = width * shard + parameters.frozen_shard_bytes(strategy)
+        weights = width * shard + parameters.frozen_shard_bytes(layout)
         rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
         step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
-        return at_moments(rest, init=init, **growing_gradients(strategy, parameters, width * shard), step=step)
-    if strategy.zero_stage == 0 and strategy.pp > 1:
-        return _pipeline_stage0(
-            strategy, job, parameters, states, _step_transient(job, parameters, parameters.trainable)
-        )
-    if strategy.zero_stage == 0:
+        return at_moments(rest, init=init, **growing_gradients(layout, parameters, width * shard), step=step)
+    if layout.zero_stage == 0 and layout.pp > 1:
+        return _pipeline_stage0(layout, job, parameters, states, _step_transient(job, parameters, parameters.trainable))
+    if layout.zero_stage == 0:
         trainable, width = parameters.trainable, job.compute_bytes
         rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
         gradients = {"gradients": width * trainable}
@@ -275,13 +273,13 @@ def model_state_terms(
             rest["master_weights"] = 4 * trainable
             step["fp32_gradients"] = 4 * trainable
         return at_moments(rest, loss=gradients, backward=gradients, step=step)
-    if strategy.zero_stage == 3:
-        return _stage3(strategy, model, job, parameters, states)
-    return _stage1_and_2(strategy, model, job, parameters, states)
+    if layout.zero_stage == 3:
+        return _stage3(layout, model, job, parameters, states)
+    return _stage1_and_2(layout, model, job, parameters, states)
 
 
 def _stage1_and_2(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+    layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
     """States of ZeRO-1 and ZeRO-2.
 
@@ -290,39 +288,39 @@ def _stage1_and_2(
     flat copy becomes the fp32 one, or exists while that is made.
     """
     trainable, width = parameters.trainable, job.compute_bytes
-    shard = parameters.shard(strategy)
+    shard = parameters.shard(layout)
     # Elements of the tensors that overlap the fullest partition, and of those that overlap the last one.
     fullest = last = shard
     if job.method == "full":
-        by_rank = whole_tensors_of_partitions(model, strategy.shard_size, strategy.ep)
+        by_rank = whole_tensors_of_partitions(model, layout.shard_size, layout.ep)
         fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
-    fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
+    fp32_accumulation = layout.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
-    if strategy.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
-        if strategy.offload_variant == "zenflow":
+        if layout.offload_variant == "zenflow":
             # Every rank has two moments of the selected columns of all weights, their gradients, and at the end of a
             # step a copy of their weights (ops/adam/zenflow_torch_adam.py).
             selected = round(ZENFLOW_TOPK_RATIO * trainable)
             rest |= {"optimizer_states": 2 * width * selected, "selected_columns": 2 * width * selected}
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
-        if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1:
+        if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:
             # They are on the host when the step begins.
-            return at_moments(rest, **growing_gradients(strategy, parameters, full))
+            return at_moments(rest, **growing_gradients(layout, parameters, full))
         return at_moments(rest)
-    rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, strategy)}
-    group = parameters.largest_group_shard(strategy)
+    rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, layout)}
+    group = parameters.largest_group_shard(layout)
     foreach = {"optimizer_transient": _step_transient(job, parameters, group)}
-    if fp32_accumulation and strategy.zero_stage == 1:
+    if fp32_accumulation and layout.zero_stage == 1:
         rest["gradients"] = 4 * trainable
         return at_moments(rest, backward={"gradients": full}, step=foreach)
     if fp32_accumulation:
         # The buffer of the partition is already flat.
         gradients = {"gradients": 4 * shard}
-        growing = _partition_gradients(strategy, parameters, 4 * shard, 0)
+        growing = _partition_gradients(layout, parameters, 4 * shard, 0)
         return at_moments(rest, **growing, step=gradients | foreach)
     flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
@@ -330,49 +328,47 @@ def _stage1_and_2(
     if OPTIMIZERS[job.optimizer].matrix_states:
         # Momentum of the matrices that overlap the partition, a copy that the step fills (stage_1_and_2.py:2831, 3000),
         # and their updates, in the type of the gradients.
-        matrices, others = _overlapping_by_muon(model, strategy.shard_size)
-        adamw = 8 * -(-(trainable - muon_elements(model)) // strategy.shard_size)
+        matrices, others = _overlapping_by_muon(model, layout.shard_size)
+        adamw = 8 * -(-(trainable - muon_elements(model)) // layout.shard_size)
         rest["optimizer_states"] = adamw + 2 * width * matrices
         flattening["gradients"] = width * (2 * matrices + others)
     norm = {"gradients": width * fullest, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
     update = {"fp32_gradients": 4 * group} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
-    if strategy.zero_stage == 1:
-        growing = _stage1_gradients(strategy, parameters, full, width * fullest, width * last)
+    if layout.zero_stage == 1:
+        growing = _stage1_gradients(layout, parameters, full, width * fullest, width * last)
     else:
-        growing = _partition_gradients(strategy, parameters, width * fullest, width * last)
+        growing = _partition_gradients(layout, parameters, width * fullest, width * last)
     return at_moments(rest, **growing, step=step)
 
 
-def reduces_once(strategy: Layout, parameters: RankParameters) -> bool:
+def reduces_once(layout: Layout, parameters: RankParameters) -> bool:
     """Return whether a bucket holds all gradients, as views (stage_1_and_2.py:1459), and is reduced after the last."""
-    in_hooks = strategy.zero_stage == 2 or strategy.zero.overlap_comm
-    return in_hooks and strategy.pp == 1 and parameters.trainable <= strategy.zero.reduce_bucket_size
+    in_hooks = layout.zero_stage == 2 or layout.zero.overlap_comm
+    return in_hooks and layout.pp == 1 and parameters.trainable <= layout.zero.reduce_bucket_size
 
 
 def _stage1_gradients(
-    strategy: Layout, parameters: RankParameters, full: int, whole_bytes: int, last_bytes: int
+    layout: Layout, parameters: RankParameters, full: int, whole_bytes: int, last_bytes: int
 ) -> dict[str, Terms]:
     """Stage 1 keeps complete gradients and copies those of its partition into a buffer as they are reduced.
 
     The buffer is allocated when the first gradient of the partition is reduced; those of the last rank come first. A
     copied gradient is freed.
     """
-    gradients = growing_gradients(strategy, parameters, full)
-    if strategy.pp > 1:
+    gradients = growing_gradients(layout, parameters, full)
+    if layout.pp > 1:
         # A pipeline reduces after all backward passes; `embedding_backward` is the last of these moments.
         reduced = full + whole_bytes - gradients.get("backward", {}).get("gradients", 0)
         return gradients | {"embedding_backward": {"gradients": reduced}}
-    if strategy.gradient_accumulation_steps > 1 and strategy.shard_size == strategy.ep:
+    if layout.gradient_accumulation_steps > 1 and layout.shard_size == layout.ep:
         # With a single partition (of the experts, if there are more), gradients are freed as they are reduced, those of
         # the head before the layers' backward passes.
         tail = parameters.trainable_tail * full // max(1, parameters.trainable)
         return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
-    if strategy.gradient_accumulation_steps > 1:
-        return gradients | {
-            "backward": {"gradients": full + (0 if reduces_once(strategy, parameters) else whole_bytes)}
-        }
-    if reduces_once(strategy, parameters):
+    if layout.gradient_accumulation_steps > 1:
+        return gradients | {"backward": {"gradients": full + (0 if reduces_once(layout, parameters) else whole_bytes)}}
+    if reduces_once(layout, parameters):
         return {}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
         gradients[moment] = {"gradients": max(gradients[moment]["gradients"], last_bytes)}
@@ -380,7 +376,7 @@ def _stage1_gradients(
 
 
 def _partition_gradients(
-    strategy: Layout, parameters: RankParameters, whole_bytes: int, last_bytes: int
+    layout: Layout, parameters: RankParameters, whole_bytes: int, last_bytes: int
 ) -> dict[str, Terms]:
     """Gradients of a stage-2 partition from its first reduction on, which follows the head's backward pass.
 
@@ -388,12 +384,12 @@ def _partition_gradients(
     the first gradient of the partition arrives; those of the last rank come first.
     """
     gradients = {"gradients": whole_bytes}
-    if reduces_once(strategy, parameters):
-        if strategy.gradient_accumulation_steps > 1:
+    if reduces_once(layout, parameters):
+        if layout.gradient_accumulation_steps > 1:
             return {"loss": gradients, "backward": gradients}
         # A flat fp32 buffer exists during the reduction; others are allocated after its copy is freed.
         return {} if last_bytes else {"embedding_backward": gradients}
-    if strategy.gradient_accumulation_steps > 1:
+    if layout.gradient_accumulation_steps > 1:
         early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
         late = {"gradients": whole_bytes if last_bytes else 0}
         return {
@@ -407,33 +403,33 @@ def _partition_gradients(
 
 
 def _stage3(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+    layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
     trainable, width = parameters.trainable, job.compute_bytes
-    shard = parameters.shard(strategy)
-    weights = width * shard + parameters.frozen_shard_bytes(strategy)
-    rest = {"weights": weights if strategy.offload_param == "none" else parameters.scale_bytes}
-    if strategy.zero.hpz_partition_size > 1:
-        secondary = (width * trainable + parameters.frozen_bytes) // strategy.zero.hpz_partition_size
+    shard = parameters.shard(layout)
+    weights = width * shard + parameters.frozen_shard_bytes(layout)
+    rest = {"weights": weights if layout.offload_param == "none" else parameters.scale_bytes}
+    if layout.zero.hpz_partition_size > 1:
+        secondary = (width * trainable + parameters.frozen_bytes) // layout.zero.hpz_partition_size
         rest["secondary_weights"] = secondary
     init = _loaded_unit(model, job)
-    if strategy.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":
         return at_moments(rest, init=init)
-    sub_group = min(shard, strategy.zero.sub_group_size)
-    if sub_group < shard and job.method == "full" and strategy.ep == 1:
-        sub_group = min(shard, _fullest_sub_group(model, strategy.shard_size, strategy.zero.sub_group_size))
-    accumulation = 4 if strategy.zero.gradient_accumulation_fp32 else width
+    sub_group = min(shard, layout.zero.sub_group_size)
+    if sub_group < shard and job.method == "full" and layout.ep == 1:
+        sub_group = min(shard, _fullest_sub_group(model, layout.shard_size, layout.zero.sub_group_size))
+    accumulation = 4 if layout.zero.gradient_accumulation_fp32 else width
     rest |= {
         "master_weights": 4 * shard,
         "gradients": accumulation * shard,
-        "optimizer_states": parameters.state_shard(states, strategy),
+        "optimizer_states": parameters.state_shard(states, layout),
     }
     if OPTIMIZERS[job.optimizer].matrix_states:
         # The momentum of a bucket's matrices, local and gathered, which stays allocated (stage3.py:1697).
-        bucket = min(strategy.zero.reduce_bucket_size, muon_elements(model))
-        rest["optimizer_states"] += width * (bucket + -(-bucket // strategy.shard_size))
+        bucket = min(layout.zero.reduce_bucket_size, muon_elements(model))
+        rest["optimizer_states"] += width * (bucket + -(-bucket // layout.shard_size))
     transient = _step_transient(job, parameters, sub_group)
-    if width == 2 and not strategy.zero.gradient_accumulation_fp32:
+    if width == 2 and not layout.zero.gradient_accumulation_fp32:
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
@@ -469,7 +465,7 @@ def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int,
 
 
 def _pipeline_stage0(
-    strategy: Layout, job: TrainingJob, parameters: RankParameters, states: int, transient: int
+    layout: Layout, job: TrainingJob, parameters: RankParameters, states: int, transient: int
 ) -> dict[Moment, Terms]:
     """Return the named bytes of a pipeline stage without ZeRO, as measured with DeepSpeed 0.19.8 on 2 and 4 ranks.
 
@@ -479,7 +475,7 @@ def _pipeline_stage0(
     """
     width, trainable = job.compute_bytes, parameters.trainable
     full, copy = width * trainable, width * min(trainable, _REDUCED_AT_ONCE)
-    gradients = growing_gradients(strategy, parameters, full)
+    gradients = growing_gradients(layout, parameters, full)
     reduced = full - gradients.get("backward", {}).get("gradients", 0)
     gradients["embedding_backward"] = {"gradients": reduced, "reduce_copy": copy}
     rest = {"weights": full + parameters.frozen_bytes}
@@ -488,10 +484,10 @@ def _pipeline_stage0(
         # The norm over all stages squares one gradient after the other.
         step = {"gradients": full, "optimizer_transient": max(transient, 4 * parameters.largest_trainable)}
         return at_moments(rest, **gradients, step=step)
-    shard = parameters.shard(strategy)
+    shard = parameters.shard(layout)
     rest |= {
         "master_weights": 4 * shard,
-        "optimizer_states": parameters.state_shard(states, strategy),
+        "optimizer_states": parameters.state_shard(states, layout),
         "flat_gradients": full,
     }
     step = {

@@ -45,26 +45,26 @@ TERMS = (
 )
 
 
-def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
+def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
     """Return host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes per trainable element)."""
-    if strategy.offload_optimizer == "none":
+    if layout.offload_optimizer == "none":
         return {}
     width = job.compute_bytes
-    shard = parameters.shard(strategy)
-    states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
-    frozen = parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
-    if strategy.engine == "fsdp2":
+    shard = parameters.shard(layout)
+    states = parameters.state_shard(optimizer_state_bytes(layout, model, job, parameters.trainable), layout)
+    frozen = parameters.frozen_shard_bytes(layout) - parameters.scale_bytes
+    if layout.engine == "fsdp2":
         return {
             "offloaded_parameters": 4 * shard + frozen,
             "offloaded_gradients": 4 * shard,
             "offloaded_optimizer_states": states,
         }
-    if strategy.zero_stage == 3:
-        zero = strategy.zero
+    if layout.zero_stage == 3:
+        zero = layout.zero
         accumulation = 4 if zero.gradient_accumulation_fp32 else width
         pinned = [accumulation * shard]
         terms: Terms = {"offloaded_gradients": accumulation * shard}
-        if strategy.offload_optimizer == "cpu":
+        if layout.offload_optimizer == "cpu":
             # fp32 gradients are pinned per sub-group (stage3.py:1338).
             sub_group = min(shard, zero.sub_group_size)
             pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
@@ -74,20 +74,20 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
             pinned.append(swap)
             terms["nvme_optimizer_buffers"] = swap
-        if strategy.offload_param == "cpu":
+        if layout.offload_param == "cpu":
             pinned.append(width * shard)
             terms["offloaded_parameters"] = width * shard + frozen
-        elif strategy.offload_param == "nvme":
+        elif layout.offload_param == "nvme":
             swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
             pinned.append(swap)
             terms["nvme_parameter_buffers"] = swap
-        if strategy.offload_variant == "superoffload":
+        if layout.offload_variant == "superoffload":
             # The optimizer's process copies the gradients of a sub-group (superoffload_utils.py:39).
             pinned.append(4 * min(shard, zero.sub_group_size))
             terms["offloaded_gradients"] += pinned[-1]
         terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
         return terms
-    if strategy.offload_variant == "zenflow":
+    if layout.offload_variant == "zenflow":
         # The optimizer's process has a stale copy of the weights and, like the gradients, two of each moment.
         pinned = [4 * shard, 4 * shard, width * shard]
         return {
@@ -97,7 +97,7 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
         }
     pinned = [4 * shard, 4 * shard, width * shard]
-    if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
+    if layout.gradient_accumulation_steps > 1 and layout.zero_stage == 2:
         pinned.append(width * shard)
     return {
         "offloaded_master_weights": 4 * shard,
@@ -107,14 +107,14 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
     }
 
 
-def nvme_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> int:
+def nvme_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> int:
     """Return the swap files of one rank: master weights, states and gradients, and with parameter offload weights."""
-    shard, count = parameters.shard(strategy), 0
-    if strategy.offload_optimizer == "nvme":
-        states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
-        count += 4 * shard + parameters.state_shard(states, strategy) + 4 * shard
-    if strategy.offload_param == "nvme":
-        count += job.compute_bytes * shard + parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
+    shard, count = parameters.shard(layout), 0
+    if layout.offload_optimizer == "nvme":
+        states = optimizer_state_bytes(layout, model, job, parameters.trainable)
+        count += 4 * shard + parameters.state_shard(states, layout) + 4 * shard
+    if layout.offload_param == "nvme":
+        count += job.compute_bytes * shard + parameters.frozen_shard_bytes(layout) - parameters.scale_bytes
     return count
 
 
@@ -138,19 +138,19 @@ HOST_ADAM_BYTES = 30
 
 
 def offloaded_step_seconds(
-    strategy: Layout, hardware: HardwareSpec, job: TrainingJob, *, parameters: float, host_link_bytes_per_s: float
+    layout: Layout, hardware: HardwareSpec, job: TrainingJob, *, parameters: float, host_link_bytes_per_s: float
 ) -> dict[str, float]:
     """Return the seconds of an offloaded optimizer step for `parameters` per rank, by term.
 
     Gradients are copied during the backward pass, updated weights after the step.
     """
-    ranks = min(strategy.world_size, hardware.gpus_per_node)
+    ranks = min(layout.world_size, hardware.gpus_per_node)
     rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks)
     terms = {
         "host_optimizer": parameters * HOST_ADAM_BYTES / rate,
         "host_copies": 2 * parameters * job.compute_bytes / host_link_bytes_per_s,
     }
-    if strategy.offload_optimizer == "nvme":
+    if layout.offload_optimizer == "nvme":
         # fp32 weights, moments and gradients are read and written.
         moments = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
         terms["nvme"] = 2 * parameters * (8 + moments) / (NVME_BYTES_PER_S / ranks)
@@ -158,13 +158,13 @@ def offloaded_step_seconds(
 
 
 def parameter_copy_seconds(
-    strategy: Layout, hardware: HardwareSpec, *, size_bytes: float, host_link_bytes_per_s: float
+    layout: Layout, hardware: HardwareSpec, *, size_bytes: float, host_link_bytes_per_s: float
 ) -> float:
     """Return the seconds in which a rank copies its offloaded parameters, including frozen ones, for one pass."""
-    if strategy.offload_param == "none":
+    if layout.offload_param == "none":
         return 0.0
     seconds = size_bytes / host_link_bytes_per_s
-    if strategy.offload_param == "nvme":
-        ranks = min(strategy.world_size, hardware.gpus_per_node)
+    if layout.offload_param == "nvme":
+        ranks = min(layout.world_size, hardware.gpus_per_node)
         seconds = max(seconds, size_bytes / (NVME_BYTES_PER_S / ranks))
     return seconds

@@ -227,7 +227,7 @@ class RankStep:
         return self.layout.micro_batch_size * self.job.seq_len_tokens
 
 
-def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
+def rank_shares(layout: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
     """Return the shares that can be the fullest; a single one without a pipeline.
 
     A middle stage with no more layers than an earlier middle stage is omitted, because it has fewer micro-batches in
@@ -236,7 +236,7 @@ def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[R
     Raises:
         UsageError: there are fewer layers than stages.
     """
-    return _rank_shares(model, job, strategy.tp, strategy.ep, strategy.pp, strategy.gradient_accumulation_steps)
+    return _rank_shares(model, job, layout.tp, layout.ep, layout.pp, layout.gradient_accumulation_steps)
 
 
 @lru_cache(maxsize=1024)
@@ -365,26 +365,26 @@ class RankParameters:
     trainable_experts: int = 0
     """Trainable elements of experts, held by `1 / ep` of the data-parallel ranks; 0 without expert parallelism."""
 
-    def shard(self, strategy: Layout) -> int:
+    def shard(self, layout: Layout) -> int:
         """Trainable elements whose states a rank keeps; experts are sharded over the ranks that hold the same ones."""
-        ranks = strategy.shard_size
+        ranks = layout.shard_size
         dense = self.trainable - self.trainable_experts
-        return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
+        return -(-dense // ranks) + -(-self.trainable_experts * layout.ep // ranks)
 
-    def frozen_shard_bytes(self, strategy: Layout) -> int:
+    def frozen_shard_bytes(self, layout: Layout) -> int:
         """Bytes of frozen elements that a rank keeps if the engine shards parameters."""
-        return -(-(self.frozen_bytes - self.scale_bytes) // strategy.shard_size) + self.scale_bytes
+        return -(-(self.frozen_bytes - self.scale_bytes) // layout.shard_size) + self.scale_bytes
 
-    def largest_group_shard(self, strategy: Layout) -> int:
+    def largest_group_shard(self, layout: Layout) -> int:
         """Trainable elements of the shard's largest parameter group; experts are a separate group."""
-        experts = -(-self.trainable_experts * strategy.ep // strategy.shard_size)
-        return max(experts, self.shard(strategy) - experts)
+        experts = -(-self.trainable_experts * layout.ep // layout.shard_size)
+        return max(experts, self.shard(layout) - experts)
 
-    def state_shard(self, states: int, strategy: Layout) -> int:
+    def state_shard(self, states: int, layout: Layout) -> int:
         """Bytes that one rank keeps of `states`, the optimizer states of all trainable elements."""
         if not self.trainable_experts:
-            return -(-states // strategy.shard_size)
-        return -(-states * self.shard(strategy) // self.trainable)
+            return -(-states // layout.shard_size)
+        return -(-states * self.shard(layout) // self.trainable)
 
     def gradients_so_far(self, moment: Moment) -> int:
         """Trainable elements whose gradients exist at a moment of the backward pass."""
@@ -400,12 +400,12 @@ class RankParameters:
         return done.get(moment, self.trainable)
 
 
-def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> RankParameters:
-    """Return the trainable and frozen parameters of the complete model, or of a strategy's fullest rank before ZeRO."""
-    if strategy is None:
+def rank_parameters(model: ModelSpec, job: TrainingJob, layout: Layout | None = None) -> RankParameters:
+    """Return the trainable and frozen parameters of the complete model, or of a layout's fullest rank before ZeRO."""
+    if layout is None:
         return share_parameters(model, job)
-    shares = rank_shares(strategy, model, job)
-    return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
+    shares = rank_shares(layout, model, job)
+    return max((share_parameters(share.model, job, ep=layout.ep) for share in shares), key=lambda p: p.trainable)
 
 
 @lru_cache(maxsize=4096)
@@ -469,12 +469,12 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
     return replace(model, parameters=tuple(merged))
 
 
-def growing_gradients(strategy: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
+def growing_gradients(layout: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
     """Return the gradient bytes at the moments at which they grow to `whole_bytes`.
 
     With accumulation, all gradients exist from the second micro-batch on, including its forward pass.
     """
-    if strategy.gradient_accumulation_steps > 1:
+    if layout.gradient_accumulation_steps > 1:
         return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}
     trainable = max(1, parameters.trainable)
     return {

@@ -78,7 +78,7 @@ def slurm_script(
     command: NodeCommand,
     hardware: HardwareSpec,
     *,
-    behind: Sequence[str] | None = None,
+    behind: Sequence[str],
     header: str = "",
     name: str = "shardwright",
     settings: Sequence[str] = (),
@@ -90,7 +90,7 @@ def slurm_script(
         command: What each node runs; the directory `.` is that of the submission.
         hardware: Nodes of the job.
         behind: Further arguments of `launch`, to which the script adds those that it gets itself. The job is requeued
-            to resume as long as it makes progress. `None` for another command, which runs once.
+            to resume as long as it makes progress.
         header: Comments below the options of `sbatch`.
         name: Of the job.
         settings: Further options of `sbatch`.
@@ -99,20 +99,17 @@ def slurm_script(
     options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
     if hardware.gpu != "CPU":
         options.append(f"--gpus-per-node={hardware.gpus_per_node}")
-    options += ["--exclusive", *(["--no-requeue"] if behind is None else ["--requeue", "--open-mode=append"])]
+    options += ["--exclusive", "--requeue", "--open-mode=append"]
     options += [f"--signal=TERM@{saving_seconds}", *settings]
     head = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + header + _MEETING
     program, same = shlex.join([*command.program, command.words[0]]), len(command.program) + 1
     words = " ".join('"$SLURM_SUBMIT_DIR"' if word == "." else shlex.quote(word) for word in command.words[1:])
-    # Node-specific arguments follow the words that are the same on all nodes. After the other nodes have ended, node 0
-    # of a command without restarts may still report and upload, without a time limit.
+    # Node-specific arguments follow the words that are the same on all nodes.
     run = (
-        f"srun --wait={0 if behind is None else saving_seconds} bash -c "
+        f"srun --wait={saving_seconds} bash -c "
         f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
         f'{program} --main-address "$main_address" --main-port "$main_port" {words}'
     )
-    if behind is None:
-        return f"{head}{run}\n"
     return (
         f'{head}set -- {"".join(f"{shlex.quote(word)} " for word in behind)}"$@"\n'
         "# Your own script must read SLURM_RESTART_COUNT itself.\n"

@@ -19,11 +19,10 @@ from ..memory.host import stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
+from ..specs.job import TeacherFields, TrainingFields, TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
-from ..specs.settings import TeacherPlacementSettings, TrainingSettings
 from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
@@ -115,7 +114,7 @@ def _dataset_words(plan: LaunchSpec) -> list[str]:
     return ["train", plan.model.name, *revision]
 
 
-_DISTILL_OPTIONS = {*TrainingSettings.model_fields, *TeacherPlacementSettings.model_fields}
+_DISTILL_OPTIONS = {*TrainingFields.__dataclass_fields__, *TeacherFields.__dataclass_fields__}
 _DISTILL_OPTIONS |= {"seq_len", "precision", "method"}
 """Options of a job that `distill` has."""
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.settings import NamedValues, Names, Settings, settings_of
-from ..specs.texts import read_small_file, settings_mapping
+from ..specs.texts import FileSettings, read_small_file, settings_mapping
 from .layers import (
     LinearLayer,
     scheme_errors,
@@ -174,7 +174,7 @@ class Recipe:
     purpose: str
     """First line of the header."""
     text: str
-    values: Mapping[str, Any]
+    values: FileSettings
     """Settings by name, not validated."""
 
 

@@ -9,7 +9,7 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from ..legality.rules import BATCH_RULES, LAYOUT_RULES, AxisRule, Rule, broken_rules, legality_errors
+from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
 from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
 from ..models.liger import has_liger_loss
@@ -328,7 +328,7 @@ class SearchContext:
     long_sequences: bool = False
     """Whether tiled MLPs, tiled losses and offloaded checkpoints are tried without a request."""
 
-    def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
+    def broken_rules(self, rules: Iterable[Rule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
 
 

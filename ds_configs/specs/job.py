@@ -1,18 +1,22 @@
-"""`TrainingJob`: precision, optimizer, loss, batch and teacher of a training run."""
+"""`TrainingJob`: the one declaration of a training run, and the settings of commands that have its fields."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass as stdlib_dataclass
+from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
-from .errors import ConfigError, count_fix
+from pydantic import AliasChoices, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
-from .texts import NAMES_COMMA, flag_words
+from .settings import Count, HardwareSettings, Names, Settings, raises_all_errors, settings_with
+from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
@@ -28,6 +32,8 @@ Switch = Literal["auto", "on", "off"]
 WeightsType = Literal["auto", "fp32", "bf16"]
 
 
+Group = TypeVar("Group")
+
 AXIS_FIELDS: Mapping[str, str] = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "pp",
@@ -38,83 +44,182 @@ AXIS_FIELDS: Mapping[str, str] = {
 """Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingJob:
-    """A training run; the planner chooses fields that are `auto` or `None`."""
+def _option(description: str, *, unit: str = "", hugging_face: tuple[str, ...] = ()) -> Any:
+    """Return the metadata of a field: its help, its unit, and its names in `TrainingArguments`, TRL and PEFT."""
+    extra: dict[str, Any] = {"unit": unit} if unit else {}
+    return Field(
+        description=description,
+        json_schema_extra=extra | ({"hugging_face": list(hugging_face)} if hugging_face else {}),
+    )
 
-    seq_len_tokens: int = 4096
-    """Tokens of one training sequence."""
-    micro_batch_size: int | None = None
-    """Sequences per forward pass and rank; `None`: the planner chooses."""
-    global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; `None`: one micro-batch per rank, or as many as fill a pipeline."""
-    precision: Precision = "bf16"
-    """Compute precision, with fp32 master weights; `fp8`: products of the layers in fp8, everything else in bf16."""
-    optimizer: str = "adamw_torch_fused"
+
+@dataclass_transform(kw_only_default=True)
+def _fields(kind: type[Group]) -> type[Group]:
+    """Declare a group of fields; for type checkers it is not frozen, because settings inherit it."""
+    return stdlib_dataclass(frozen=True, kw_only=True)(kind)
+
+
+@_fields
+class TrainingFields:
+    """Fields that every command has that trains; `None` of an optional field: the planner chooses."""
+
+    group: ClassVar[str] = "Training"
+
+    micro_batch_size: Annotated[
+        int | None,
+        Count(1_000_000),
+        _option(
+            "Sequences per forward pass and rank (per-device batch size), or auto",
+            unit="sequences",
+            hugging_face=("per_device_train_batch_size",),
+        ),
+    ] = None
+    global_batch_size: Annotated[
+        int | None,
+        Count(1_000_000_000),
+        _option("Sequences per optimizer step over all ranks (effective batch size)", unit="sequences"),
+    ] = None
+    """`None`: one micro-batch per rank, or as many as fill a pipeline."""
+    optimizer: Annotated[
+        str,
+        _option(
+            "Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
+            hugging_face=("optim",),
+        ),
+    ] = "adamw_torch_fused"
     """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
-    optim_args: str = ""
-    """Arguments of the optimizer as in `TrainingArguments.optim_args`, such as `rank=64, update_proj_gap=100`."""
-    weights_dtype: WeightsType = "auto"
-    """Type of the trained weights, their gradients and states under DDP and FSDP2. ZeRO keeps fp32 weights.
+    optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
+    weights_dtype: Annotated[WeightsType, _option("Type of trained weights under DDP and FSDP2; auto: fp32")] = "auto"
+    """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights.
 
     `auto` is fp32, unless `optimizer` is `auto` and the planner needs bf16.
     """
-    method: Method = "full"
+    lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=("lora_r",))] = 16
+    lora_targets: Annotated[
+        Names,
+        _option(
+            "Modules to adapt, separated by commas, or all-linear",
+            hugging_face=("lora_target_modules",),
+        ),
+    ] = ("all-linear",)
+    """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
+    gradient_checkpointing: Annotated[
+        Recomputation,
+        _option("Recompute layers in the backward pass; selective keeps matrix products and attention"),
+    ] = "auto"
+    strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
+    offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
+        "auto"
+    )
+    """`zenflow` and `superoffload` are variants of `cpu`, which `auto` never selects."""
+    tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
+    """`auto` uses tiles if the job does not fit without or is faster."""
+    offload_activations: Annotated[
+        Switch, _option("Keep the inputs of recomputed layers in pinned host memory, for long sequences")
+    ] = "auto"
+    """`auto` like `tiled_mlp`, for as few layers as fit."""
+
+
+@_fields
+class TeacherFields:
+    """The field of a training run with a teacher."""
+
+    group: ClassVar[str] = "Training"
+
+    teacher_placement: Annotated[
+        PlacementOption,
+        _option("replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"),
+    ] = "auto"
+    """Unused without a teacher."""
+
+
+@_fields
+class LayoutFields:
+    """Sizes of the parallel axes; `None`: the planner chooses.
+
+    If any axis is fixed above 1, the planner leaves the others at 1. There is one exception: with a fixed tensor
+    parallelism it still chooses pipeline stages, and vice versa.
+    """
+
+    group: ClassVar[str] = "Parallel layout"
+
+    tensor_parallel_size: Annotated[
+        int | None, Count(100_000), _option("Ranks that share each layer (AutoTP); 1 disables", unit="ranks")
+    ] = None
+    pipeline_parallel_size: Annotated[
+        int | None, Count(100_000), _option("Pipeline stages; 1 disables", unit="ranks")
+    ] = None
+    sequence_parallel_size: Annotated[
+        int | None, Count(100_000), _option("Ranks that share each sequence (Ulysses); 1 disables", unit="ranks")
+    ] = None
+    context_parallel_size: Annotated[
+        int | None,
+        Count(100_000),
+        _option("Ranks that share each sequence (torch context parallelism, FSDP2); 1 disables", unit="ranks"),
+    ] = None
+    expert_parallel_size: Annotated[
+        int | None,
+        Count(100_000),
+        _option("Ranks that share the experts of each layer (AutoEP); 1 disables", unit="ranks"),
+    ] = None
+    zero_quantized_weights: Annotated[bool, _option("ZeRO++ qwZ: ZeRO-3 gathers weights in int8")] = False
+    zero_quantized_gradients: Annotated[bool, _option("ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes")] = (
+        False
+    )
+
+
+@_fields
+class KernelFields:
+    """Switches of the kernels that compute a model."""
+
+    group: ClassVar[str] = "Training"
+
+    torch_compile: Annotated[bool, _option("Compile the model (torch.compile with inductor)")] = False
+    use_liger_kernel: Annotated[
+        bool, _option("Use Liger's kernels for norms, rotary embeddings, MLPs and, unless it is eager, the loss")
+    ] = False
+
+
+@_fields
+class PlanFields:
+    """Fields with other choices or defaults in commands that train."""
+
+    group: ClassVar[str] = "Training"
+
+    precision: Annotated[Precision, _option("Compute precision, with fp32 master weights; fp8 needs Ada or later")] = (
+        "bf16"
+    )
+    """`fp8`: products of the layers in fp8, everything else in bf16."""
+    method: Annotated[Method, _option("Full training, LoRA, or QLoRA")] = "full"
     """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
-    lora_rank: int = 16
-    """Rank of the LoRA matrices; unused with `full`."""
-    lora_targets: tuple[str, ...] = ("all-linear",)
-    """Module name endings that LoRA adapts, or `all-linear`; unused with `full`."""
-    gradient_checkpointing: Recomputation = "auto"
-    """Whether layers are recomputed in the backward pass; `selective` keeps matrix products and attention."""
-    strategy: StrategyName = "auto"
-    """Engine and ZeRO stage."""
-    offload: OffloadName = "auto"
-    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and
-    `superoffload` are variants of `cpu`, which `auto` never selects."""
-    loss: LossImplementation = "auto"
-    """`chunked` never allocates the logits of all tokens.
-
-    `auto` selects it if the plan becomes faster, and with Liger's kernels wherever they compute it, as Transformers.
-    """
-    tiled_mlp: Switch = "auto"
-    """Whether MLPs compute the sequence in tiles; `auto` uses tiles if the job does not fit without or is faster."""
-    offload_activations: Switch = "auto"
-    """Whether inputs of recomputed layers wait in host memory; `auto` like `tiled_mlp`, for as few layers as fit."""
-    teacher: ModelSpec | None = None
-    """Frozen teacher of a distillation; `None` without one."""
-    teacher_placement: PlacementOption = "auto"
-    """Placement of the teacher; unused without one."""
-    tensor_parallel_size: int | None = None
-    """Ranks that share each layer (AutoTP); `None`: the planner chooses, 1: disabled.
-
-    If any of these axes is fixed above 1, the planner leaves the others at 1. There is one exception: with a fixed
-    tensor parallelism it still chooses pipeline stages, and vice versa.
-    """
-    pipeline_parallel_size: int | None = None
-    """Pipeline stages; `None`: the planner chooses, 1: disabled."""
-    sequence_parallel_size: int | None = None
-    """Ranks that share each sequence (Ulysses); `None`: the planner chooses, 1: disabled."""
-    context_parallel_size: int | None = None
-    """Ranks that share each sequence (torch, FSDP2); `None`: the planner chooses, 1: disabled."""
-    expert_parallel_size: int | None = None
-    """Ranks that share the experts of each layer (AutoEP); `None`: the planner chooses, 1: disabled."""
-    objective: ObjectiveName = "throughput"
+    loss: Annotated[LossImplementation, _option("Loss computation; chunked never stores the logits of all tokens")] = (
+        "auto"
+    )
+    """`auto` selects `chunked` if the plan becomes faster, and with Liger's kernels wherever they compute it."""
+    objective: Annotated[ObjectiveName, _option("Select by tokens/s or free memory")] = "throughput"
     """What the plan optimizes among the layouts that fit; `cost` may leave accelerators idle."""
-    zero_quantized_weights: bool = False
-    """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
-    zero_quantized_gradients: bool = False
-    """ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes."""
-    torch_compile: bool = False
-    """Whether `torch.compile` (inductor) compiles the model."""
-    use_liger_kernel: bool = False
-    """Whether Liger's kernels compute norms, rotary embeddings and MLPs, and head and loss unless `loss` is eager."""
+
+
+@raises_all_errors
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, TrainingFields):  # type: ignore[misc]
+    """A training run; the planner chooses fields that are `auto` or `None`.
+
+    Flags, YAML, environment, `plan.json`, page and proposed commands are made from these fields: a new one needs no
+    other declaration.
+    """
+
+    seq_len_tokens: Annotated[
+        int,
+        Count(100_000_000),
+        Field(validation_alias=AliasChoices("seq_len_tokens", "seq_len")),
+        _option("Tokens of one training sequence", unit="tokens", hugging_face=("max_length", "max_seq_length")),
+    ] = 4096
+    teacher: Annotated[ModelSpec | None, _option("Frozen teacher model for distillation")] = None
 
     def options(self) -> dict[str, Any]:
-        """Return the value of each option that makes this job, the inverse of `job_of`; a teacher by its name."""
+        """Return the fields by the names of their options."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {name: "auto" for name in _AUTO_SIZES if values[name] is None}
-        values |= {"lora_targets": ",".join(self.lora_targets), "teacher": self.teacher and self.teacher.name}
         return {"seq_len": values.pop("seq_len_tokens"), "strategy": values.pop("strategy"), **values}
 
     def flags(self, base: TrainingJob | None = None, *, of: Collection[str] | None = None) -> list[str]:
@@ -136,11 +241,23 @@ class TrainingJob:
         always = ("seq_len", "precision") if base is None else ()
         return flag_words(
             {
-                name: value
+                name: _text(name, value)
                 for name, value in values.items()
                 if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
             }
         )
+
+    @property
+    def second_models(self) -> tuple[SecondModel, ...]:
+        """The models that run beside the trained one."""
+        if self.teacher is None:
+            return ()
+        return (SecondModel(role="teacher", spec=self.teacher, placement=self.teacher_placement),)
+
+    def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
+        """Return the job with another placement of a second model."""
+        changed: dict[str, Any] = {f"{role}_placement": placement}
+        return replace(self, **changed)
 
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
@@ -162,41 +279,26 @@ class TrainingJob:
         return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
 
     @property
-    def second_models(self) -> tuple[SecondModel, ...]:
-        """The models that run beside the trained one."""
-        if self.teacher is None:
-            return ()
-        return (SecondModel(role="teacher", spec=self.teacher, placement=self.teacher_placement),)
-
-    def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
-        """Return the job with another placement of a second model."""
-        changed: dict[str, Any] = {f"{role}_placement": placement}
-        return replace(self, **changed)
-
-    @property
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
-_AUTO_SIZES = ("micro_batch_size", *AXIS_FIELDS)
-"""Fields that are `None` where their option is `auto`."""
+def _text(name: str, value: object) -> object:
+    """Return the value of a flag."""
+    if isinstance(value, ModelSpec):
+        return value.name
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return "auto" if value is None and name != "teacher" else value
 
 
-def job_of(options: Mapping[str, Any]) -> TrainingJob:
-    """Return the job of some options by name, the inverse of `TrainingJob.options`; the teacher is a specification.
-
-    >>> job_of({"seq_len": 512, "micro_batch_size": "auto", "lora_targets": "q_proj, v_proj"}).lora_targets
-    ('q_proj', 'v_proj')
-    """
-    values = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in options.items()}
-    for name in set(_AUTO_SIZES) & values.keys():
-        values[name] = None if values[name] == "auto" else values[name]
-    if isinstance(targets := values.get("lora_targets"), str):
-        values["lora_targets"] = tuple(name.strip() for name in NAMES_COMMA.split(targets) if name.strip())
-    elif isinstance(targets, list):
-        values["lora_targets"] = tuple(targets)
-    return TrainingJob(**values)
+HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
+    name.removesuffix("_tokens"): tuple(names)
+    for name, field in getattr(TrainingJob, "__pydantic_fields__", {}).items()
+    if (names := field.json_schema_extra.get("hugging_face"))
+}
+"""Names of options in `TrainingArguments`, TRL and PEFT that are accepted too."""
 
 
 @lru_cache(maxsize=16)
@@ -207,55 +309,57 @@ def without_kernels(job: TrainingJob) -> TrainingJob:
 
 
 def job_errors(job: TrainingJob) -> list[ConfigError]:
-    """Return the errors of single values of a job; each error has the name of the option."""
-    errors = []
-    for field, limit in (
-        ("seq_len_tokens", 100_000_000),
-        ("micro_batch_size", 1_000_000),
-        ("global_batch_size", 1_000_000_000),
-        ("lora_rank", 100_000),
-        *((field, 100_000) for field in AXIS_FIELDS),
-    ):
-        value = getattr(job, field)
-        if value is None and field in ("micro_batch_size", "global_batch_size", *AXIS_FIELDS):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            where = "seq_len" if field == "seq_len_tokens" else field
-            rule = f"must be an integer from 1 to {limit:,}"
-            errors.append(ConfigError(where=where, value=value, rule=rule, fix=count_fix(where, value)))
-    for field in ("zero_quantized_weights", "zero_quantized_gradients", "torch_compile", "use_liger_kernel"):
-        if not isinstance(getattr(job, field), bool):
-            errors.append(ConfigError(where=field, value=getattr(job, field), rule="must be True or False"))
-    for field, choices in (
-        ("precision", Precision),
-        ("method", Method),
-        ("gradient_checkpointing", Recomputation),
-        ("strategy", StrategyName),
-        ("offload", OffloadName),
-        ("objective", ObjectiveName),
-        ("loss", LossImplementation),
-        ("tiled_mlp", Switch),
-        ("offload_activations", Switch),
-        ("teacher_placement", PlacementOption),
-        ("weights_dtype", WeightsType),
-    ):
-        value = getattr(job, field)
-        allowed = get_args(choices)
-        if value not in allowed:
-            near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
-            fix = f"did you mean {near[0]}?" if near else ""
-            errors.append(ConfigError(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
-    if job.optimizer != "auto":
-        errors += optimizer_errors(job.optimizer, job.optim_args)
-    if not isinstance(job.lora_targets, tuple) or not all(isinstance(name, str) for name in job.lora_targets):
-        rule, fix = "must be names of modules", 'use "all-linear", or a list such as ["q_proj", "v_proj"]'
-        errors.append(ConfigError(where="lora_targets", value=job.lora_targets, rule=rule, fix=fix))
-    elif job.method != "full" and not job.lora_targets:
-        errors.append(
-            ConfigError(where="lora_targets", rule="must contain at least one module name", fix="use all-linear")
-        )
-    teacher: object = job.teacher
-    if not isinstance(teacher, ModelSpec | None):
-        rule, fix = "must be a model", "pass a Hub id, a local directory or a ModelSpec"
-        errors.append(ConfigError(where="teacher", value=teacher, rule=rule, fix=fix))
+    """Return the errors of values that depend on other values of a job; each error has the name of the option."""
+    errors = [] if job.optimizer == "auto" else optimizer_errors(job.optimizer, job.optim_args)
+    if job.method != "full" and not job.lora_targets:
+        rule = "must contain at least one module name"
+        errors.append(ConfigError(where="lora_targets", rule=rule, fix="use all-linear"))
     return errors
+
+
+def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
+    """Return an error for each LoRA option that is set for full training."""
+    rule, fix = "requires --method lora or qlora", "add --method lora, or omit it"
+    return [
+        ConfigError(where=name, value=stated[name], rule=rule, fix=fix)
+        for name in ("lora_rank", "lora_targets", "lora_alpha", "lora_dropout")
+        if name in stated and method == "full"
+    ]
+
+
+if TYPE_CHECKING:
+
+    class TrainingSettings(Settings, TrainingFields): ...
+
+    class TeacherPlacementSettings(Settings, TeacherFields): ...
+
+    class LayoutSettings(Settings, LayoutFields): ...
+
+    class KernelSettings(Settings, KernelFields): ...
+
+    class _PlanSettings(Settings, PlanFields): ...
+
+else:
+    TrainingSettings, TeacherPlacementSettings, LayoutSettings, KernelSettings, _PlanSettings = map(
+        settings_with, (TrainingFields, TeacherFields, LayoutFields, KernelFields, PlanFields)
+    )
+
+
+class JobSettings(
+    KernelSettings, LayoutSettings, TeacherPlacementSettings, _PlanSettings, TrainingSettings, HardwareSettings
+):
+    """Settings from which a plan is made: a job, whose teacher is not read yet, and the hardware."""
+
+    seq_len: Annotated[
+        int | None,
+        Count(100_000_000),
+        Field(description="Tokens of a sequence (16k = 16,384). Default: 4096, or the model's maximum"),
+    ] = None
+    teacher: str | None = Field(None, description="Frozen teacher model for distillation")
+    num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+    def job_fields(self) -> dict[str, Any]:
+        """Return the fields of the job that the user set."""
+        names = TrainingJob().options().keys()
+        return {name: value for name, value in self.stated().items() if name in names}

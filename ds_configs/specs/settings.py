@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import ArgsKwargs, core_schema
 
 from .errors import ConfigError, UsageError, count_fix
-from .job import OffloadName, Recomputation, StrategyName, Switch, TrainingJob, WeightsType
-from .second_models import PlacementOption
 from .synonyms import REMOVED, suggested
 from .texts import NAMES_COMMA, yaml_value
 
@@ -60,18 +69,17 @@ class Settings(BaseModel):
             return stated
         return {name: None if value == _NULL else value for name, value in stated.items()}
 
-    def stated_by(self, origins: Mapping[str, str]) -> Self:
-        """Store the origin of each option (`flag`, `environment` or `file`), and return the settings."""
+    def stated_by(self, origins: Mapping[str, str]) -> None:
+        """Store the origin of each option: `flag`, `environment` or `file`."""
         self._origins.update({name: origin for name, origin in origins.items() if name in type(self).model_fields})
-        return self
-
-    def stated(self) -> dict[str, Any]:
-        """Return the options that the user set, with their values."""
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def origins(self) -> dict[str, str]:
         """Return the origin of each value; `default` if the user did not set it."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
+
+    def stated(self) -> dict[str, Any]:
+        """Return the options that the user set, with their values."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     @classmethod
     def groups(cls) -> dict[str, str]:
@@ -128,8 +136,6 @@ Numbers = Annotated[tuple[int, ...], BeforeValidator(lambda value: _items(value,
 """Integers, separated by commas or as a list."""
 Decimals = Annotated[tuple[float, ...], BeforeValidator(lambda value: _items(value, _words))]
 """Numbers, separated by commas or as a list."""
-Size = int | Literal["auto"]
-"""Size of a parallel axis."""
 Paths = Annotated[tuple[Path, ...], BeforeValidator(lambda value: _items(value, lambda text: [text]))]
 """Paths: a list, or a flag that is repeated, because a path can contain commas."""
 JoinedNames = Annotated[
@@ -141,6 +147,29 @@ JoinedNames = Annotated[
 """Names as one text, separated by commas."""
 NamedValues = Annotated[dict[str, Any], BeforeValidator(_named_values)]
 """Values by name."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Metadata of a field: an integer from 1 to `limit`; the text `auto` of an optional field is `None`."""
+
+    limit: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: object) -> core_schema.CoreSchema:
+        optional = type(None) in get_args(source)
+        rule = f"must be an integer from 1 to {self.limit:,}" + (", or auto" if optional else "")
+        schema: core_schema.CoreSchema = core_schema.int_schema(ge=1, le=self.limit)
+        schema = core_schema.custom_error_schema(schema, custom_error_type="count", custom_error_message=rule)
+        if not optional:
+            return schema
+        nullable = core_schema.nullable_schema(schema)
+        return core_schema.no_info_before_validator_function(lambda value: None if value == "auto" else value, nullable)
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: Any) -> dict[str, Any]:
+        described: dict[str, Any] = handler(schema)
+        if "anyOf" in described:
+            described["anyOf"].append({"const": "auto"})
+        return described
 
 
 class HardwareSettings(Settings):
@@ -163,43 +192,6 @@ class HubSettings(Settings):
 
     push_to_hub: str | None = Field(None, description="Push the result to this Hub repository, ORG/NAME")
     private: bool = Field(False, description="Create the Hub repository as private if it is new")
-
-
-class TrainingSettings(Settings):
-    """Options of every planned training run."""
-
-    group = "Training"
-
-    micro_batch_size: int | Literal["auto"] = Field(
-        "auto", description="Sequences per forward pass and rank (per-device batch size), or auto"
-    )
-    global_batch_size: int | None = Field(
-        None, ge=1, description="Sequences per optimizer step over all ranks (effective batch size)"
-    )
-    optimizer: str = Field(
-        "adamw_torch_fused",
-        description="Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
-    )
-    optim_args: str = Field("", description="Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")
-    weights_dtype: WeightsType = Field("auto", description="Type of trained weights under DDP and FSDP2; auto: fp32")
-    lora_rank: int = Field(16, ge=1, description="Rank of the LoRA matrices")
-    lora_targets: JoinedNames = Field("all-linear", description="Modules to adapt, separated by commas, or all-linear")
-    gradient_checkpointing: Recomputation = Field(
-        "auto", description="Recompute layers in the backward pass; selective keeps matrix products and attention"
-    )
-    strategy: StrategyName = Field("auto", description="Engine and ZeRO stage")
-    offload: OffloadName = Field("auto", description="Offload optimizer states; with cpu-all and nvme, also parameters")
-    tiled_mlp: Switch = Field("auto", description="Compute MLPs in tiles of the sequence, for long sequences")
-    offload_activations: Switch = Field(
-        "auto", description="Keep the inputs of recomputed layers in pinned host memory, for long sequences"
-    )
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
-
-    def with_optimizer(self, job: TrainingJob) -> Self:
-        """Return the settings with the optimizer that was planned."""
-        return self.model_copy(
-            update={name: getattr(job, name) for name in ("optimizer", "optim_args", "weights_dtype")}
-        )
 
 
 class GuardSettings(Settings):
@@ -235,56 +227,29 @@ class GuardSettings(Settings):
         return [ConfigError(where="nonfinite", value="skip", rule=rule, fix=fix)]
 
 
-class TeacherPlacementSettings(Settings):
-    """The option of a training run with a teacher."""
-
-    group = "Training"
-
-    teacher_placement: PlacementOption = Field(
-        "auto", description="replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"
-    )
-
-
-class KernelSettings(Settings):
-    """Switches of the kernels that compute a model."""
-
-    group = "Training"
-
-    torch_compile: bool = Field(False, description="Compile the model (torch.compile with inductor)")
-    use_liger_kernel: bool = Field(
-        False,
-        description="Use Liger's kernels for norms, rotary embeddings, MLPs and, unless it is eager, the loss",
-    )
+def settings_with(kind: Any) -> type[Settings]:
+    """Return settings with the fields of a dataclass and its heading."""
+    types = get_type_hints(kind, include_extras=True)
+    declared: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(kind)}
+    settings: type[Settings] = create_model(kind.__name__, __base__=Settings, __module__=kind.__module__, **declared)
+    settings.group = kind.group
+    return settings
 
 
-class LayoutSettings(Settings):
-    """Sizes of the parallel axes."""
-
-    group = "Parallel layout"
-
-    tensor_parallel_size: Size = Field("auto", description="Ranks that share each layer (AutoTP); 1 disables")
-    pipeline_parallel_size: Size = Field("auto", description="Pipeline stages; 1 disables")
-    sequence_parallel_size: Size = Field("auto", description="Ranks that share each sequence (Ulysses); 1 disables")
-    context_parallel_size: Size = Field(
-        "auto", description="Ranks that share each sequence (torch context parallelism, FSDP2); 1 disables"
-    )
-    expert_parallel_size: Size = Field(
-        "auto", description="Ranks that share the experts of each layer (AutoEP); 1 disables"
-    )
-    zero_quantized_weights: bool = Field(False, description="ZeRO++ qwZ: ZeRO-3 gathers weights in int8")
-    zero_quantized_gradients: bool = Field(
-        False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes"
-    )
+Described = TypeVar("Described", bound=type)
 
 
-def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
-    """Return an error for each LoRA option that is set for full training."""
-    rule, fix = "requires --method lora or qlora", "add --method lora, or omit it"
-    return [
-        ConfigError(where=name, value=stated[name], rule=rule, fix=fix)
-        for name in ("lora_rank", "lora_targets", "lora_alpha", "lora_dropout")
-        if name in stated and method == "full"
-    ]
+def raises_all_errors(kind: Described) -> Described:
+    """Let a Pydantic dataclass raise the errors of all its values as `UsageError`; numbers are not read from text."""
+
+    def construct(self: Any, **values: Any) -> None:
+        try:
+            kind.__pydantic_validator__.validate_python(ArgsKwargs((), values), self_instance=self, strict=True)  # type: ignore[attr-defined]
+        except ValidationError as error:
+            raise UsageError(errors_of(error, kind)) from None
+
+    kind.__init__ = construct  # type: ignore[misc]
+    return kind
 
 
 def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:
@@ -299,31 +264,34 @@ def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:
         raise UsageError(errors_of(error, kind)) from None
 
 
-def errors_of(error: ValidationError, kind: type[BaseModel]) -> list[ConfigError]:
-    """Return one error for each option that pydantic rejected."""
+def errors_of(error: ValidationError, kind: Any) -> list[ConfigError]:
+    """Return one error for each option of a model or dataclass that pydantic rejected."""
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         details.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
     return [_option_error(name, rejections, kind) for name, rejections in details.items()]
 
 
-def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> ConfigError:
-    first = details[0]
-    if first["type"] == "extra_forbidden":
-        return unknown_error(name, kind.model_fields)
+def _option_error(name: str, details: list[Any], kind: Any) -> ConfigError:
+    first, known = details[0], kind.__pydantic_fields__
+    field, name = known.get(name), "seq_len" if name == "seq_len_tokens" else name
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return unknown_error(name, [option.removesuffix("_tokens") for option in known])
     if first["type"] == "missing":
         stated = first.get("ctx", {}).get("fix")
         return ConfigError(where=name, rule="is missing", fix=stated or f"pass --{name.replace('_', '-')}")
     value = first["input"]
-    if isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
+    # A job rejects numbers as text, which settings read.
+    if issubclass(kind, BaseModel) and isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
         value = parsed(value)
     if value is None:
         return ConfigError(where=name, rule="must not be null", fix="omit it to use the default")
     rules: dict[str, None] = {}
     for detail in details:
         text = str(detail["msg"]).partition(", unable to")[0].removeprefix("Value error, ")
-        rules[text.replace("Input should be", "must be").replace("a valid integer", "an integer")] = None
-    field = kind.model_fields.get(name)
+        for word, meaning in _MEANINGS.items():
+            text = text.replace(word, meaning)
+        rules[text] = None
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
@@ -331,6 +299,16 @@ def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> Confi
         return ConfigError(where=name, value=value, rule=rule, fix=why)
     fix = f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
     return ConfigError(where=name, value=value, rule=rule, fix=fix)
+
+
+_MEANINGS = {
+    "Input should be": "must be",
+    "a valid integer": "an integer",
+    "a valid boolean": "True or False",
+    "a valid tuple": "a list",
+    "an instance of ModelSpec": "a model",
+}
+"""Words of pydantic's messages, and those of this project."""
 
 
 def _choices(annotation: Any) -> list[str]:

@@ -6,16 +6,6 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
-HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "micro_batch_size": ("per_device_train_batch_size",),
-    "epochs": ("num_train_epochs",),
-    "seq_len": ("max_length", "max_seq_length"),
-    "lora_rank": ("lora_r",),
-    "lora_targets": ("lora_target_modules",),
-    "optimizer": ("optim",),
-}
-"""Names of options in `TrainingArguments`, TRL and PEFT that are accepted too, where the meaning is the same."""
-
 
 class Option(NamedTuple):
     """An option that replaces another name."""
@@ -123,6 +113,7 @@ REMOVED: Mapping[str, str] = {
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
     **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
+    "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
@@ -149,10 +140,13 @@ REMOVED: Mapping[str, str] = {
 """Options and values of earlier versions, and what replaces them."""
 _ONE_PROCESS = "omit it: evaluate runs in one process; accelerate launch -m lm_eval runs tasks on several"
 _ONE_TEACHER = "omit it: cache-teacher runs in one process; distill without a cache runs the teacher on every rank"
+_LAUNCHED = "plan first, then shardwright launch PLAN --on ssh|slurm; or start each machine with --node-rank"
 _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    ("script", "trials"): "omit it: trials train with random weights; launch runs a script with the tuned plan",
+    **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{
         (name, "weight_rule"): "omit it: ranges are observed during training"
         for name in ("calibration", "calibration_samples")

@@ -164,7 +164,13 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
     return {str(key): value for key, value in data.items()}
 
 
-def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
+class FileSettings(dict[str, Any]):
+    """Settings of a file by name; `lines` has the line of each."""
+
+    lines: Mapping[str, int]
+
+
+def settings_mapping(content: bytes | str, *, name: str) -> FileSettings:
     """Return the settings of a YAML text by name; keys may have hyphens.
 
     Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is.
@@ -172,18 +178,20 @@ def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
     Raises:
         UsageError: The text is not valid YAML, not a mapping, or has a duplicate key.
     """
-    values: dict[str, Any] = {}
-    errors = []
     written = yaml_mapping(content, name=name, what="config", as_text=True)
     has_mappings = any(isinstance(value, dict) for value in written.values())
     read = yaml_mapping(content, name=name, what="config") if has_mappings else {}
+    root = yaml.compose(content, _PlainText)
+    assert isinstance(root, yaml.MappingNode), "yaml_mapping has checked it"
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
+    values, errors = FileSettings(), []
+    values.lines = {key.replace("-", "_"): line for key, line in lines.items()}
     for key, text in written.items():
-        value = read[key] if isinstance(text, dict) else text
         plain = key.replace("-", "_")
         if plain in values:
             rule, fix = "is set twice, with a hyphen and with an underscore", "remove one of them"
-            errors.append(ConfigError(where=f"{plain} (from file)", rule=rule, fix=fix))
-        values[plain] = value
+            errors.append(ConfigError(where=f"{plain} (from {name}:{lines[key]})", rule=rule, fix=fix))
+        values[plain] = read[key] if isinstance(text, dict) else text
     if errors:
         raise UsageError(errors)
     return values

@@ -50,20 +50,20 @@ def _forward_flops(model: ModelSpec, job: TrainingJob) -> tuple[float, float, fl
 
 
 def low_utilization_reason(
-    strategy: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+    layout: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
 ) -> str | None:
     """Return what takes the time of a step; `None` if its MFU is at least `LOW_UTILIZATION`, and for CPU ranks."""
     needed = _needed_seconds(time, model, hardware, job)
     reached = sum(needed.values()) / time.seconds
     if reached >= LOW_UTILIZATION or hardware.gpu == "CPU":
         return None
-    tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
+    tokens = layout.micro_batch_size * job.seq_len_tokens / (layout.sp * layout.cp)
     batch = f"{tokens:,.0f} tokens per micro-batch"
-    after = f"after {tokens * strategy.gradient_accumulation_steps / strategy.tp / strategy.pp:,.0f} tokens"
+    after = f"after {tokens * layout.gradient_accumulation_steps / layout.tp / layout.pp:,.0f} tokens"
     sizes = model.dimensions
     products = f"matrix products below the peak, with {batch}"
     if sizes.num_experts:
-        products += f", {tokens * strategy.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
+        products += f", {tokens * layout.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
     eager, quantized = model.attention == "eager", job.method == "qlora"
     causes = {
         "matrix_products": products,

@@ -5,14 +5,14 @@ samples, which the mean over tokens counts twice. `BatchSamplerShard` repeats sa
 `DataLoaderDispatcher` those of a stream that the first rank reads for all, `IterableDatasetShard` those of a stream
 that each rank reads. `gather_for_metrics` omits them from an evaluation's predictions, but not from a loss.
 
-During training they lose their labels (`weigh_repeated_samples_zero`). An evaluation reads each sample once
+During training they lose their labels (`RepeatedSamples`). An evaluation reads each sample once
 (`SamplesOnce`), because losses without labels, such as preference losses, are means over the samples of a batch.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,6 @@ _IGNORED = -100
 _LABELS = ("labels", "shift_labels")
 _WEIGHED: WeakKeyDictionary[Any, list[tuple[Any, int]]] = WeakKeyDictionary()
 """Loaders whose repeated samples have weight zero, with the last batch and its number of rows that count."""
-_STREAMS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The stream that every rank reads, by trainer; `None` if there is none."""
-_COLLECTED: WeakKeyDictionary[Any, deque[KeptPart | None]] = WeakKeyDictionary()
-"""The parts that count of the micro-batches that are collected and not trained yet, by trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,42 +51,54 @@ class KeptPart:
         return mask_T
 
 
-def weigh_repeated_samples_zero(trainer: Trainer) -> None:
-    """Remove the labels of repeated samples from a Trainer's training batches; call it once for each Trainer.
+class RepeatedSamples:
+    """Removes the labels of samples that a Trainer's training batches repeat.
 
     A loss without labels is a mean over samples, in which a repeated one counts twice: it is rejected before the first
     step, unless the training ends before a batch repeats samples.
     """
-    loaders: list[Any] = []
-    collected = _COLLECTED[trainer] = deque()
 
-    def known_loader(make_loader: Callable[[], Any]) -> Callable[[], Any]:
-        def get_train_dataloader() -> Any:
-            loaders[:] = [make_loader()]
-            _WEIGHED[loaders[0]] = []
-            if (sampled := _batch_shard(loaders[0])) is not None:
-                sampled.batch_sampler = _RememberedBatches(sampled.batch_sampler, sampled.num_processes)
-            _count_stream(loaders[0])
-            shard = _stream_of_each_rank(loaders[0])
-            _STREAMS[trainer] = getattr(shard, "dataset", None)
-            return loaders[0]
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._collected: deque[KeptPart | None] = deque()
+        """The parts that count of the micro-batches that are collected and not trained yet."""
 
-        return get_train_dataloader
+    def follow(self, loader: Any) -> None:
+        """Follow the samples of the loader that the next training run reads."""
+        self._loader = loader
+        _WEIGHED[loader] = []
+        if (sampled := _batch_shard(loader)) is not None:
+            sampled.batch_sampler = _RememberedBatches(sampled.batch_sampler, sampled.num_processes)
+        _count_stream(loader)
 
-    def weighed(collect: Callable[..., Any]) -> Callable[..., Any]:
-        def get_batch_samples(epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-            collected.clear()
-            if loaders:
-                epoch_iterator = _without_repeated(epoch_iterator, loaders[0], trainer, collected)
-            return collect(epoch_iterator, num_batches, device)
+    @property
+    def stream(self) -> Any:
+        """The stream that every rank reads; `None` if there is none."""
+        return None if self._loader is None else getattr(_stream_of_each_rank(self._loader), "dataset", None)
 
-        return get_batch_samples
+    def unlabelled(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a step, without the labels of repeated samples."""
+        self._collected.clear()
+        return batches if self._loader is None else self._without_repeated(trainer, batches)
 
-    patches.apply("repeated-samples-loader", known_loader, on=trainer)
-    patches.apply("repeated-samples-batches", weighed, on=trainer)
+    def _without_repeated(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
+        loader, state = self._loader, trainer.accelerator.gradient_state
+        for batch in batches:
+            if not self._collected:
+                _check_labels(batch, loader, trainer)
+            last = _last_samples(loader, state) if state.end_of_dataloader else None
+            batch, kept = (batch, None) if last is None else _without_last(batch, loader, *last)
+            self._collected.append(kept)
+            if kept is not None:
+                _WEIGHED[loader] = [(batch, kept.kept_rows)]
+            yield batch
+
+    def next_kept_part(self) -> KeptPart | None:
+        """Return the part to keep of the next micro-batch; `None` for all of it. Call it once for each."""
+        return self._collected.popleft() if self._collected else None
 
 
-def let_ranks_read_streams(trainer: Trainer) -> None:
+def let_ranks_read_streams(trainer: Any) -> None:
     """Make every rank read the stream and keep its own rows, unless a Trainer's arguments set `dispatch_batches`.
 
     By default Accelerate's first rank reads for all, which fails if batches are padded to different lengths. With
@@ -105,21 +113,17 @@ def let_ranks_read_streams(trainer: Trainer) -> None:
         return
     if args.accelerator_config.dispatch_batches is None:
         trainer.accelerator.dataloader_config.dispatch_batches = False
-    patches.apply("stream-of-files", _as_one_stream, on=trainer)
+    trainer.reads_streams = True
 
 
-def _as_one_stream(make_loader: Callable[..., Any]) -> Callable[..., Any]:
-    def get_dataloader(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        from datasets import IterableDataset
+def hide_files(dataset: Any) -> None:
+    """Make a stream of several files look like one of one file, whose rows Accelerate splits."""
+    from datasets import IterableDataset
 
-        if isinstance(dataset, IterableDataset) and dataset.n_shards > 1:
-            # Accelerate then splits rows, as it does with a stream of one file.
-            kind: Any = type(dataset)
-            hidden = type(kind.__name__, (kind,), {"__module__": kind.__module__, "n_shards": 1})
-            patches.swap_class("stream-of-one-file", dataset, hidden)
-        return make_loader(dataset, *args, **kwargs)
-
-    return get_dataloader
+    if isinstance(dataset, IterableDataset) and dataset.n_shards > 1:
+        kind: Any = type(dataset)
+        hidden = type(kind.__name__, (kind,), {"__module__": kind.__module__, "n_shards": 1})
+        patches.swap_class("stream-of-one-file", dataset, hidden)
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
@@ -133,7 +137,8 @@ def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
 
     if trainer.args.world_size == 1 or not isinstance(trainer.train_dataset, IterableDataset):
         return
-    stream = _STREAMS.get(trainer)
+    repeated = getattr(trainer, "repeated", None)
+    stream = None if repeated is None else repeated.stream
     digest = stream.digest() if isinstance(stream, _CountedStream) else 0
     own = torch.tensor([[batches, digest]], device=trainer.args.device)
     every = trainer.accelerator.gather(own).tolist()
@@ -277,27 +282,6 @@ def kept_rows(*, samples: int, rank: int, rows: int) -> int:
     [2, 1, 0]
     """
     return min(max(samples - rank * rows, 0), rows)
-
-
-def kept_part(trainer: Trainer) -> KeptPart | None:
-    """Return the part to keep of the next micro-batch; `None` for all of it. Call it once for each."""
-    collected = _COLLECTED.get(trainer)
-    return collected.popleft() if collected else None
-
-
-def _without_repeated(
-    batches: Iterator[Any], loader: DataLoader, trainer: Trainer, collected: deque[KeptPart | None]
-) -> Iterator[Any]:
-    state = trainer.accelerator.gradient_state
-    for batch in batches:
-        if not collected:
-            _check_labels(batch, loader, trainer)
-        last = _last_samples(loader, state) if state.end_of_dataloader else None
-        batch, kept = (batch, None) if last is None else _without_last(batch, loader, *last)
-        collected.append(kept)
-        if kept is not None:
-            _WEIGHED[loader] = [(batch, kept.kept_rows)]
-        yield batch
 
 
 def _check_labels(batch: Any, loader: DataLoader, trainer: Trainer) -> None:

@@ -212,7 +212,7 @@ def set_host_generators(states: torch.Tensor) -> None:
     numpy.random.set_state(("MT19937", keys, int(other[0]), int(other[1]), other[2]))
 
 
-def seed_workers_by_group(trainer: Trainer, size: int) -> None:
+def seed_workers_by_group(trainer: Trainer, loader: Any, size: int) -> None:
     """Seed the workers of a training data loader by group of `size` ranks.
 
     Transformers 5.17.0 (trainer.py, `_get_dataloader`) seeds the workers of map-style data sets by rank.
@@ -221,18 +221,10 @@ def seed_workers_by_group(trainer: Trainer, size: int) -> None:
 
     from transformers.trainer_utils import seed_worker
 
-    def seeded_by_group(make: Callable[[], Any]) -> Callable[[], Any]:
-        def get_train_dataloader() -> Any:
-            loader = make()
-            source = getattr(loader, "base_dataloader", loader)
-            if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
-                group = trainer.args.process_index // size
-                source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
-            return loader
-
-        return get_train_dataloader
-
-    patches.apply("tensor-parallel-loader", seeded_by_group, on=trainer)
+    source = getattr(loader, "base_dataloader", loader)
+    if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
+        group = trainer.args.process_index // size
+        source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
 
 
 def gather_vocabulary(logits: torch.Tensor) -> Any:

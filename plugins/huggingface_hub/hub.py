@@ -224,8 +224,7 @@ def _read_local(path: Path) -> ModelSource:
     if not file.is_file():
         adapter = path.is_dir() and (path / _ADAPTER_CONFIG).is_file()
         fix = (
-            "it is an adapter: merge it with shardwright merge, or pass its base model "
-            "(train --resume-adapter trains it further)"
+            "it is an adapter: merge it with shardwright merge, or pass its base model"
             if adapter
             else f"pass {inner[0].parent}"
             if (inner := sorted(path.glob("*/config.json")))

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from ...ds_configs.memory.activations import activations_are_stored, cached_acti
 from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
 from ...ds_configs.search.candidates import SearchContext
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
     find_gpu,
@@ -24,9 +24,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import TrainingJob, job_errors, job_of
-from ...ds_configs.specs.model import ModelSpec
-from ...ds_configs.specs.settings import adapter_errors, unknown_error
+from ...ds_configs.specs.job import JobSettings, TrainingJob, adapter_errors
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ..releases import transformers_release
@@ -40,7 +38,7 @@ _LARGEST_NUMBER = 10**30
 def plan(
     model: str | Path | LoadedModel,
     hardware: str | Path | HardwareSpec,
-    job: TrainingJob | None = None,
+    job: TrainingJob | JobSettings | None = None,
     *,
     revision: str | None = None,
     host_memory: str | None = None,
@@ -48,22 +46,22 @@ def plan(
     num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
     notify: Callable[[str], None] | None = None,
-    **words: Any,
+    **fields: object,
 ) -> Plan:
     """Choose a layout for a model and hardware.
 
     Args:
         model: A Hub id, a directory, a `config.json` or a loaded model.
         hardware: A name such as `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`.
-        job: The training run.
+        job: The training run, or the settings of a command, which also contain the options about the hardware.
         revision: Branch, tag or commit of a Hub id.
         host_memory: Memory per node, such as `1TB`; for hardware given by name.
         nvme: NVMe per node as `PATH:SIZE`; for hardware given by name.
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
         notify: Function that receives warnings.
-        **words: Options of `shardwright plan`, such as `seq_len=2048, method="lora"`, instead of a `job`. Without
-            either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
+        **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; the teacher may be
+            a name. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
     Raises:
         UsageError: A name, value or combination is invalid.
@@ -73,8 +71,8 @@ def plan(
     >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
     'zero2'
     """
-    options = {"revision": revision, "host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    context = _search_context(model, hardware, job, options, calibration, notify or (lambda _: None), words)
+    options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
+    context = _search_context(model, hardware, job, fields, revision, options, calibration, notify or (lambda _: None))
     return make_plan(
         context.model,
         context.hardware,
@@ -88,113 +86,112 @@ def plan(
 def _search_context(
     model: str | Path | LoadedModel,
     hardware: str | Path | HardwareSpec,
-    job: TrainingJob | None,
-    options: Mapping[str, Any],
+    job: TrainingJob | JobSettings | None,
+    fields: Mapping[str, object],
+    revision: str | None,
+    sizes_of_cluster: Mapping[str, Any],
     calibration: Calibration | Literal["user"] | None,
     tell: Callable[[str], None],
-    words: dict[str, Any],
 ) -> SearchContext:
     """Return model, hardware, job and measured runs for the arguments of `plan`."""
-    sizes_of_cluster = {name: value for name, value in options.items() if name != "revision"}
-    if errors := [
+    if isinstance(job, JobSettings):
+        if not isinstance(hardware, HardwareSpec):
+            sizes_of_cluster = {name: getattr(job, name) for name in sizes_of_cluster}
+        fields, revision = job.job_fields(), job.revision
+        job = None
+    is_new = job is None
+    errors = [
         ConfigError(where=name, value=value, rule=rule)
         for name, value, kind, rule in (
             ("model", model, LoadedModel, "must be a Hub id, a path or a loaded model"),
             ("hardware", hardware, HardwareSpec, "must be a name such as 8xA100-80GB, a path or a HardwareSpec"),
         )
         if not isinstance(value, str | Path | kind)
-    ]:
+    ]
+    if errors:
         raise UsageError(errors)
-    if not isinstance(hardware, HardwareSpec):
-        cluster = read_hardware(str(hardware), tell=tell, **sizes_of_cluster)
-    else:
-        rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
-        errors = [
-            ConfigError(where=name, value=value, rule=rule, fix=fix)
-            for name, value in sizes_of_cluster.items()
-            if value is not None
-        ]
-        if errors:
-            raise UsageError(errors)
-        cluster = hardware
+    with collecting(errors):
+        cluster = _cluster(hardware, sizes_of_cluster, tell)
+    with collecting(errors):
+        job = checked_job(job, fields, tell)
+    if errors or job is None:
+        raise UsageError(errors)
     loaded = model
     if not isinstance(loaded, LoadedModel):
-        loaded = load_model_spec(str(loaded), revision=options["revision"], by_structure=True, packaged=True)
+        loaded = load_model_spec(str(loaded), revision=revision, by_structure=True, packaged=True)
     positions = loaded.config.get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
-    if job is None and "seq_len" not in words:
-        usual = TrainingJob().seq_len_tokens
+    if is_new and not fields.keys() & {"seq_len", "seq_len_tokens"}:
         limits = [limit for limit in (loaded.spec.learned_positions, positions) if limit]
-        words["seq_len"] = min([usual, *limits])
-        if words["seq_len"] < usual:
-            tell(f"sequence length {words['seq_len']}, the maximum of {loaded.spec.architecture}")
-    wanted = job_from_words(words, job, tell=tell)
-    sizes, teacher = (wanted.seq_len_tokens, wanted.lora_rank), wanted.teacher
-    have_types = all(isinstance(size, int) for size in sizes) and isinstance(wanted.lora_targets, tuple)
-    if not have_types or not isinstance(teacher, ModelSpec | None):
-        # The search reports wrong values together with broken rules, but these are read before it.
-        raise UsageError(job_errors(wanted))
+        usual, shortest = job.seq_len_tokens, min([job.seq_len_tokens, *limits])
+        job = replace(job, seq_len_tokens=shortest)
+        if shortest < usual:
+            tell(f"sequence length {shortest}, the maximum of {loaded.spec.architecture}")
     # Callers that load a model and make the job themselves have warned already.
-    is_new = (not isinstance(model, LoadedModel) or job is None) and loaded.spec.learned_positions is None
-    if is_new and positions is not None and wanted.seq_len_tokens > positions:
-        tell(f"sequence length {wanted.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
+    warns = (not isinstance(model, LoadedModel) or is_new) and loaded.spec.learned_positions is None
+    if warns and positions is not None and job.seq_len_tokens > positions:
+        tell(f"sequence length {job.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:
         tell(note)
-    if not activations_are_stored(loaded.spec, wanted):
+    if not activations_are_stored(loaded.spec, job):
         name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
         tell(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.
-        cached_activations(loaded.spec, wanted)(1, "fp32" if wanted.precision == "fp32" else "bf16")
+        cached_activations(loaded.spec, job)(1, "fp32" if job.precision == "fp32" else "bf16")
     return SearchContext(
         model=loaded.spec,
         hardware=cluster,
-        job=wanted,
+        job=job,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
         measured_steps=_stored_steps(cluster.gpu, tell) if calibration == "user" else (),
     )
 
 
-_UNPLANNED = frozenset({"lora_alpha", "lora_dropout"})
-"""Options of a training's adapters that no plan has."""
+def _cluster(
+    hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any], tell: Callable[[str], None]
+) -> HardwareSpec:
+    if not isinstance(hardware, HardwareSpec):
+        return read_hardware(str(hardware), tell=tell, **sizes)
+    rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
+    stated = {name: value for name, value in sizes.items() if value is not None}
+    if errors := [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]:
+        raise UsageError(errors)
+    return hardware
 
 
-def job_from_words(
-    words: Mapping[str, Any], job: TrainingJob | None = None, *, tell: Callable[[str], None] = lambda _: None
-) -> TrainingJob:
-    """Return the training job for options of `shardwright plan`, or `job` without options.
+def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
+    """Return `job`, or the job with these fields, of which the teacher may be a name.
 
     Raises:
-        UsageError: An option is unknown, is combined with a job, or requires another option.
+        UsageError: A field is unknown, invalid, combined with a job, or requires another field.
     """
-    if not words:
-        return job or TrainingJob()
-    known = {field.name for field in fields(TrainingJob)} - {"seq_len_tokens"} | {"seq_len"}
-    errors = [unknown_error(name, sorted(known)) for name in words if name not in known | _UNPLANNED]
-    rule, fix = (
-        "is not part of a plan: memory and time do not depend on it",
-        "omit it, and pass it to train with the plan",
-    )
-    errors += [
-        ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in words.items() if name in _UNPLANNED
-    ]
+    errors: list[ConfigError] = []
     if job is not None:
         rule, fix = "cannot be combined with a TrainingJob", "set it in the TrainingJob, or omit the job"
-        errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
-    planned = {name: value for name, value in words.items() if name not in _UNPLANNED}
-    errors += adapter_errors(planned, words.get("method", "full"))
-    if words.get("teacher") is None and words.get("teacher_placement", "auto") != "auto":
+        errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in fields.items()]
+    values: dict[str, Any] = {name: value for name, value in fields.items() if name not in _UNPLANNED}
+    rule, fix = "is not part of a plan: memory and time do not depend on it", "omit it, and pass it to train"
+    errors += [ConfigError(where=name, value=fields[name], rule=rule, fix=fix) for name in _UNPLANNED if name in fields]
+    errors += adapter_errors(values, values.get("method", "full"))
+    if values.get("teacher") is None and values.get("teacher_placement", "auto") != "auto":
         rule, fix = "requires a teacher", "pass --teacher too"
-        errors.append(ConfigError(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
-    if errors:
+        errors.append(ConfigError(where="teacher_placement", value=values["teacher_placement"], rule=rule, fix=fix))
+    made = job
+    with collecting(errors):
+        if isinstance(values.get("teacher"), str):
+            teacher = load_model_spec(values["teacher"], packaged=True)
+            for note in teacher.notes:
+                tell(f"teacher: {note}")
+            values["teacher"] = teacher.spec
+        made = job or TrainingJob(**values)
+    if errors or made is None:
         raise UsageError(errors)
-    stated = dict(words)
-    if isinstance(teacher := stated.get("teacher"), str):
-        loaded = load_model_spec(teacher, packaged=True)
-        for note in loaded.notes:
-            tell(f"teacher: {note}")
-        stated["teacher"] = loaded.spec
-    return job_of(stated)
+    return made
+
+
+_UNPLANNED = ("lora_alpha", "lora_dropout")
+"""Options of a training's adapters that no plan has."""
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:

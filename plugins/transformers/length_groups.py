@@ -9,14 +9,13 @@ the order of its first epoch again, with other random numbers than the run that 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from .. import patches
 from ..launching.messages import note_on_first_rank
 
 if TYPE_CHECKING:
@@ -25,24 +24,20 @@ if TYPE_CHECKING:
 _UNKNOWN = "the checkpoint lacks the sample order of its epoch (group_by_length): samples may repeat or be missing"
 
 
-def keep_order_of_length_groups(trainer: Trainer) -> None:
-    """Make all ranks draw the same order of samples, and checkpoints keep it; call it once for each Trainer."""
-    trainer.add_callback(LengthGroupOrder())
+def one_order(sampler: Any, trainer: Trainer) -> Any:
+    """Return a sampler of length groups that draws one order on all ranks, for a Trainer with `LengthGroupOrder`."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    if _callback_of(trainer) is None or not isinstance(sampler, LengthGroupedSampler):
+        return sampler
     # With `dispatch_batches` the first rank reads for all.
-    draws_on_every_rank = not trainer.args.accelerator_config.dispatch_batches
+    return _OneOrder(sampler, trainer, draws_on_every_rank=not trainer.args.accelerator_config.dispatch_batches)
 
-    def one_order(make: Callable[..., Any]) -> Callable[..., Any]:
-        def get_sampler(*args: object, **kwargs: object) -> Any:
-            from transformers.trainer_pt_utils import LengthGroupedSampler
 
-            sampler = make(*args, **kwargs)
-            if not isinstance(sampler, LengthGroupedSampler):
-                return sampler
-            return _OneOrder(sampler, trainer, draws_on_every_rank=draws_on_every_rank)
-
-        return get_sampler
-
-    patches.apply("length-groups-order", one_order, on=trainer)
+def _callback_of(trainer: Trainer) -> LengthGroupOrder | None:
+    # Looked up when needed, because the Trainer may have recreated its callbacks from a checkpoint.
+    callbacks = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, LengthGroupOrder)), None)
 
 
 class LengthGroupOrder(TrainerCallback, ExportableState):
@@ -100,9 +95,8 @@ class _OneOrder(Sampler):
         import torch
         import torch.distributed as distributed
 
-        # Looked up now, because the Trainer may have recreated its callbacks from a checkpoint.
-        callbacks = self._trainer.callback_handler.callbacks
-        next(callback for callback in callbacks if isinstance(callback, LengthGroupOrder)).before_drawing()
+        if (order := _callback_of(self._trainer)) is not None:
+            order.before_drawing()
         if self._draws_on_every_rank and distributed.is_available() and distributed.is_initialized():
             state = [torch.get_rng_state()]
             distributed.broadcast_object_list(state, src=0)

@@ -17,7 +17,6 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from .. import patches
 from ..launching.messages import note_on_first_rank
 from .training_arguments import deepspeed_configuration
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.optim.lr_scheduler import LRScheduler
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
 _ROWS, _COLUMNS, _STEPS = 8, 6, 3
 _SPLIT = 20
@@ -147,34 +146,26 @@ def note_hidden_shapes(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def use_own_optimizer(trainer: Trainer, optimizer: torch.optim.Optimizer, scheduler: LRScheduler) -> None:
-    """Make a Trainer use a script's optimizer and scheduler where it would create its own."""
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+class OwnOptimizer:
+    """A script's optimizer and scheduler, for a Trainer that would create its own."""
 
-    def with_own_optimizer(create: Callable[..., Any]) -> Callable[..., Any]:
-        def create_optimizer(*arguments: object, **keywords: object) -> Any:
-            if trainer.optimizer is None:
-                if any(id(weight) not in parameters for group in optimizer.param_groups for weight in group["params"]):
-                    rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
-                    raise UsageError(
-                        ConfigError(where="optimizers", value=type(optimizer).__name__, rule=rule, fix=fix)
-                    )
-                trainer.optimizer = _engine_optimizer(optimizer)
-            return create(*arguments, **keywords)
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+        self.scheduler = scheduler
+        self._optimizer = optimizer
+        self._parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
-        return create_optimizer
+    def for_engine(self) -> Any:
+        """Return the optimizer as an engine trains it.
 
-    def scheduled(create: Callable[..., Any]) -> Callable[..., Any]:
-        def create_scheduler(*arguments: object, **keywords: object) -> Any:
-            if trainer.lr_scheduler is None:
-                trainer.lr_scheduler = scheduler
-            return create(*arguments, **keywords)
-
-        return create_scheduler
-
-    patches.apply("own-optimizer", with_own_optimizer, on=trainer)
-    if scheduler is not None:
-        patches.apply("own-scheduler", scheduled, on=trainer)
+        Raises:
+            UsageError: an earlier training run has replaced its parameters.
+        """
+        weights = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        if any(id(weight) not in self._parameters for weight in weights):
+            rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
+            name = type(self._optimizer).__name__
+            raise UsageError(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
+        return _engine_optimizer(self._optimizer)
 
 
 def _engine_optimizer(optimizer: torch.optim.Optimizer) -> Any:

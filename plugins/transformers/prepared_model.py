@@ -7,11 +7,14 @@ With transformers 5.17.0 and 5.23.0, and accelerate 1.15.0:
 - A second `train` destroys the DeepSpeed engine that it trains with.
 - Engines keep the gradients of a step that an exception interrupted.
 - CPU Adam cannot step with the settings of a checkpoint that an optimizer on the accelerator saved.
+
+`exact.ExactTrainer` calls what is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -20,17 +23,6 @@ from ..unused_parameters import accept_unused_parameters, find_unused_parameters
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""
-
-
-def prepare_models_once() -> None:
-    """Make every Trainer of this process prepare its model once; idempotent.
-
-    An evaluation before training prepares model and optimizer as training does. A later `train` continues with both, as
-    in one process, under a new schedule of learning rates.
-    """
-    patches.apply("prepared-evaluation", _evaluating)
-    patches.apply("kept-engine", _keeping)
-    patches.apply("prepared-once", _preparing)
 
 
 def prepare_before_training(trainer: Any, dataloader: Any) -> None:
@@ -57,74 +49,75 @@ def is_prepared(trainer: Any) -> bool:
     )
 
 
-def _evaluating(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    def evaluation_loop(self: Any, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
-        prepare_before_training(self, dataloader)
-        return evaluate(self, dataloader, *arguments, **keywords)
+@contextmanager
+def engine_kept(trainer: Any, batch_size: int | None) -> Iterator[None]:
+    """Keep the engine and the optimizer of a prepared Trainer while a later training run starts in the block.
 
-    return evaluation_loop
+    `auto_find_batch_size` prepares the model again for each batch size that it tries.
+    """
+    accelerator = trainer.accelerator
+    if not is_prepared(trainer) or batch_size != trainer._train_batch_size:
+        yield
+        return
+    kept: dict[str, Any] = {"_models": [trainer.model_wrapped], "_optimizers": [trainer.optimizer]}
+    if trainer.is_deepspeed_enabled:
+        kept["deepspeed_engine_wrapped"] = accelerator.deepspeed_engine_wrapped
+
+    def keeping(free: Callable[..., Any]) -> Callable[..., Any]:
+        def free_memory(*objects: Any) -> Any:
+            accelerator.deepspeed_engine_wrapped = None
+            freed = free(*objects)
+            vars(accelerator).update(kept)
+            return freed
+
+        return free_memory
+
+    trainer.keeps_engine = True
+    try:
+        with patches.applied("kept-through-free-memory", keeping, on=accelerator):
+            yield
+    finally:
+        trainer.keeps_engine = False
 
 
-def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
-    def inner_training_loop(self: Any, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
-        accelerator = self.accelerator
-        # `auto_find_batch_size` prepares the model again for each batch size that it tries.
-        if not is_prepared(self) or batch_size != self._train_batch_size:
-            return run(self, batch_size, *arguments, **keywords)
-        kept: dict[str, Any] = {"_models": [self.model_wrapped], "_optimizers": [self.optimizer]}
-        if self.is_deepspeed_enabled:
-            kept["deepspeed_engine_wrapped"] = accelerator.deepspeed_engine_wrapped
+@contextmanager
+def first_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Iterator[None]:
+    """Complete what `_prepare_for_training` does in the block for the first time."""
+    lengths = _schedule(trainer)
+    trainer._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
+    # Before the engine changes the classes of modules.
+    choosing = modules_with_choice(trainer.model)
+    if choosing:
+        find_unused_parameters(trainer)
+    yield
+    if choosing:
+        accept_unused_parameters(trainer, choosing)
+    if resume_from_checkpoint is not None and trainer.is_deepspeed_enabled:
+        _complete_groups(trainer.model_wrapped.basic_optimizer)
 
-        def keeping(free: Callable[..., Any]) -> Callable[..., Any]:
-            def free_memory(*objects: Any) -> Any:
-                accelerator.deepspeed_engine_wrapped = None
-                freed = free(*objects)
-                vars(accelerator).update(kept)
-                return freed
 
-            return free_memory
+@contextmanager
+def later_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Iterator[None]:
+    """Make `_prepare_for_training` keep model and optimizer in the block, and create a new schedule.
 
+    Raises:
+        UsageError: the run resumes from a checkpoint under expert parallelism.
+    """
+    if resume_from_checkpoint is not None and getattr(trainer.model_wrapped, "has_moe_layers", False):
+        # Measured: the loss of the next step differs by 0.06 from one process.
+        rule = "is not supported after an evaluation or a training run under expert parallelism"
+        fix = "create a new Trainer and call train(resume_from_checkpoint=...) first"
+        raise UsageError(ConfigError(where="resume_from_checkpoint", rule=rule, fix=fix))
+    _drop_gradients(trainer)
+    before, trainer.keeps_engine = trainer.keeps_engine, True
+    try:
         with (
-            patches.applied("kept-through-free-memory", keeping, on=accelerator),
-            patches.applied("kept-batch-size", lambda _: lambda batch_size: None, on=self),
-        ):
-            return run(self, batch_size, *arguments, **keywords)
-
-    return inner_training_loop
-
-
-def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_for_training(
-        self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
-    ) -> Any:
-        arguments = (max_steps, train_dataloader, resume_from_checkpoint)
-        if not is_prepared(self):
-            lengths = _schedule(self)
-            self._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
-            # Before the engine changes the classes of modules.
-            choosing = modules_with_choice(self.model)
-            if choosing:
-                find_unused_parameters(self)
-            prepared = prepare(self, *arguments)
-            if choosing:
-                accept_unused_parameters(self, choosing)
-            if resume_from_checkpoint is not None and self.is_deepspeed_enabled:
-                _complete_groups(self.model_wrapped.basic_optimizer)
-            return prepared
-        if resume_from_checkpoint is not None and getattr(self.model_wrapped, "has_moe_layers", False):
-            # Measured: the loss of the next step differs by 0.06 from one process.
-            rule = "is not supported after an evaluation or a training run under expert parallelism"
-            fix = "create a new Trainer and call train(resume_from_checkpoint=...) first"
-            raise UsageError(ConfigError(where="resume_from_checkpoint", rule=rule, fix=fix))
-        _drop_gradients(self)
-        with (
-            patches.applied("prepared-model", lambda _: _unchanged, on=self.accelerator),
-            patches.applied("kept-optimizer", lambda _: lambda *_: self.optimizer, on=self),
+            patches.applied("prepared-model", lambda _: _unchanged, on=trainer.accelerator),
             patches.applied("renewed-schedule", lambda _: _renew_schedule),
         ):
-            return prepare(self, *arguments)
-
-    return prepare_for_training
+            yield
+    finally:
+        trainer.keeps_engine = before
 
 
 def _complete_groups(optimizer: Any) -> None:

@@ -72,6 +72,11 @@ def trainer_errors(trainer: Trainer) -> list[ConfigError]:
     )
 
 
+def own_class(trainer: Any) -> Any:
+    """Return the class of a Trainer as its author wrote it, without the class that Shardwright puts in front."""
+    return getattr(type(trainer), "own_class", type(trainer))
+
+
 def has_own_optimizer(trainer: Trainer) -> bool:
     """Return whether a Trainer received an optimizer, so that `args.optim` has no effect."""
     return getattr(trainer, "has_own_optimizer", False) or trainer.optimizer_cls_and_kwargs is not None

@@ -13,9 +13,8 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "tests" / "data" / "runs"
 PAGES = {
-    "plan": [gallery_directory()],
-    **{name: [RUNS / name] for name in ("distill", "qat", "quantize")},
-    "comparison": [RUNS / name for name in ("train", "distill", "qat")],
+    "plan": gallery_directory(),
+    **{name: RUNS / name for name in ("train", "distill", "qat", "quantize")},
 }
 
 

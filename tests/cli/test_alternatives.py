@@ -78,7 +78,7 @@ def test_all_outputs_show_the_same_alternatives(
     table = printed.partition("Alternatives")[2]
     row = re.compile(r"^(\S.*?) {2,}\d+ +\S+ +[\d.]+ +([\d,]+) +[-+][\d.]+ %$", re.MULTILINE)
     assert [(name, speed) for name, speed in row.findall(table)] == expected
-    assert layouts_of(report_html([tmp_path / "p"]))[: len(expected)] == expected
+    assert layouts_of(report_html(tmp_path / "p"))[: len(expected)] == expected
     frame = plan.to_dataframe()
     layouts = (plan.chosen, *plan.rejected)
     assert list(frame["layout"]) == [layout.strategy.label for layout in layouts]

@@ -22,10 +22,10 @@ from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
-from shardwright.ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, JobSettings, TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
-from shardwright.plugins.planning.from_names import job_from_words, read_hardware
+from shardwright.plugins.planning.from_names import checked_job, read_hardware
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.qat.command.settings import QATSettings
@@ -76,6 +76,10 @@ def _parsed(command: str, words: list[str]) -> Any:
     return resolve(_app(), [command, *words])[1].arguments["settings"]
 
 
+def _planned_job(own: JobSettings) -> TrainingJob:
+    return checked_job(None, own.job_fields(), lambda _: None)
+
+
 DRAWN = settings(deadline=None, max_examples=25, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
@@ -96,9 +100,9 @@ def _changed(words: list[str], change: list[str]) -> list[str]:
 def test_flags_make_the_same_job(job: TrainingJob, base: TrainingJob) -> None:
     job, base = _used(job), replace(_used(base), teacher=job.teacher)
     words = shlex.split(shlex.join(["m", "--hardware", "8xH20", *job.flags()]))
-    assert job_from_words(_parsed("plan", words).words()) == job
+    assert _planned_job(_parsed("plan", words)) == job
     if base.method == "full" or job.method != "full":
-        assert job_from_words(_parsed("plan", _changed([*words[:3], *base.flags()], job.flags(base))).words()) == job
+        assert _planned_job(_parsed("plan", _changed([*words[:3], *base.flags()], job.flags(base)))) == job
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def _planned_by(spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob, chang
     words = _changed(["m", *flag_words(hardware.options()), *job.flags()], shlex.split(change))
     own = _parsed("plan", words)
     cluster = read_hardware(own.hardware, host_memory=own.host_memory, nvme=own.nvme)
-    return make_plan(spec, cluster, job_from_words(own.words(hardware_is_read=True)))
+    return make_plan(spec, cluster, _planned_job(own))
 
 
 _OOM_JOBS: list[dict[str, Any]] = [
@@ -214,7 +218,7 @@ def test_every_command_after_an_out_of_memory_error_plans_and_fits(values: dict[
     assert proposed or on_host
     for words, expected in zip(commands, proposed, strict=True):
         own = _parsed("plan", words)
-        job = job_from_words(own.words(hardware_is_read=True))
+        job = _planned_job(own)
         assert job == expected.job
         unchanged = (
             "weights_dtype",

@@ -10,8 +10,9 @@ import pytest
 from commands import Shell, shell_in
 from paths import CONFIGS
 from shardwright.cli.main import _COMMANDS, build_app, run
-from shardwright.cli.settings import HUGGING_FACE_NAMES, _options, resolve
+from shardwright.cli.settings import _options, resolve
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.job import HUGGING_FACE_NAMES
 from shardwright.ds_configs.specs.synonyms import SYNONYMS
 from shardwright.plugins.planning.from_names import plan
 
@@ -68,7 +69,7 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
     assert (job["micro_batch_size"], job["seq_len"], job["lora_rank"]) == (2, 512, 4)
     file.write_text("per_device_train_batch_size: 2\nmicro_batch_size: 4\n")
     assert shell(*words, "--config", file).errors == [
-        "per_device_train_batch_size (from file): is set by another name too; keep one of them"
+        f"per_device_train_batch_size (from {file}:1): is set by another name too; keep one of them"
     ]
 
 
@@ -101,7 +102,7 @@ def test_a_name_of_another_tool_is_answered_with_ours(
 def test_python_names_the_setting_too() -> None:
     with pytest.raises(UsageError, match="zero_stage: is not a setting; use strategy: zero1, zero2 or zero3"):
         plan(QWEN, "2xT4", zero_stage=3)
-    with pytest.raises(UsageError, match=r"lora_alpha = 64: is not part of a plan.*pass it to train with the plan"):
+    with pytest.raises(UsageError, match=r"lora_alpha = 64: is not part of a plan.*pass it to train"):
         plan(QWEN, "2xT4", method="lora", lora_rank=32, lora_alpha=64)
 
 

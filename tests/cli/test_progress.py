@@ -8,12 +8,9 @@ import pytest
 from planning import gallery_directory
 from rich.console import Console
 from shardwright.cli import progress
-from shardwright.cli.progress import LinesAtTimes
-from shardwright.cli.training import TrainingView
+from shardwright.cli.progress import Bar, Lines, compared
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.plugins.launching.messages import Figures
-
-FIGURES = "loss 2.313, 1,204 tokens/s"
+from shardwright.plugins.launching.messages import Figures, Progress
 
 
 def test_lines_show_figures_and_remaining_time(
@@ -21,46 +18,34 @@ def test_lines_show_figures_and_remaining_time(
 ) -> None:
     now = iter([100.0, 120.0, 121.0, 140.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    reported = LinesAtTimes()
-    reported("step", 1, 10)
-    reported.tell_figures(FIGURES)
+    draw = Lines()
+    draw(Progress(what="step", done=1, total=10))
     for step in (3, 4, 5):
-        reported("step", step, 10)
+        figures = Figures(loss=2.3126, tokens_per_second=1204.4)
+        draw(Progress(what="step", done=step, total=10, figures=figures))
     assert capsys.readouterr().err.splitlines() == [
         "note: step 1 of 10",
-        f"note: step 3 of 10, {FIGURES}, 70 s left",
-        f"note: step 5 of 10, {FIGURES}, 50 s left",
+        "note: step 3 of 10, loss 2.313, 1,204 tokens/s, 70 s left",
+        "note: step 5 of 10, loss 2.313, 1,204 tokens/s, 50 s left",
     ]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
+def test_a_bar_compares_figures_with_the_plan(columns: int) -> None:
     plan = Plan.load(gallery_directory())
-    speed, gpu = plan.chosen.time.tokens_per_second, plan.chosen.memory.gpu
+    speed, tensors = plan.chosen.time.tokens_per_second, plan.chosen.memory.gpu.allocated_bytes / 1e9
     console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
-    view = TrainingView("starting the ranks", console, plan)
-    assert view.rows() == []
-    tensors = gpu.allocated_bytes / 1e9
-    view.tell_figures(
-        Figures(
-            loss=2.3126, tokens_per_second=speed / 2, peak_allocated_gb=tensors, slowest_rank=3, slowest_rank_ratio=1.4
-        )
+    bar = Bar("starting the ranks", console, plan)
+    figures = Figures(
+        loss=2.3126, tokens_per_second=speed / 2, peak_allocated_gb=tensors, slowest_rank=3, slowest_rank_ratio=1.4
     )
-    view("step", 12, 100)
-    rows = {name: text.plain for name, text in view.rows()}
-    assert rows["loss"] == "2.3126"
-    assert rows["tokens/s"] == f"{speed / 2:,.0f} of {speed:,.0f} planned (50 %)"
-    assert rows["memory"].startswith(f"{tensors:.1f} GB of tensors, {tensors:.1f} planned")
-    assert rows["ranks"].startswith("rank 3 is slow: 1.40 times the median")
-    console.print(view.shown.get_renderable())
+    bar(Progress(what="step", done=12, total=100, figures=figures))
+    console.print(bar.shown.get_renderable())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= columns
     shown = " ".join(" ".join(lines).split())
-    assert "12/100" in shown and "2.3126" in shown and "(50 %)" in shown
-    counts = {"positions_per_second": speed, "labelled_tokens_per_second": speed / 4}
-    view.tell_figures(Figures(tokens_per_second=speed / 2, **counts))
-    ((_, padded),) = view.rows()
-    assert padded.plain == (
-        f"{speed / 2:,.0f}, {speed / 4:,.0f} with a label; {speed:,.0f} with padding of {speed:,.0f} planned (100 %)"
-    )
-    assert padded.spans[-1].style == "dim", "padding is not a slow run"
+    assert "12/100" in shown and "loss 2.313" in shown and f"{speed / 2:,.0f} tokens/s (50% of the plan)" in shown
+    assert f"{tensors:.1f} GB of {tensors:.1f} planned" in shown and "rank 3 is slow: 1.40 times the median" in shown
+    # A plan counts padding too.
+    padded = Figures(tokens_per_second=speed / 2, positions_per_second=speed)
+    assert compared(padded, plan) == f"{speed / 2:,.0f} tokens/s (100% of the plan)"

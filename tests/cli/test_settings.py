@@ -177,16 +177,19 @@ TRIED = {
 }
 """Commands that have `seq_len`, with what they need."""
 FILES = [
-    ("seq_len: 2.5", ["seq_len (from file) = 2.5: must be an integer"]),
-    ("seq_len: [1, 2]", ['seq_len (from file) = \'["1", "2"]\': must be an integer']),
+    ("seq_len: 2.5", ["seq_len (from settings.yaml:1) = 2.5: must be an integer"]),
+    ("seq_len: [1, 2]", ['seq_len (from settings.yaml:1) = \'["1", "2"]\': must be an integer']),
     (
         "seq-len: 64\nseq_len: 65",
-        ["seq_len (from file): is set twice, with a hyphen and with an underscore; remove one"],
+        ["seq_len (from settings.yaml:2): is set twice, with a hyphen and with an underscore; remove one"],
     ),
-    ("seq_len: x\nnothing_like_it: 1\nformat: html", ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"]),
+    (
+        "seq_len: x\nnothing_like_it: 1\nformat: html",
+        ["seq_len (from settings.yaml:1) = 'x'", "nothing_like_it", "or 'json'"],
+    ),
     (
         "config: other.yaml",
-        ["config (from file) = 'other.yaml': a settings file cannot name another one; use --config"],
+        ["config (from settings.yaml:1) = 'other.yaml': a settings file cannot name another one; use --config"],
     ),
     ("- seq_len", ["must be a mapping of keys to values"]),
     ("seq_len: &a 64\nrevision: *a", ["is not valid YAML (aliases are not allowed)"]),
@@ -196,12 +199,12 @@ FILES = [
 
 @pytest.mark.parametrize("command", list(TRIED))
 def test_a_file_has_the_same_errors_for_every_command(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    file = tmp_path / "settings.yaml"
+    monkeypatch.chdir(tmp_path)
     for text, said in FILES:
-        file.write_text(text)
-        found = errors(capsys, *TRIED[command], "--config", str(file))
+        Path("settings.yaml").write_text(text)
+        found = errors(capsys, *TRIED[command], "--config", "settings.yaml")
         assert len(found) == len(said), found
         for part in said:
             assert any(part in error for error in found), (part, found)
@@ -235,7 +238,9 @@ def test_variables_apply_to_the_command_in_their_name(
         monkeypatch.setenv(name, "nonsense")
     monkeypatch.setenv(f"{own}SEQ_LEN", "nonsense")
     (found,) = errors(capsys, *words)
-    assert found == f"seq_len (from {own}SEQ_LEN) = 'nonsense': must be an integer"
+    assert found == f"seq_len (from {own}SEQ_LEN) = 'nonsense': must be an integer" + (
+        " from 1 to 100,000,000, or auto" if command == "plan" else ""
+    )
     monkeypatch.delenv(f"{own}SEQ_LEN")
     monkeypatch.setenv(f"{own}SEQLEN", "64")
     (found,) = errors(capsys, *words)
@@ -260,14 +265,14 @@ def test_every_error_of_every_source_is_reported_together(
         "--aplha: is not an option; did you mean --alpha?",
         "SHARDWRIGHT_QAT_STAT_STEP: is not a setting; did you mean start_step?",
         "epochs (from SHARDWRIGHT_QAT_EPOCHS) = 'nan': must be a finite number",
-        "learning_rat (from file): is not a setting; did you mean learning_rate?",
-        "lora_rank (from file) = 0: must be greater than or equal to 1",
-        "loss (from file) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'skewed_kl', 'skewed_reverse_kl', "
+        f"learning_rat (from {file}:2): is not a setting; did you mean learning_rate?",
+        f"lora_rank (from {file}:1) = 0: must be an integer from 1 to 100,000",
+        f"loss (from {file}:3) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'skewed_kl', 'skewed_reverse_kl', "
         "'total_variation', 'eager' or 'chunked'",
-        "micro_batch_size = 'few': must be an integer or 'auto'",
+        "micro_batch_size (from --micro-batch-size) = 'few': must be an integer from 1 to 1,000,000, or auto",
         "output_dir: is missing; pass --output-dir",
-        "seed (from file): must not be null; omit it to use the default",
-        "seq_len = 2.5: must be an integer",
+        f"seed (from {file}:4): must not be null; omit it to use the default",
+        "seq_len (from --seq-len) = 2.5: must be an integer",
     ]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.show import print_compared, show_plan
+from shardwright.cli.show import print_figures, show_plan
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.units import gigabytes
 
@@ -17,7 +17,7 @@ ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.002
 @pytest.mark.parametrize("width", [120, 80, 40])
 def test_names_and_figures_are_complete_at_every_width(width: int) -> None:
     out = Console(file=io.StringIO(), width=width)
-    print_compared(out, ("model", "baseline", "difference"), ROWS)
+    print_figures(out, ("", "model", "baseline", "difference"), ROWS)
     lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= width
     for cell in (cell for row in ROWS for cell in row):

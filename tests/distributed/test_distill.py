@@ -89,7 +89,7 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
     for entry in steps:
         assert entry["tokens_per_second"] > 0 < entry["step_seconds"] and entry["slowest_rank"] in (0, 1)
         assert entry["slowest_rank_ratio"] >= 1 and entry["planned_tokens_per_second"] > 0
-    assert (taught / "report.html").read_text() == report_html([taught]), "the same files, the same page"
+    assert (taught / "report.html").read_text() == report_html(taught), "the same files, the same page"
     telemetry = {"kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy"}
     assert all({*telemetry, "teacher_cross_entropy", "loss"} <= entry.keys() for entry in steps)
     assert steps[-1]["kl_per_token"] < steps[0]["kl_per_token"]

@@ -1,4 +1,4 @@
-"""`shardwright tune` on two real ranks: trials, a script, memory that runs out, and a killed command."""
+"""`shardwright tune` on two real ranks: trials, memory that runs out, and a killed command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 import uuid
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,54 +66,12 @@ def test_its_step_times_correct_the_next_plan(
     assert "times the published prediction, from" in after.chosen.reason
 
 
-def test_a_script_is_measured_with_the_arguments_of_the_trial(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments\n"
-        "(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[2:])\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-        "samples = [{'input_ids': torch.arange(32), 'labels': torch.arange(32)}] * 64\n"
-        "Trainer(model=model, args=arguments, train_dataset=samples).train()\n"
-    )
-    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
-    words = [str(tiny_llama), "--output_dir", str(tmp_path / "never"), "@plan"]
-    result = tune(plan, trials=1, steps=3, script=script, script_arguments=words)
-    (trial,) = result.trials
-    assert trial.outcome == "measured" and trial.steps == 3
-    assert not (tmp_path / "never").exists(), "a trial writes no output"
-
-
 def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv(LIMIT_VARIABLE, "1000000")
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
     with pytest.raises(ShardwrightError, match="out of memory in phase"):
         tune(plan, trials=1, steps=3)
-
-
-@pytest.mark.full
-def test_a_trial_that_hangs_is_ended_with_all_its_processes(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-    script = tmp_path / "hangs.py"
-    script.write_text(
-        "import os, pathlib, subprocess, time\n"
-        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + '.pid').write_text(str(child.pid))\n"
-        "time.sleep(600)\n"
-    )
-    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
-    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.25 minutes"):
-        tune(plan, trials=1, script=script, script_arguments=["@plan"], time_limit_minutes=0.25)
-    for file in tmp_path.glob("*.pid"):
-        with suppress(psutil.NoSuchProcess):
-            # A container may have no process that reaps what was killed.
-            assert psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:

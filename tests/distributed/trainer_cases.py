@@ -13,7 +13,7 @@ from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
-from shardwright.trainers.counting.counts import count_as_one_process
+from shardwright.trainers.exact import count_as_one_process
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 
 STEPS = 2

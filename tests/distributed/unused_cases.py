@@ -16,8 +16,8 @@ from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins import unused_parameters
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.transformers import prepared_model
 from shardwright.plugins.transformers.training_arguments import training_arguments
+from shardwright.trainers.exact import exact_class
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, Trainer, set_seed
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -240,8 +240,7 @@ def make_trainer(case: Unused, directory: Path) -> Any:
     settings = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collated}
     settings["eval_dataset"] = None if case.model == "lora" else rows[:8]
     if engine == "single" or case.is_stock:
-        prepared_model.prepare_models_once()
-        return kind(**settings)
+        return exact_class(kind)(**settings)
     return parallelism_of(case.strategy).make_trainer(trainer_class=kind, **settings)
 
 

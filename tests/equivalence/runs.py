@@ -19,12 +19,12 @@ from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.compressed_tensors.codes import weight_levels
 from shardwright.plugins.deepspeed.engine import stages_of
-from shardwright.plugins.transformers.prepared_model import prepare_models_once
 from shardwright.plugins.transformers.training_arguments import (
     prepare_model_directory_save,
     save_model_directory,
     training_arguments,
 )
+from shardwright.trainers.exact import exact_class
 from shardwright.trainers.parallel.trainer_for import engine_logits, parallelism_of
 from shardwright.trainers.qat.rounding import rounding
 from transformers import Trainer, TrainerCallback
@@ -241,8 +241,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
             {"trainer_class": DistillationTrainer, "teacher": teacher, "distillation": config} | placed | settings
         )
     if run.stock:
-        prepare_models_once()
-        trainer: Any = Trainer(**settings)
+        trainer: Any = exact_class(Trainer)(**settings)
     else:
         trainer = _parallelism(run).make_trainer(**settings)
     for change in run.change_trainer:

@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import inspect
 import io
+import re
 import sys
 import threading
 import weakref
@@ -413,54 +414,15 @@ def test_a_change_of_upstream_is_found(text: str) -> None:
 
 _FORWARD = ("torch.nn.modules.module", "self.forward")
 READ = {
-    **dict.fromkeys(
-        ("balance-loss-over-ranks", "expert-parallel-loss", "metered-loss"),
-        ("transformers.trainer", "self.compute_loss"),
-    ),
-    **dict.fromkeys(
-        ("step-losses", "metered-pipeline-step", "guarded-step"), ("transformers.trainer", "self.training_step")
-    ),
-    "guarded-gradient-norm": ("transformers.trainer", "self._get_grad_norm"),
-    **dict.fromkeys(("expert-parallel-log", "figures-in-log"), ("transformers.trainer", "self.log")),
-    **dict.fromkeys(
-        ("repeated-samples-loader", "tensor-parallel-loader"), ("transformers.trainer", "self.get_train_dataloader")
-    ),
-    **dict.fromkeys(
-        ("repeated-samples-batches", "timed-batches", "no-batches-after-the-last-step"),
-        ("transformers.trainer", "self.get_batch_samples"),
-    ),
-    "expert-parallel-optimizer": ("transformers.trainer", "self.create_optimizer"),
-    "tensor-parallel-predictions": ("transformers.trainer", "self.prediction_step"),
-    "context-parallel-evaluation": ("transformers.trainer", "self.evaluation_loop"),
-    **dict.fromkeys(
-        ("tensor-parallel-gather-function", "evaluated-losses"), ("transformers.trainer", "self.gather_function")
-    ),
-    "counted-labels": ("transformers.trainer", "self._get_num_items_in_batch"),
-    "counted-tokens": ("transformers.trainer", "self._track_num_input_tokens"),
-    "loss-of-all-ranks": ("transformers.trainer", "self._finalize_training"),
-    "trainer-without-zero": ("transformers.trainer", "self._prepare_for_training"),
-    **dict.fromkeys(("evaluated-step", "tiled-loss-evaluation"), ("transformers.trainer", "self.prediction_step")),
-    "evaluated-samples": ("transformers.trainer", "self.evaluation_loop"),
+    "metered-loss": ("transformers.trainer", "self.compute_loss"),
+    **dict.fromkeys(("step-losses", "metered-pipeline-step"), ("transformers.trainer", "self.training_step")),
+    "figures-in-log": ("transformers.trainer", "self.log"),
+    "timed-batches": ("transformers.trainer", "self.get_batch_samples"),
     "renewed-schedule": ("transformers.trainer", "deepspeed_init"),
-    "kept-optimizer": ("transformers.trainer", "self.create_optimizer"),
-    "kept-batch-size": ("transformers.trainer", "self._update_auto_batch_size"),
     "prepared-model": ("transformers.trainer", "self.accelerator.prepare"),
     "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
-    "sequence-parallel-trainer": (
-        "transformers.trainer",
-        "self.get_sp_size",
-        "self.get_total_train_batch_size",
-        "self.get_batch_samples",
-        "self._get_num_items_in_batch",
-        "self._prepare_for_training",
-        "self.training_step",
-        "self.compute_loss",
-        "self.prediction_step",
-        "self.evaluation_loop",
-        "self.floating_point_ops",
-    ),
     **dict.fromkeys(("script-plan-comparison", "rehearsal-recorder"), ("transformers.trainer", "DEFAULT_CALLBACKS")),
     "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
@@ -508,6 +470,28 @@ def test_upstream_reads_the_attribute(name: str) -> None:
     """Fails when a release calls something else, so that the replacement would do nothing."""
     module, *expressions = READ[name]
     assert set(expressions) <= expressions_of(module)
+
+
+def test_upstream_calls_the_methods_of_the_exact_trainer() -> None:
+    """Fails when a release calls another method, so that one of `ExactTrainer` would do nothing."""
+    from shardwright.trainers.exact import ExactTrainer, StepEvents
+
+    (entry_,) = (patch for patch in PATCHES if patch.name == "exact-trainer")
+    parameters = dict(entry_.members)
+    own = {name: method for name, method in vars(ExactTrainer).items() if inspect.isfunction(method)}
+    upstream = {name: method for name, method in own.items() if not method.__qualname__.endswith(HELPERS)}
+    assert parameters.keys() == upstream.keys()
+    called = {f"self.{name}" for name in parameters.keys() - {"train"}}
+    assert called <= expressions_of("transformers.trainer")
+    files = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    events = {name: method for name, method in vars(StepEvents).items() if inspect.isfunction(method)}
+    for name, method in (own | events).items():
+        words = re.findall(r"Canary: `(\w+)`", method.__doc__ or "")
+        assert all(f"def {word}(" in files for word in words), (name, words)
+
+
+HELPERS = ("_label_share", "_own_loss", "_weighed_own_loss", "_evaluating", "_predicted")
+"""Methods of `ExactTrainer` that the Trainer does not have."""
 
 
 @cache

@@ -8,19 +8,20 @@ and writes the record, while training continues. Until then the checkpoint is in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...plugins import patches
 from ...plugins.deepspeed.engine import load_from_other_ranks
 from ...plugins.launching.background import BackgroundTask
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import check_first_of_its_kind
+from ..exact import StepEvents, make_exact
 from .record import (
     flush_tree,
     flushed_records,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
-class CheckpointCallback(TrainerCallback):
+class CheckpointCallback(StepEvents, TrainerCallback):
     """Mark checkpoints of any Trainer complete, find them again, and never leave a partly deleted one.
 
     Attach it last, so that the record includes the files of other callbacks. When training begins, incomplete
@@ -81,28 +82,25 @@ class CheckpointCallback(TrainerCallback):
         # The engine of expert parallelism renames tensors, and a run that resumes has no engine yet.
         if (model := getattr(trainer, "model", None)) is not None:
             self._trained = {"trained": trained_tensors(model)}
+        make_exact(trainer).add_callback(self)
 
-        def ending(train: Callable[..., Any]) -> Callable[..., Any]:
-            def train_and_finish(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def around_training(self) -> Iterator[None]:
+        """Finish the last checkpoint when the training run ends, also by an exception."""
+        try:
+            yield
+        finally:
+            # The other ranks may have ended: finish without them.
+            finish, self._finish = self._finish, None
+            if finish is not None and finish.ended():
                 try:
-                    return train(*args, **kwargs)
-                finally:
-                    # The other ranks may have ended: finish without them.
-                    finish, self._finish = self._finish, None
-                    if finish is not None and finish.ended():
-                        try:
-                            finish.result()
-                        except (OSError, ShardwrightError) as error:
-                            note_on_first_rank(f"{finish.name} could not be finished: {error}")
+                    finish.result()
+                except (OSError, ShardwrightError) as error:
+                    note_on_first_rank(f"{finish.name} could not be finished: {error}")
 
-            return train_and_finish
-
-        def none_when_done(collect: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: ([], None) if self._is_done else collect(*args, **kwargs)
-
-        patches.apply("checkpointed-train", ending, on=trainer)
-        patches.apply("no-batches-after-the-last-step", none_when_done, on=trainer)
-        trainer.add_callback(self)
+    def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return no batches after the last step: the Trainer takes one more if it resumes after it in an epoch."""
+        return iter(()) if self._is_done else batches
 
     def resolve(self, resume: str | bool | Selection | None) -> str | None:
         """Return the checkpoint to resume from; every rank must call it.

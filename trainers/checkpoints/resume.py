@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
-from ...plugins import patches
 from ...plugins.deepspeed.engine import load_from_other_ranks
 from ...plugins.launching.messages import note_on_first_rank
 from .record import (
@@ -287,24 +286,7 @@ def sharded(*, is_pipeline: bool, has_experts: bool, tensor_ranks: int) -> str:
     return f"tensors over {tensor_ranks} ranks" if tensor_ranks > 1 else ""
 
 
-def check_checkpoints_before_loading() -> None:
-    """Make every Trainer of this process compare a checkpoint with its run before it loads anything; idempotent.
-
-    `resume_from_checkpoint` then raises `UsageError` on every rank if the run cannot resume from the checkpoint.
-    """
-
-    def checking(train: Callable[..., Any]) -> Callable[..., Any]:
-        def train_from(self: Any, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
-            if resume_from_checkpoint:
-                resume_from_checkpoint = _checked(self, resume_from_checkpoint)
-            return train(self, resume_from_checkpoint, *args, **settings)
-
-        return train_from
-
-    patches.apply("compared-checkpoint", checking)
-
-
-def _checked(trainer: Any, resume: Any) -> str:
+def checked_checkpoint(trainer: Any, resume: Any) -> str:
     """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it.
 
     Raises:

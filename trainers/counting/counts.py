@@ -1,4 +1,4 @@
-"""Make a Trainer count labels, samples and tokens as one process does, under every layout.
+"""Counts of labels, samples and tokens with which a Trainer trains and evaluates as one process does.
 
 With transformers 5.17.0 and 5.23.0:
 
@@ -6,10 +6,10 @@ With transformers 5.17.0 and 5.23.0:
   number of ranks and the batch size.
 - `num_input_tokens_seen` adds up all ranks, also those that read the same samples, and counts the padding that a
   layout adds.
-- `train_loss` contains the losses of the first rank since the last log.
 - A step without any label divides by zero.
 - Losses that are means over their own batch are averaged over ranks and micro-batches, whatever these contain.
-- Without ZeRO, DeepSpeed does not keep the gradient norm that it clips by.
+
+`exact.ExactTrainer` calls what is here.
 """
 
 from __future__ import annotations
@@ -24,54 +24,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins import patches
-from ...plugins.accelerate.repeated_samples import EvaluationStep, SamplesOnce, check_streams_of_ranks, trained_rows
-from ...plugins.deepspeed.engine import keep_gradient_norm
-from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.prepared_model import prepare_models_once
-from ...plugins.transformers.run_settings import balances_experts
+from ...plugins.accelerate.repeated_samples import EvaluationStep, SamplesOnce, trained_rows
+from ...plugins.transformers.run_settings import balances_experts, own_class
 from ..data.chat import IGNORED_LABEL
 from . import own_losses
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import DataLoader
     from transformers import PreTrainedModel, Trainer
 
 UNPADDED = "unpadded_tokens"
 """Entry of a batch that a layout has padded: its number of tokens before that, and of those that are not padding."""
 _COUNT = "num_items_in_batch"
-Method = Callable[..., Any]
-
-
-def count_as_one_process(
-    trainer: Trainer, *, ranks_of_a_sample: int = 1, evaluates: bool = True, weighs_own_losses: bool = False
-) -> None:
-    """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
-
-    A second call replaces the first. Trainers of the process then also prepare their models once.
-
-    Args:
-        ranks_of_a_sample: Ranks that read the same samples.
-        evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
-        weighs_own_losses: Whether to weigh a loss of the user as what its first batch shows. Layouts that split samples
-            or experts, and models with a balance loss, keep the weights of the Trainer.
-    """
-    prepare_models_once()
-    counts = _Counts(trainer, ranks_of_a_sample, weighs_own_losses=weighs_own_losses and evaluates)
-    if counts.weighs_means:
-        # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.
-        trainer.model_accepts_loss_kwargs = False
-        patches.apply("mean-loss-weight", counts.weighing_means, on=trainer)
-    if counts.own_loss is not None:
-        patches.apply("own-loss-weight", counts.weighing_own_losses, on=trainer)
-    patches.apply("counted-labels", counts.counting_labels, on=trainer)
-    patches.apply("counted-tokens", counts.adding_tokens, on=trainer)
-    patches.apply("loss-of-all-ranks", counts.averaging_the_rest, on=trainer)
-    patches.apply("trainer-without-zero", counts.keeping_the_norm, on=trainer)
-    if evaluates:
-        patches.apply("evaluated-step", counts.evaluating_a_step, on=trainer)
-        patches.apply("evaluated-samples", counts.evaluating, on=trainer)
 
 
 def check_labelled(weights: Iterable[float]) -> None:
@@ -108,7 +72,8 @@ def returns_mean(trainer: Trainer) -> bool:
 
     if trainer.compute_loss_func is not None or not isinstance(trainer, Trainer):
         return False
-    above = type(trainer).__mro__[: type(trainer).__mro__.index(Trainer)]
+    kinds = own_class(trainer).__mro__
+    above = kinds[: kinds.index(Trainer)]
     own_losses = [vars(base)["compute_loss"] for base in above if "compute_loss" in vars(base)]
     if not all("super" in inspect.unwrap(loss).__code__.co_names for loss in own_losses):
         return False
@@ -129,7 +94,7 @@ def returns_mean(trainer: Trainer) -> bool:
     return not _divides_by_count(type(model).forward)
 
 
-def _divides_by_count(forward: Method) -> bool:
+def _divides_by_count(forward: Callable[..., Any]) -> bool:
     """Return whether a model passes the number of labels to the function that computes its loss.
 
     It does so if it names the number, or calls anything with labels and all other keywords. A function without source
@@ -167,7 +132,7 @@ def mean_weights(own: Sequence[int], total: float, *, ranks: int) -> list[float]
 
 
 @dataclass
-class _Evaluation:
+class Evaluation:
     """Running sums of an evaluation."""
 
     samples: SamplesOnce
@@ -177,151 +142,77 @@ class _Evaluation:
     """Samples of the last batch, until its losses were gathered."""
 
 
-class _Counts:
-    def __init__(self, trainer: Trainer, ranks_of_a_sample: int, *, weighs_own_losses: bool) -> None:
-        self._trainer, self._ranks_of_a_sample = trainer, ranks_of_a_sample
-        self._evaluation: _Evaluation | None = None
-        self._evaluates_a_step = False
-        self._items: Any = None
-        """Labels of the batch that is evaluated; `None` if the model's loss does not need them."""
-        self._counts_labels = False
-        """Whether the Trainer counts labels for the model's loss, while it evaluates a step."""
-        self._tokens: list[int] = []
-        """Tokens of the remaining micro-batches of this step."""
+class Counting:
+    """Counts of one Trainer's steps. Arguments: see `exact.count_as_one_process`."""
+
+    def __init__(
+        self, trainer: Trainer, ranks_of_a_sample: int = 1, *, evaluates: bool = True, weighs_own_losses: bool = False
+    ) -> None:
+        self._trainer, self._ranks_of_a_sample, self.evaluates = trainer, ranks_of_a_sample, evaluates
         # Ranks of a sequence hold parts of it, and a balance loss inside the model's is not a mean over labels.
         shares = ranks_of_a_sample > 1 or getattr(trainer.accelerator, "parallelism_config", None) is not None
-        own = own_losses.own_loss_of(trainer)
-        weighs = weighs_own_losses and not shares and not balances_experts(trainer.model)
+        is_plain = not shares and not balances_experts(trainer.model)
+        own, weighs = own_losses.own_loss_of(trainer), weighs_own_losses and evaluates and is_plain
         self.own_loss = own if weighs and own_losses.is_loss_of_rows(trainer) else None
-        self._kind = own_losses.requested_kind(trainer)
+        """Loss of the user that is weighed as what it is of its batch, `kind`; `None` if no such loss."""
+        self.kind = own_losses.requested_kind(trainer)
+        self.weighs_means = self.own_loss is None and is_plain and returns_mean(trainer)
+        """Whether the model's losses are means over the labels of their batch."""
+        # Of the remaining micro-batches of a step:
+        self.tokens: list[int] = []
+        self.weights: list[float] = []
+        """`mean_weights`."""
         self._shares: list[tuple[float, float]] = []
-        """Shares of the labels and of the samples of a step, of its remaining micro-batches."""
-        self.weighs_means = self.own_loss is None and not shares and returns_mean(trainer)
-        self.weighs_means = self.weighs_means and not balances_experts(trainer.model)
-        self._weights: list[float] = []
-        """`mean_weights` of the remaining micro-batches of this step."""
+        """Shares of the labels and of the samples of a step."""
 
-    # Training.
-
-    def counting_labels(self, count: Method) -> Method:
-        def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
-            import torch
-
-            if self._evaluates_a_step:
-                trainer = self._trainer
-
-                def gather(value: torch.Tensor) -> torch.Tensor:
-                    # As if every rank had the labels of this one, so that losses are means over this rank's labels.
-                    return value.reshape(-1).repeat(trainer.args.world_size)
-
-                with (
-                    patches.applied("evaluated-labels", lambda _: gather, on=trainer.accelerator),
-                    _set(trainer, model_accepts_loss_kwargs=self._counts_labels),
-                ):
-                    self._items = count(batch_samples, device)
-                return _at_least_one(self._items)
-            check_streams_of_ranks(self._trainer, len(batch_samples))
-            self._tokens = self._count_tokens(batch_samples)
-            items = count(batch_samples, device)
-            if self.own_loss is not None:
-                self._share(batch_samples)
-            if self.weighs_means and all("labels" in batch for batch in batch_samples):
-                own = [self._labels_in(batch) for batch in batch_samples]
-                args = self._trainer.args
-                total = self._trainer.accelerator.gather(torch.tensor(sum(own), device=args.device)).sum()
-                self._weights = mean_weights(own, float(total), ranks=args.world_size)
-            elif self.weighs_means:
-                self._weights = []
-            elif items is None:
-                self._check_labels_of_every_rank(batch_samples)
-            return _at_least_one(items)
-
-        return get_num_items_in_batch
-
-    def weighing_means(self, compute: Method) -> Method:
-        def compute_loss(
-            model: PreTrainedModel,
-            inputs: Any,
-            return_outputs: bool = False,
-            num_items_in_batch: torch.Tensor | int | None = None,
-            **keywords: Any,
-        ) -> Any:
-            if not (model.training and self._weights):
-                return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
-            weight = self._weights.pop(0)
-            labels = _labels(inputs)
-            if not weight and labels is not None:
-                # The mean over no label is NaN. With any labels it is a number, which the weight 0 removes.
-                inputs = {**inputs, "labels": labels.clamp(min=0)}
-            loss, outputs = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
-            loss = loss * weight
-            return (loss, outputs) if return_outputs else loss
-
-        return compute_loss
-
-    def _share(self, batches: list[Any]) -> None:
+    def weigh(self, batches: list[Any], items: Any) -> None:
+        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted."""
         import torch
 
-        own = [(self._labels_in(batch), self._rows_in(batch)) for batch in batches]
-        sums = torch.tensor(own, dtype=torch.float64, device=self._trainer.args.device).reshape(-1, 2).sum(0)
-        labels, rows = self._trainer.accelerator.gather(sums[None]).sum(0).tolist()
-        # Ranks that read the same samples count each of them.
-        labels, rows = labels / self._ranks_of_a_sample, rows / self._ranks_of_a_sample
-        self._shares = [(own_labels / (labels or 1), own_rows / (rows or 1)) for own_labels, own_rows in own]
+        args, gather = self._trainer.args, self._trainer.accelerator.gather
+        if self.own_loss is not None:
+            own = [(self.labels_in(batch), self.rows_in(batch)) for batch in batches]
+            sums = torch.tensor(own, dtype=torch.float64, device=args.device).reshape(-1, 2).sum(0)
+            # Ranks that read the same samples count each of them.
+            labels, rows = (total / self._ranks_of_a_sample for total in gather(sums[None]).sum(0).tolist())
+            self._shares = [(own_labels / (labels or 1), own_rows / (rows or 1)) for own_labels, own_rows in own]
+        if self.weighs_means:
+            self.weights = []
+            if all("labels" in batch for batch in batches):
+                counts = [self.labels_in(batch) for batch in batches]
+                total = gather(torch.tensor(sum(counts), device=args.device)).sum()
+                self.weights = mean_weights(counts, float(total), ranks=args.world_size)
+        elif items is None:
+            self._check_labels_of_every_rank(batches)
 
-    def weighing_own_losses(self, compute: Method) -> Method:
-        """Weigh a user's loss by its share of the step: see `own_losses`."""
-        trainer, loss = self._trainer, self.own_loss
-        assert loss is not None
-        # A loss that multiplies by all ranks must also divide by all labels as often.
-        extra = trainer.args.world_size if own_losses.multiplies_by_ranks(loss) else 1
-        is_method = trainer.compute_loss_func is None
-        accepts = not is_method or own_losses.accepts_count(loss)
+    def next_mean(self, inputs: Any) -> tuple[Any, float]:
+        """Return the next micro-batch and the weight of its mean loss."""
+        weight = self.weights.pop(0)
+        return _labelled_if_weightless(inputs, weight), weight
 
-        def computed(model: Any, inputs: Any, items: Any, return_outputs: bool, keywords: Any) -> Any:
-            if accepts:
-                items = None if items is None else items * extra
-                keywords = {**keywords, "num_items_in_batch": items}
-            # The weights below include the number of ranks.
-            with _set(trainer.args, average_tokens_across_devices=extra > 1):
-                result = compute(model, inputs, return_outputs, **keywords)
-            return own_losses.checked_loss(result, trainer, return_outputs=return_outputs)
+    def next_own(self, inputs: Any, items: Any) -> tuple[Any, Any, float | None]:
+        """Return the next micro-batch, the number of labels that its loss gets, and the weight of the loss."""
+        if not self._shares:
+            return inputs, items, None
+        trainer = self._trainer
+        labels, rows = self._shares.pop(0)
+        assert self.kind is not None, "measured with the first batch"
+        share = {"sum": 1.0, "mean": labels, "sample_mean": rows}[self.kind]
+        weight = share * trainer.args.world_size / self._ranks_of_a_sample
+        if (not trainer.model_accepts_loss_kwargs or items is None) and trainer.compute_loss_func is None:
+            # The Trainer divides by the micro-batches.
+            weight *= trainer.current_gradient_accumulation_steps
+        return _labelled_if_weightless(inputs, share), None if items is None else items * (share or 1.0), weight
 
-        def compute_loss(
-            model: PreTrainedModel,
-            inputs: Any,
-            return_outputs: bool = False,
-            num_items_in_batch: torch.Tensor | int | None = None,
-            **keywords: Any,
-        ) -> Any:
-            items, weight = num_items_in_batch, 1.0
-            if self._kind is None:
-                self._kind = self._kind_of(model, inputs, items is not None, computed)
-            if self._evaluates_a_step:
-                items = None if items is None else max(self._labels_in(inputs), 1)
-            elif self._shares:
-                labels, rows = self._shares.pop(0)
-                share = {"sum": 1.0, "mean": labels, "sample_mean": rows}[self._kind]
-                weight = share * trainer.args.world_size / self._ranks_of_a_sample
-                if (not trainer.model_accepts_loss_kwargs or items is None) and is_method:
-                    # The Trainer divides by the micro-batches.
-                    weight *= trainer.current_gradient_accumulation_steps
-                tensor = _labels(inputs)
-                if not share and tensor is not None:
-                    # The mean over no label is NaN. With any labels it is a number, which the weight 0 removes.
-                    inputs = {**inputs, "labels": tensor.clamp(min=0)}
-                items = None if items is None else items * (share or 1.0)
-            result, outputs = computed(model, inputs, items, return_outputs, keywords)
-            return (result * weight, outputs) if return_outputs else result * weight
+    def measure_kind(self, model: Any, inputs: Any, counts_labels: bool, own_loss: Callable[..., Any]) -> None:
+        """Set the kind of a user's loss from its values for a few rows; every rank calls it.
 
-        return compute_loss
-
-    def _kind_of(self, model: Any, inputs: Any, counts_labels: bool, computed: Method) -> own_losses.OwnLoss:
-        """Return the kind of a user's loss, from its values for a few rows; every rank calls it."""
+        Raises:
+            UsageError: it is neither a sum nor a mean.
+        """
         import torch
 
         trainer = self._trainer
-        kind: own_losses.OwnLoss | None = None
         if isinstance(inputs, Mapping) and any(torch.is_tensor(value) for value in inputs.values()):
             rows = next(len(value) for value in inputs.values() if torch.is_tensor(value))
             first = {
@@ -332,52 +223,26 @@ class _Counts:
             def loss_of(batch: Mapping[str, Any], items: float | None) -> torch.Tensor:
                 # A loss may remove entries of its batch.
                 number = torch.tensor(items, device=trainer.args.device) if counts_labels and items else None
-                loss: torch.Tensor = computed(model, dict(batch), number, False, {})[0].float()
+                loss: torch.Tensor = own_loss(model, dict(batch), number, {}).float()
                 return loss
 
-            with own_losses.evaluating(model), _without_balance_loss(trainer):
+            with own_losses.evaluating(model), without_balance_loss(trainer):
                 name = getattr(trainer.model, "main_input_name", "input_ids")
                 gather = trainer.accelerator.gather
-                kind = own_losses.kind_of_loss(loss_of, first, self._labels_in, gather, input_name=name)
-        if kind is None:
+                self.kind = own_losses.kind_of_loss(loss_of, first, self.labels_in, gather, input_name=name)
+        if self.kind is None:
             raise own_losses.unknown_kind_error(trainer)
-        return kind
 
-    def adding_tokens(self, track: Method) -> Method:
-        def track_num_input_tokens(inputs: Any) -> None:
-            if self._tokens:
-                self._trainer.state.num_input_tokens_seen += self._tokens.pop(0)
-            else:
-                track(inputs)
-
-        return track_num_input_tokens
-
-    def averaging_the_rest(self, finish: Method) -> Method:
-        def finalize_training(*args: Any, **kwargs: Any) -> Any:
-            trainer = self._trainer
-            trainer._tr_loss = trainer.accelerator.gather(trainer._tr_loss).mean()
-            return finish(*args, **kwargs)
-
-        return finalize_training
-
-    def keeping_the_norm(self, prepare: Method) -> Method:
-        def prepare_for_training(*args: Any, **kwargs: Any) -> Any:
-            prepared = prepare(*args, **kwargs)
-            if self._trainer.is_deepspeed_enabled:
-                keep_gradient_norm(self._trainer.model_wrapped)
-            return prepared
-
-        return prepare_for_training
-
-    def _count_tokens(self, batches: list[Any]) -> list[int]:
-        """Return the tokens of each micro-batch over all ranks, padded as one process pads them."""
+    def count_tokens(self, batches: list[Any]) -> None:
+        """Count the tokens of each micro-batch over all ranks, padded as one process pads them."""
         import torch
 
         trainer, mode = self._trainer, self._trainer.args.include_num_input_tokens_seen
         unpadded = [batch.pop(UNPADDED, None) if isinstance(batch, dict) else None for batch in batches]
         name = getattr(trainer.model, "main_input_name", "input_ids")
+        self.tokens = []
         if mode == "no" or not batches or any(name not in batch for batch in batches):
-            return []
+            return
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         # All ranks gather the same number of micro-batches, also if the data of one ends before the others'.
         own = torch.zeros((1, max(len(batches), trainer.args.gradient_accumulation_steps), 3), dtype=torch.int64)
@@ -394,22 +259,32 @@ class _Counts:
             own[0, index] = torch.tensor(counts)
         gathered = trainer.accelerator.gather(own.to(trainer.args.device)).cpu()
         tokens = gathered[..., 0].sum(0) * gathered[..., 1].amax(0) + gathered[..., 2].sum(0)
-        return [int(count) // self._ranks_of_a_sample for count in tokens[: len(batches)]]
+        self.tokens = [int(count) // self._ranks_of_a_sample for count in tokens[: len(batches)]]
 
-    def _labels_in(self, batch: Any) -> int:
+    def labels_in(self, batch: Any) -> int:
         """Return the number of labels that a model's loss is the mean over: of tokens, classes, or else samples."""
         labels = _labels(batch)
         if labels is None:
-            return self._rows_in(batch)
-        shifts = self._trainer._loss_shifts_labels or _shifts_labels(self._trainer.model)
+            return self.rows_in(batch)
+        shifts = self._trainer._loss_shifts_labels or shifts_labels(self._trainer.model)
         shifts = shifts and batch.get("shift_labels") is None
         return int((labels[..., 1:] if shifts else labels).ne(IGNORED_LABEL).sum())
 
-    def _rows_in(self, batch: Any) -> int:
+    def rows_in(self, batch: Any) -> int:
+        """Return the number of samples of a training batch that are not repeated."""
         from accelerate.utils import find_batch_size
 
         rows = trained_rows(batch)
         return (find_batch_size(batch) or 1) if rows is None else rows
+
+    def evaluated_rows(self, step: EvaluationStep) -> int | None:
+        """Return the number of samples that the loss of an evaluated batch is the mean over; `None` if over labels."""
+        from accelerate.utils import find_batch_size
+
+        if _labels(step.batch) is not None and (self.own_loss is None or self.kind != "sample_mean"):
+            return None
+        rows = find_batch_size(step.batch) if step.rows is None else step.rows
+        return (rows or 1) if step.samples is None else step.samples
 
     def _check_labels_of_every_rank(self, batches: list[Any]) -> None:
         """Reject a step in which the model's own loss is the mean over no token on some rank."""
@@ -417,7 +292,7 @@ class _Counts:
         from transformers import Trainer
 
         trainer = self._trainer
-        if trainer.args.world_size == 1 or type(trainer).compute_loss is not Trainer.compute_loss:
+        if trainer.args.world_size == 1 or own_class(trainer).compute_loss is not Trainer.compute_loss:
             return
         labels = [tensor for batch in batches if (tensor := _labels(batch)) is not None]
         if not batches or len(labels) < len(batches):
@@ -428,112 +303,8 @@ class _Counts:
             fix = "use batches with labels, a number of samples that all ranks share, or dataloader_drop_last=True"
             raise UsageError(ConfigError(where="batch", value=type(trainer.model).__name__, rule=rule, fix=fix))
 
-    # Evaluation.
 
-    def evaluating(self, loop: Method) -> Method:
-        def evaluation_loop(
-            dataloader: DataLoader,
-            description: str,
-            prediction_loss_only: bool | None = None,
-            ignore_keys: list[str] | None = None,
-            metric_key_prefix: str = "eval",
-        ) -> Any:
-            trainer = self._trainer
-            evaluation = _Evaluation(SamplesOnce(dataloader, trainer.accelerator.gradient_state))
-            self._evaluation = evaluation
-            # The loop restores Accelerate's function at its end.
-            patches.apply("evaluated-losses", self._gathering_losses, on=trainer)
-            try:
-                with _without_balance_loss(trainer):
-                    output = loop(
-                        dataloader,
-                        description,
-                        prediction_loss_only=prediction_loss_only,
-                        ignore_keys=ignore_keys,
-                        metric_key_prefix=metric_key_prefix,
-                    )
-            finally:
-                self._evaluation = None
-            name = f"{metric_key_prefix}_loss"
-            if name in output.metrics and evaluation.batches:
-                import torch
-
-                # Ranks that share samples count each as often as there are such ranks.
-                batches = trainer.accelerator.gather(torch.stack(evaluation.batches)).tolist()
-                # The mean over no token is NaN.
-                labelled = [(loss * weight, weight) for loss, weight in batches if weight]
-                if labelled or description == "Evaluation":
-                    mean = evaluated_mean([total for total, _ in labelled], [weight for _, weight in labelled])
-                else:
-                    mean = float("nan")
-                output.metrics[name] = mean
-            elif name in output.metrics:
-                note_on_first_rank(
-                    f"{type(trainer).__name__} evaluates without prediction_step: {name} is the value that it returned"
-                )
-            return output
-
-        return evaluation_loop
-
-    def evaluating_a_step(self, predict: Method) -> Method:
-        def prediction_step(
-            model: PreTrainedModel, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-        ) -> Any:
-            import torch
-
-            evaluation = self._evaluation
-            if evaluation is None:
-                return predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-            step = evaluation.samples.step(inputs)
-            trainer, self._evaluates_a_step = self._trainer, True
-            self._counts_labels = accepts = trainer.model_accepts_loss_kwargs
-            # Models of sequences accept the number of labels and ignore it, and the Trainer multiplies by the ranks.
-            # A model that does not get the number returns the mean.
-            if trainer.compute_loss_func is None and trainer.label_smoother is None and self.own_loss is None:
-                accepts = False
-            try:
-                weight = self._weight(step)
-                with _set(trainer, model_accepts_loss_kwargs=accepts):
-                    loss, logits, labels = predict(model, step.batch, prediction_loss_only, ignore_keys=ignore_keys)
-            finally:
-                self._evaluates_a_step = False
-            if loss is not None:
-                mean = loss.detach().float().mean()
-                weights = torch.as_tensor(weight, device=mean.device).float()
-                evaluation.batches.append(torch.stack([mean, weights]))
-                evaluation.rows = step.rows
-            return loss, logits, labels
-
-        return prediction_step
-
-    def _weight(self, step: EvaluationStep) -> Any:
-        """Return the number of labels that the loss of a batch is the mean over: tokens, classes, or else samples."""
-        from accelerate.utils import find_batch_size
-
-        labels = _labels(step.batch)
-        if labels is None or (self.own_loss is not None and self._kind == "sample_mean"):
-            rows = find_batch_size(step.batch) if step.rows is None else step.rows
-            return (rows or 1) if step.samples is None else step.samples
-        trainer = self._trainer
-        # Transformers derives from the class whether a loss shifts labels, and misses GPT-2.
-        shifts = trainer._loss_shifts_labels or _shifts_labels(trainer.model)
-        with _set(trainer, _loss_shifts_labels=shifts):
-            trainer._get_num_items_in_batch([step.batch], trainer.args.device)
-        return self._labels_in(step.batch) if self._items is None else self._items
-
-    def _gathering_losses(self, gather: Method) -> Method:
-        """Gather the loss of a batch once for each of its samples; the loop repeats it for a full batch."""
-
-        def gathered(data: Any, *args: Any, **kwargs: Any) -> Any:
-            evaluation = self._evaluation
-            if evaluation is not None and evaluation.rows is not None:
-                data, evaluation.rows = data[: evaluation.rows], None
-            return gather(data, *args, **kwargs)
-
-        return gathered
-
-
-def _at_least_one(items: Any) -> Any:
+def at_least_one(items: Any) -> Any:
     """Replace a divisor of 0 labels by 1, so that the loss is 0."""
     import torch
 
@@ -542,11 +313,17 @@ def _at_least_one(items: Any) -> Any:
     return 1 if items == 0 else items
 
 
-def _shifts_labels(model: PreTrainedModel) -> bool:
+def shifts_labels(model: PreTrainedModel) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return getattr(inner, "loss_function", None) is ForCausalLMLoss
+
+
+def _labelled_if_weightless(inputs: Any, weight: float) -> Any:
+    """Return a batch without NaN as its mean loss: with any labels it is a number, which the weight 0 removes."""
+    labels = _labels(inputs)
+    return inputs if weight or labels is None else {**inputs, "labels": labels.clamp(min=0)}
 
 
 def _labels(batch: Any) -> torch.Tensor | None:
@@ -579,7 +356,7 @@ def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> t
 
 
 @contextmanager
-def _without_balance_loss(trainer: Trainer) -> Iterator[None]:
+def without_balance_loss(trainer: Trainer) -> Iterator[None]:
     """Omit the load-balancing loss of a mixture inside the block: it is a mean over a batch, not over tokens."""
     name, model = "router_aux_loss_coef", trainer.model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -588,12 +365,12 @@ def _without_balance_loss(trainer: Trainer) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (trainer, inner, text):
             if isinstance(getattr(owner, name, None), float | int):
-                stack.enter_context(_set(owner, **{name: 0.0}))
+                stack.enter_context(with_values(owner, **{name: 0.0}))
         yield
 
 
 @contextmanager
-def _set(owner: Any, **values: Any) -> Iterator[None]:
+def with_values(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object inside the block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():

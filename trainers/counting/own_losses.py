@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins.transformers.run_settings import own_class
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ def own_loss_of(trainer: Trainer) -> Callable[..., Any] | None:
     function: Callable[..., Any] | None = trainer.compute_loss_func
     if function is not None:
         return function
-    for base in type(trainer).__mro__:
+    for base in own_class(trainer).__mro__:
         package = base.__module__.partition(".")[0]
         loss = vars(base).get("compute_loss")
         if loss is not None:

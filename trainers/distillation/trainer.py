@@ -19,7 +19,7 @@ from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
-from ...plugins.transformers.run_settings import trainer_errors
+from ...plugins.transformers.run_settings import own_class, trainer_errors
 from ..counting.estimates import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, plain_token_loss
@@ -453,7 +453,7 @@ class DistillationTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Omit the logits of all tokens if neither the caller nor a subclass's `compute_loss` reads them."""
-        has_own_loss = type(self).compute_loss is not DistillationTrainer.compute_loss
+        has_own_loss = own_class(self).compute_loss is not DistillationTrainer.compute_loss
         self._omits_logits = prediction_loss_only and not has_own_loss
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]

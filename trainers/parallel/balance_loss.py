@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.accelerate.repeated_samples import KeptPart, kept_part
+from ...plugins.accelerate.repeated_samples import KeptPart
+from ...plugins.transformers.run_settings import own_class
+from ..exact import make_exact
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,70 +122,70 @@ def loads(assigned_LE: Tensor) -> tuple[float, float]:
 
 
 class BalanceOverRanks:
-    """Computes the balance loss of one Trainer over all ranks."""
+    """Computes the balance loss of one Trainer over all ranks, as the mean over the micro-batches of a step.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    Args:
+        trainer: The Trainer.
+        records: Returns the routing of the latest forward pass, if routers do not return it to the model. Without it,
+            evaluation keeps the model's own balance loss of each batch.
+    """
+
+    def __init__(self, trainer: Trainer, records: Callable[[], Sequence[RoutedTokens]] | None = None) -> None:
+        self._trainer, self._records = trainer, records
         self._is_checked = False
-        self._adds_itself = getattr(type(trainer), "adds_balance_loss", False) or _reads_aux_loss(type(trainer))
+        kind = own_class(trainer)
+        self.is_added_by_trainer = getattr(kind, "adds_balance_loss", False) or _reads_aux_loss(kind)
         self._latest: Any = None
+        self._factor = 1.0
         self._kept: KeptPart | None = None
 
-    def compute_loss(
-        self,
-        compute: Callable[..., Any],
-        model: Any,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-        *,
-        records: Callable[[], Sequence[RoutedTokens]] | None = None,
-        **keywords: Any,
-    ) -> Any:
-        """Return the loss of a micro-batch, with the balance loss of all ranks in place of this rank's.
+    def applies(self, model: Any) -> bool:
+        """Return whether the loss of the next micro-batch has the balance loss of all ranks."""
+        return self._records is not None or bool(model.training)
+
+    @contextmanager
+    def over_ranks(self, model: Any, num_items_in_batch: Any) -> Iterator[None]:
+        """Replace the balance loss that models compute in the block by that of all ranks.
 
         Args:
-            compute: `compute_loss` of the Trainer.
             model: The wrapped model.
-            inputs: A batch.
-            return_outputs: Whether to return the outputs too.
             num_items_in_batch: Number that the Trainer divides the loss by.
-            records: Returns the routing of the latest forward pass, if routers do not return it to the model.
-            keywords: Further arguments of `compute`.
         """
         trainer = self._trainer
-        inner = _inner(trainer.model)
-        self._latest, self._kept = None, kept_part(trainer) if model.training else None
-        factor = balance_factor(trainer, num_items_in_batch, training=model.training) / trainer.args.world_size
+        inner, repeated = _inner(trainer.model), trainer.repeated
+        self._latest = self._kept = None
+        if model.training and repeated is not None:
+            self._kept = repeated.next_kept_part()
+        self._factor = balance_factor(trainer, num_items_in_batch, training=model.training) / trainer.args.world_size
         trainer_multiplies = (
             trainer.args.average_tokens_across_devices
             and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
             and num_items_in_batch is not None
         )
-        in_model = factor / (trainer.accelerator.num_processes if trainer_multiplies else 1)
+        in_model = self._factor / (trainer.accelerator.num_processes if trainer_multiplies else 1)
         with ExitStack() as stack:
             for module in _modules(inner):
-                replaced = patches.applied("counted-balance-loss", lambda own: self._replacing(own, records), on=module)
-                stack.enter_context(replaced)
+                stack.enter_context(patches.applied("counted-balance-loss", self._replacing, on=module))
             stack.enter_context(_scaled_coefficient(inner, in_model))
-            if self._adds_itself:
-                return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
-            loss, outputs = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
-        # A model that gets labels returns a loss, which includes the balance loss.
-        got_labels = (outputs.get("loss") if hasattr(outputs, "get") else None) is not None
-        if self._latest is not None and not got_labels:
-            loss = loss + float(inner.router_aux_loss_coef) * factor * self._latest
-        return (loss, outputs) if return_outputs else loss
+            yield
 
-    def _replacing(
-        self, own: Callable[..., Any], records: Callable[[], Sequence[RoutedTokens]] | None
-    ) -> Callable[..., Any]:
+    def with_missing(self, loss: Any, outputs: Any) -> Any:
+        """Return a loss with the balance loss, if neither the trainer nor the model has added it.
+
+        A model that gets labels returns a loss, which includes the balance loss.
+        """
+        got_labels = (outputs.get("loss") if hasattr(outputs, "get") else None) is not None
+        if self.is_added_by_trainer or self._latest is None or got_labels:
+            return loss
+        return loss + float(_inner(self._trainer.model).router_aux_loss_coef) * self._factor * self._latest
+
+    def _replacing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         def load_balancing_loss_func(
             gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None, **further: Any
         ) -> Any:
-            recorded = list(records()) if records is not None else []
+            recorded = list(self._records()) if self._records is not None else []
             layers = recorded or _routed(gate_logits, top_k)
             if not layers:
                 return own(gate_logits, num_experts, top_k, attention_mask, **further)
@@ -207,25 +209,11 @@ class BalanceOverRanks:
         return load_balancing_loss_func
 
 
-def balance_over_ranks(trainer: Trainer) -> None:
-    """Make a Trainer compute the balance loss over all ranks' tokens, as the mean over the micro-batches of a step.
-
-    Evaluation keeps the model's own balance loss of each batch. A Trainer that already corrects it is not changed.
-    """
-    if getattr(trainer, "corrects_balance_loss", False):
-        return
-    trainer.corrects_balance_loss = True
-    balance = BalanceOverRanks(trainer)
-
-    def balancing(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(model: Any, *arguments: Any, **keywords: Any) -> Any:
-            if not model.training:
-                return compute(model, *arguments, **keywords)
-            return balance.compute_loss(compute, model, *arguments, **keywords)
-
-        return compute_loss
-
-    patches.apply("balance-loss-over-ranks", balancing, on=trainer)
+def balance_over_ranks(trainer: Any) -> None:
+    """Make a Trainer compute the balance loss over all ranks' tokens; one that corrects it already is not changed."""
+    if not getattr(trainer, "corrects_balance_loss", False):
+        trainer.corrects_balance_loss = True
+        make_exact(trainer).balance = BalanceOverRanks(trainer)
 
 
 def check_balance_loss(model: PreTrainedModel) -> None:

@@ -13,15 +13,12 @@ from ...plugins import patches
 from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..counting.counts import count_as_one_process
+from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
 from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, entropy_sum, loads, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
-
-Method = Callable[..., Any]
-"""A method of a Trainer or of its accelerator, before or after it is wrapped."""
 
 
 class ExpertParallelCallback(TrainerCallback):
@@ -50,10 +47,9 @@ class ExpertParallelCallback(TrainerCallback):
             rule, fix = "must be at least 2", "omit the callback to train without expert parallelism"
             raise UsageError(ConfigError(where="expert_parallel_size", value=expert_parallel_size, rule=rule, fix=fix))
         self.expert_parallel_size = expert_parallel_size
-        self._log_routing = log_routing
+        self._axis = ExpertAxis(expert_parallel_size, log_routing=log_routing)
         self._shapes: auto_ep.Shapes | None = None
         self._trainer: Trainer | None = None
-        self._watch: RouterWatch | None = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and write the DeepSpeed section; call it before the Trainer is created.
@@ -83,7 +79,7 @@ class ExpertParallelCallback(TrainerCallback):
         self._shapes = auto_ep.whole_shapes(model)
 
     def attach(self, trainer: Trainer) -> None:
-        """Wrap the Trainer's methods that compute, log and save; call it once, right after the Trainer is created.
+        """Give a Trainer the axis of experts; call it once, right after the Trainer is created.
 
         Raises:
             UsageError: `prepare` was not called with the Trainer's arguments, or the callback has a Trainer already.
@@ -104,54 +100,20 @@ class ExpertParallelCallback(TrainerCallback):
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         count_as_one_process(trainer)
-        balance = BalanceOverRanks(trainer)
+        exact = make_exact(trainer)
+        # The model cannot balance the routing of experts on other ranks.
+        exact.balance, exact.axis = None, self._axis
+        shapes = self._shapes
 
-        def with_expert_groups(create: Method) -> Method:
-            def create_optimizer(*arguments: object, **keywords: object) -> Any:
-                optimizer = create(*arguments, **keywords)
-                auto_ep.mark_expert_groups(optimizer, trainer.model, self.expert_parallel_size)
-                return optimizer
-
-            return create_optimizer
-
-        def with_balance_loss(compute: Method) -> Method:
-            def compute_loss(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-                watch = self._watch
-                if watch is None:
-                    return compute(model, inputs, *arguments, **keywords)
-                mask = inputs.get("attention_mask") if hasattr(inputs, "get") else None
-                mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
-                with watch.recording():
-                    result = balance.compute_loss(compute, model, inputs, *arguments, records=watch.new, **keywords)
-                    if self._log_routing and model.training:
-                        watch.add(watch.latest(), mask_T)
-                return result
-
-            return compute_loss
-
-        def with_routing(log: Method) -> Method:
-            def log_with_routing(logs: dict[str, float], *arguments: object, **keywords: object) -> None:
-                if "loss" in logs and self._watch is not None and self._log_routing:
-                    logs = logs | self._watch.report(sum_over_ranks)
-                log(logs, *arguments, **keywords)
-
-            return log_with_routing
-
-        def with_all_experts(state_dict: Method) -> Method:
+        def with_all_experts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
             def get_state_dict(model: Any, *arguments: object, **keywords: object) -> Any:
                 module = getattr(model, "module", model)
                 if not auto_ep.moe_layers(module):
                     return state_dict(model, *arguments, **keywords)
-                assert self._shapes is not None, "attached after prepare"
-                return auto_ep.whole_state_dict(module, self._shapes, keep=trainer.args.should_save)
+                return auto_ep.whole_state_dict(module, shapes, keep=trainer.args.should_save)
 
             return get_state_dict
 
-        patches.apply("expert-parallel-optimizer", with_expert_groups, on=trainer)
-        # The model cannot balance the routing of experts on other ranks.
-        patches.remove("balance-loss-over-ranks", on=trainer)
-        patches.apply("expert-parallel-loss", with_balance_loss, on=trainer)
-        patches.apply("expert-parallel-log", with_routing, on=trainer)
         patches.apply("expert-parallel-state-dict", with_all_experts, on=trainer.accelerator)
 
     def on_train_begin(
@@ -170,9 +132,40 @@ class ExpertParallelCallback(TrainerCallback):
         engine = self._trainer.deepspeed
         if not engine.zero_optimization():
             auto_ep.clip_by_the_whole_norm(engine)
-        if self._watch is not None:
-            self._watch.remove()
-        self._watch = RouterWatch(auto_ep.moe_layers(engine.module))
+        if self._axis.watch is not None:
+            self._axis.watch.remove()
+        self._axis.watch = RouterWatch(auto_ep.moe_layers(engine.module))
+        make_exact(self._trainer).balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
+
+
+class ExpertAxis(Axis):
+    """Marks the parameter groups of experts, and records the routing of AutoEP's layers."""
+
+    def __init__(self, size: int, *, log_routing: bool) -> None:
+        self._size, self._log_routing = size, log_routing
+        self.watch: RouterWatch | None = None
+        """The routers of the engine, once training has begun."""
+
+    def group_parameters(self, trainer: ExactTrainer, optimizer: Any) -> None:
+        """Mark the groups of experts; the Trainer groups parameters by weight decay."""
+        auto_ep.mark_expert_groups(optimizer, trainer.model, self._size)
+
+    @contextmanager
+    def computing_loss(self, trainer: ExactTrainer, model: Any, inputs: Any) -> Iterator[None]:
+        """Record the routing of a micro-batch, and add it to the sums for the log."""
+        if self.watch is None:
+            yield
+            return
+        mask = inputs.get("attention_mask") if hasattr(inputs, "get") else None
+        mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
+        with self.watch.recording():
+            yield
+            if self._log_routing and model.training:
+                self.watch.add(self.watch.latest(), mask_T)
+
+    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
+        """Add the figures of the routing since the last log."""
+        return logs if self.watch is None or not self._log_routing else logs | self.watch.report(sum_over_ranks)
 
 
 class RouterWatch:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
+from ...plugins.transformers.run_settings import own_class
 from ...plugins.transformers.tiled_compute import (
     IGNORED_LABEL,
     mlps,
@@ -22,6 +24,7 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..exact import make_exact
 from ..losses.fused_loss import HeadReplacement
 
 if TYPE_CHECKING:
@@ -100,7 +103,7 @@ class LongSequenceCallback(TrainerCallback):
             tile_mlps(model, _tile_count(self.tiled_mlp))
         if self.tiled_loss and not _liger_replaces(trainer.args, _LIGER_LOSSES[:1]):
             loss = TiledLoss(model, _tile_count(self.tiled_loss))
-            patches.apply("tiled-loss-evaluation", loss.evaluating, on=trainer)
+            make_exact(trainer).tiled_loss = loss
         self._attached = True
 
     def on_train_begin(
@@ -146,17 +149,14 @@ class TiledLoss:
         self._checked = self._running = self._keeps_logits = False
         patches.apply("tiled-loss", self._tiling, on=model)
 
-    def evaluating(self, prediction_step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a Trainer's `prediction_step`, so that evaluations that need logits get them."""
-
-        def step(model: Any, inputs: Any, prediction_loss_only: bool, *rest: Any, **further: Any) -> Any:
-            self._keeps_logits = not prediction_loss_only
-            try:
-                return prediction_step(model, inputs, prediction_loss_only, *rest, **further)
-            finally:
-                self._keeps_logits = False
-
-        return step
+    @contextmanager
+    def keeping_logits(self, is_needed: bool) -> Iterator[None]:
+        """Compute logits of all tokens in the block, if they are needed."""
+        self._keeps_logits = is_needed
+        try:
+            yield
+        finally:
+            self._keeps_logits = False
 
     def _tiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -220,11 +220,8 @@ def computes_own_loss(trainer: Trainer) -> bool:
     """Return whether a Trainer computes another loss than the model's."""
     from transformers import Trainer
 
-    shared = getattr(trainer, "sequence_parallel", None)
-    if shared is not None:
-        return bool(shared.has_own_loss)
     return (
-        type(trainer).compute_loss is not Trainer.compute_loss
+        own_class(trainer).compute_loss is not Trainer.compute_loss
         or trainer.compute_loss_func is not None
         or trainer.label_smoother is not None
     )

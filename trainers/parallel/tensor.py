@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -30,7 +30,7 @@ from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_siz
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers import run_settings
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..counting.counts import count_as_one_process
+from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -113,7 +113,7 @@ def tensor_trainer_errors(trainer: Trainer, *, vocabulary_parallel_head: bool) -
     uses_logits = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": trainer.args.label_smoothing_factor > 0,
-        f"{name}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
+        f"{name}.compute_loss": run_settings.own_class(trainer).compute_loss is not Trainer.compute_loss,
     }
     rule = "computes a loss from logits, of which each rank has only a shard of the vocabulary"
     fix = "use vocabulary_parallel_head=False"
@@ -244,14 +244,11 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(errors)
         # Dispatching from the first rank would give every group the same batch.
         trainer.accelerator.dataloader_config.dispatch_batches = False
-        seed_workers_by_group(trainer, size)
         once = GroupsOnce(trainer.accelerator)
         patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
-        patches.apply("tensor-parallel-gather-function", lambda _: once, on=trainer)
-        count_every_rank(trainer, size)
+        trainer.gather_function = once
         count_as_one_process(trainer, ranks_of_a_sample=size)
-        if self.vocabulary_parallel_head:
-            patches.apply("tensor-parallel-predictions", _gathering_vocabulary, on=trainer)
+        make_exact(trainer).axis = TensorAxis(size, vocabulary_parallel_head=self.vocabulary_parallel_head)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -290,26 +287,21 @@ class TensorParallelCallback(TrainerCallback):
             align_random_state(args.device)
 
 
-def count_every_rank(trainer: Trainer, size: int) -> None:
-    """Make `num_items_in_batch` and the factor of a loss count every rank; `size` ranks share a sample.
+class TensorAxis(Axis):
+    """Makes the ranks of a group read the same samples, and joins the logits of a vocabulary-parallel head."""
 
-    Transformers does so up to 5.18, but `SFTTrainer` divides the factor by `get_tp_size()`. From 5.19 on Transformers
-    divides both by it, which breaks user losses that multiply by `accelerator.num_processes`. With the size 1 all ways
-    to scale a loss are right.
-    """
-    patches.apply("tensor-parallel-size", lambda _: lambda: 1, on=trainer)
-    patches.apply("tensor-parallel-batch-size", lambda total: lambda args: total(args) // size, on=trainer)
+    def __init__(self, size: int, *, vocabulary_parallel_head: bool = False) -> None:
+        self.ranks_of_a_sample = size
+        self._vocabulary_parallel_head = vocabulary_parallel_head
 
+    def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
+        """Seed data workers by group."""
+        seed_workers_by_group(trainer, loader, self.ranks_of_a_sample)
 
-def _gathering_vocabulary(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `prediction_step` so that it returns the logits of the complete vocabulary."""
-
-    def prediction_step(*args: object, **kwargs: object) -> tuple[object, object, object]:
-        loss, logits, labels = step(*args, **kwargs)
+    def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
+        """Gather the logits of the complete vocabulary."""
+        if not self._vocabulary_parallel_head:
+            return logits
         if isinstance(logits, tuple):
-            logits = (gather_vocabulary(logits[0]), *logits[1:])
-        elif logits is not None:
-            logits = gather_vocabulary(logits)
-        return loss, logits, labels
-
-    return prediction_step
+            return (gather_vocabulary(logits[0]), *logits[1:])
+        return gather_vocabulary(logits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -24,25 +24,24 @@ from ...ds_configs.legality.trainer_parameters import PARAMETERS, parameter_erro
 from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout, PipelineStage
-from ...plugins import patches
-from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
+from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_read_streams
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.own_optimizers import (
+    OwnOptimizer,
     model_errors,
     note_hidden_shapes,
     optimizer_class_errors,
     optimizer_errors,
     replaces_optimizers,
-    use_own_optimizer,
 )
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
-from ..checkpoints.resume import check_checkpoints_before_loading
-from ..counting.counts import count_as_one_process
+from ..checkpoints.resume import checked_checkpoint
 from ..counting.own_losses import OwnLoss
+from ..exact import count_as_one_process, exact_class
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +138,6 @@ class PlannedParallelism:
         from transformers import Trainer
 
         refuse_run_effects(args)
-        check_checkpoints_before_loading()
         columns = self.columns(args)
         if errors := self._settings_errors(model, args, trainer_class, settings, columns):
             raise UsageError(errors)
@@ -169,7 +167,7 @@ class PlannedParallelism:
                 rule = "does not run pipeline stages, which compute only the loss of labels"
                 fix = "use a layout other than pp, or a subclass of PipelineTrainer"
                 raise UsageError(ConfigError(where="trainer_class", value=trainer_class.__name__, rule=rule, fix=fix))
-            trainer: Any = (trainer_class or PipelineTrainer)(
+            trainer: Any = exact_class(trainer_class or PipelineTrainer)(
                 model=model,
                 args=args,
                 pipeline_stages=self.pipeline_stages,
@@ -180,7 +178,8 @@ class PlannedParallelism:
         else:
             kind = trainer_class or Trainer
             with pairs_of_a_micro_step(kind, args.world_size // self.tensor_ranks):
-                trainer = kind(model=model, args=args, **settings)
+                trainer = exact_class(kind)(model=model, args=args, **settings)
+        trainer.checked_checkpoint = checked_checkpoint
         if self.context_parallel_size > 1:
             from .context.callback import check_context_parallel_trainer
 
@@ -191,14 +190,14 @@ class PlannedParallelism:
             if errors := model_errors(optimizer, trainer.model, columns):
                 raise UsageError(errors)
         if attaches_optimizer:
-            use_own_optimizer(trainer, optimizer, scheduler)
+            trainer.given_optimizer = OwnOptimizer(optimizer, scheduler)
         if getattr(args, "train_sampling_strategy", None) == "group_by_length":
-            from ...plugins.transformers.length_groups import keep_order_of_length_groups
+            from ...plugins.transformers.length_groups import LengthGroupOrder
 
-            keep_order_of_length_groups(trainer)
+            trainer.add_callback(LengthGroupOrder())
         if own_loss is not None:
             trainer.own_loss = own_loss
-        share_label_count(trainer)
+        trainer.label_ranks = ranks_of_labels(trainer)
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
@@ -218,8 +217,7 @@ class PlannedParallelism:
             callback.attach(trainer)
         if self.planned is not None and not self.is_pipeline:
             attach_long_sequences(trainer, *self.planned)
-        # Last, because sequence parallelism replaces the class of the Trainer, whose methods are wrapped here.
-        weigh_repeated_samples_zero(trainer)
+        trainer.repeated = RepeatedSamples()
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
         from ...plugins.transformers.optimizers import prepare_optimizer
@@ -407,36 +405,26 @@ def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> Non
         callback.attach(trainer)
 
 
-# Losses that subclasses of Trainer compute themselves. Seen with transformers 5.17.0 and 5.23.0, trl 1.16.0:
-# `compute_loss` gets the number of labels on all ranks, and engines average gradients over the ranks. `Trainer` and
-# `SFTTrainer` therefore multiply by the number of ranks; `GKDTrainer` and others of `trl.experimental` do not, so
-# their loss is too small by that factor.
+MULTIPLY_BY_RANKS = frozenset({"AsyncGRPOTrainer", "DistillationTrainer", "SFTTrainer"})
+"""Trainers of TRL whose loss multiplies by the number of ranks, as `Trainer` does (trl 1.16.0).
+
+`compute_loss` gets the number of labels on all ranks, and engines average gradients over the ranks. The losses of other
+classes are therefore too small by the number of ranks.
+"""
 
 
-def share_label_count(trainer: Trainer) -> None:
-    """Pass the mean number of labels per rank to a loss of TRL that does not multiply by the number of ranks.
+def ranks_of_labels(trainer: Any) -> int:
+    """Return by how many ranks to divide the number of labels, for a loss of TRL that does not multiply by them.
 
-    Call it once, after the Trainer is created. It changes neither a `compute_loss` of the user, who decides whether to
-    multiply, nor runs with a `parallelism_config`, whose ranks count their own shards.
+    1 for a `compute_loss` of the user, who decides whether to multiply, and for runs with a `parallelism_config`, whose
+    ranks count their own shards.
     """
-    losses = (vars(base).get("compute_loss") for base in type(trainer).__mro__ if _is_from(base, "trl"))
-    nearest = next((loss for loss in losses if loss is not None), None)
-    if nearest is None or "num_processes" in inspect.unwrap(nearest).__code__.co_names:
-        return
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        return
-
-    def sharing(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(
-            model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **keywords: object
-        ) -> Any:
-            if num_items_in_batch is not None and trainer.args.average_tokens_across_devices:
-                num_items_in_batch = num_items_in_batch / trainer.accelerator.num_processes
-            return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
-
-        return compute_loss
-
-    patches.apply("own-loss-count", sharing, on=trainer)
+    losses = (base for base in type(trainer).__mro__ if _is_from(base, "trl") and "compute_loss" in vars(base))
+    nearest = next(losses, None)
+    shards = getattr(trainer.accelerator, "parallelism_config", None) is not None
+    if nearest is None or nearest.__name__ in MULTIPLY_BY_RANKS or shards:
+        return 1
+    return int(trainer.accelerator.num_processes)
 
 
 def check_balance_of_batches(trainer: Any) -> None:

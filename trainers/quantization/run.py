@@ -27,7 +27,7 @@ from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
-from ..reports.markdown import card_text, code, license_line, markdown, picture, usage
+from ..reports.markdown import card_text, code, license_line, markdown, usage
 from ..reports.runs import quantization_report, serving_text
 from ..runs.settings import REPORT_FILE
 from ..verify.checkpoint import (
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 """Version of `quantize --format json` and of `quantization.json`."""
-RESULT_FILE, CHART_FILE = "quantization.json", "evaluation.png"
+RESULT_FILE = "quantization.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,22 +93,18 @@ class QuantizationOutcome:
         }
 
 
-def quantization_file_names(*, evaluated: bool) -> tuple[str, ...]:
-    """Return the files of a quantization, in addition to weights, configuration and tokenizer."""
-    return (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE, *((CHART_FILE,) if evaluated else ()))
+QUANTIZATION_FILES = (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE)
+"""Files of a quantization, in addition to weights, configuration and tokenizer."""
 
 
 def quantization_files(outcome: QuantizationOutcome) -> dict[str, str | bytes]:
-    """Return report, numbers, model card and chart by name."""
+    """Return report, numbers and model card by name."""
     numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
-    report = quantization_report(json.loads(numbers))
-    picture_file = CHART_FILE if outcome.evaluation is not None else ""
-    files: dict[str, str | bytes] = {
-        REPORT_FILE: markdown(report, picture_file),
+    return {
+        REPORT_FILE: markdown(quantization_report(json.loads(numbers))),
         RESULT_FILE: numbers,
         CARD_FILE: quantized_card(outcome),
     }
-    return files | ({picture_file: picture(report)} if picture_file else {})
 
 
 def quantized_card(outcome: QuantizationOutcome) -> str:

@@ -13,8 +13,9 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
+from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
-from ..runs.ranks import progress_callback, write_json
+from ..runs.ranks import write_json
 from ..runs.settings import RankTask
 from ..training.script_rank import carry_axes, run_script
 from .files import SCRIPT_STAGE, RehearsedScriptJob
@@ -33,7 +34,7 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
         _scale_arguments(self, work, record)
         serve_scripts_on_cpu_ranks()
         plan = Plan.load(work)
-        own = [_recorder(record, plan), type(progress_callback())]
+        own = [_recorder(record, plan), ProgressSender]
         patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
         carry_axes(plan)
         os.chdir(self.working_directory)

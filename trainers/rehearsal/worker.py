@@ -31,7 +31,8 @@ from ...plugins.transformers.training_arguments import (
 )
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits, parallelism_of
-from ..runs.ranks import StepLosses, check_upstream, chosen_engine, progress_callback, write_json
+from ..runs.clock import ProgressSender
+from ..runs.ranks import StepLosses, check_upstream, chosen_engine, write_json
 from ..runs.settings import RankTask
 from .files import RehearsalJob
 
@@ -128,7 +129,7 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
         model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
     )
     recorder = StepLosses(trainer)
-    trainer.add_callback(progress_callback())
+    trainer.add_callback(ProgressSender())
     if job.checkpointed_layers is not None:
         trainer.add_callback(partial_checkpointing_callback(job.checkpointed_layers))
     if job.keeps_products:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ Metrics = Sequence[Mapping[str, Any]]
 
 COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999"
 """Paul Tol's bright scheme, distinct for any colour vision; it repeats for many series."""
-RED, GREY = COLOURS[1], COLOURS[6]
+GREY = COLOURS[6]
 
 
 def panels(*draws: Draw, stacked: bool = False) -> Figure:
@@ -54,21 +53,15 @@ def png(*draws: Draw) -> bytes:
 def svg(*draws: Draw, title: str) -> str:
     """Return charts one below the other as an SVG element whose text is text, identical for identical values.
 
-    Args:
-        draws: Draw the charts.
-        title: Text for screen readers.
+    `title` is for screen readers.
     """
     from matplotlib import rc_context
 
-    output = io.StringIO()
+    output, omitted = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
-        panels(*draws, stacked=True).savefig(output, format="svg", metadata={"Date": None, "Creator": None})
-    body = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>", "", output.getvalue(), flags=re.DOTALL)
-    body = re.sub(r" font-family: [^;\"]*;", "", body)
-    view = re.search(r'viewBox="[^"]*"', body)
-    assert view is not None, "matplotlib writes a viewBox"
-    head = f'<svg role="img" aria-label="{escape(title)}" {view[0]} xmlns:xlink="http://www.w3.org/1999/xlink">'
-    return head + body[body.index(">") + 1 :].rstrip()
+        panels(*draws, stacked=True).savefig(output, format="svg", metadata=omitted)
+    drawn = output.getvalue()
+    return drawn[drawn.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).rstrip()
 
 
 def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[float] = ()) -> Draw:
@@ -89,21 +82,6 @@ def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[fl
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if expected:
             axes.set_ylim(bottom=0)
-
-    return draw
-
-
-def distribution(values: Sequence[float], mean: float, standard_error: float | None, horizontal: str) -> Draw:
-    """Return a histogram of windows, with the mean and two standard errors."""
-
-    def draw(axes: Axes) -> None:
-        axes.hist(values, bins=min(30, max(5, len(values) // 2)), color=COLOURS[0], alpha=0.75)
-        axes.axvline(mean, color=RED, label="mean")
-        if standard_error is not None:
-            low, high = mean - 2 * standard_error, mean + 2 * standard_error
-            axes.axvspan(low, high, color=RED, alpha=0.2, linewidth=0, label="± 2 standard errors")
-        axes.set_xlabel(horizontal)
-        axes.set_ylabel("windows")
 
     return draw
 

@@ -1,8 +1,8 @@
-"""Reports of directories: `report_html` makes the page of one run or of several, `write_html` saves it."""
+"""Reports of directories: `report_html` makes the page of a run, `write_html` saves it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.texts import strict_json
 from .markdown import html
-from .plans import comparison_report, plan_report
+from .plans import plan_report
 from .report import Report
 from .runs import evaluation_report, quantization_report, training_report
 
@@ -80,18 +80,14 @@ _READERS: Mapping[str, Callable[[Path], Report]] = {
 """Reader by file, in the order in which files are looked up."""
 
 
-def report_html(directories: Sequence[str | Path]) -> str:
-    """Return the report of a run, or of several runs side by side, as one HTML file without external resources.
-
-    Args:
-        directories: Output directories of commands, at least one.
+def report_html(run: str | Path) -> str:
+    """Return the report of a command's output directory as one HTML file without external resources.
 
     Raises:
-        UsageError: a directory has nothing to report.
+        UsageError: the directory has nothing to report.
         RefusedInputError: a file is damaged or of another version.
     """
-    reports = {path: read_report(Path(path)) for path in dict.fromkeys(str(directory) for directory in directories)}
-    return html(comparison_report(reports) if len(reports) > 1 else next(iter(reports.values())))
+    return html(read_report(Path(run)))
 
 
 def write_html(directory: Path) -> Path:
@@ -100,5 +96,5 @@ def write_html(directory: Path) -> Path:
     Raises:
         ShardwrightError: the file cannot be written.
     """
-    (path,) = write_files({REPORT_FILE: report_html([directory])}, directory, force=True)
+    (path,) = write_files({REPORT_FILE: report_html(directory)}, directory, force=True)
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ds_configs.specs.units import gigabytes
@@ -49,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Report of one run, or of several runs side by side."""
+    """Report of a run."""
 
     kind: str
     title: str
@@ -78,17 +78,6 @@ def gb(count: float) -> str:
     return f"{gigabytes(count)} GB" if abs(count) >= 10**8 else f"{count / 10**6:.2f} MB"
 
 
-def gb_range(low: float, high: float) -> str:
-    """Return an interval of bytes.
-
-    >>> gb_range(69_110_461_917, 84_008_886_865)
-    '69.1 to 84.0 GB'
-    """
-    if abs(high) >= 10**8:
-        return f"{gigabytes(low)} to {gigabytes(high)} GB"
-    return f"{low / 10**6:.2f} to {high / 10**6:.2f} MB"
-
-
 def significant(value: float, digits: int = 4) -> str:
     """Return a number with some significant digits and with thousands separators.
 
@@ -98,6 +87,15 @@ def significant(value: float, digits: int = 4) -> str:
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def interval(low: float, high: float, shape: Callable[[float], str] = significant) -> str:
+    """Return the ends of an interval, each formatted by `shape`.
+
+    >>> interval(69_110_461_917, 84_008_886_865, gb), interval(0.5, 1.25)
+    ('69.1 GB to 84.0 GB', '0.5 to 1.25')
+    """
+    return f"{shape(low)} to {shape(high)}"
 
 
 def with_error(value: float, standard_error: float | None) -> str:

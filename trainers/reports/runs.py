@@ -9,8 +9,8 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.units import human_count
-from .charts import Metrics, curves, distribution, points
-from .markdown import markdown, picture
+from .charts import Metrics, curves, points
+from .markdown import markdown
 from .plans import speed_interval
 from .report import (
     Chart,
@@ -19,7 +19,7 @@ from .report import (
     Section,
     Table,
     gb,
-    gb_range,
+    interval,
     key_value_table,
     mean_with_error,
     perplexity,
@@ -33,7 +33,6 @@ Data = Mapping[str, Any]
 """Content of a JSON file."""
 
 _KINDS = {"train": "Training", "distill": "Distillation", "qat": "Quantization-aware training"}
-_STAGES = {"dense": "before", "rounded": "rounded", "trained": "trained", "before": "before", "after": "trained"}
 _LOSSES = {
     "loss": "loss",
     "student_cross_entropy": "cross-entropy of the labels",
@@ -47,33 +46,25 @@ _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixtur
 
 def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
-    kind, dataset = data["kind"], data["dataset"]
-    if kind == "distill":
-        title = f"{short_name(data['teacher'])} to {short_name(data['student'])}"
-        losses = {
-            _STAGES[stage]: data[stage].get("student_cross_entropy", data[stage].get("loss"))
-            for stage in ("before", "after")
-        }
-    else:
-        title = short_name(data["model"])
-        losses = {_STAGES[stage]: loss for stage, loss in data["cross_entropy"].items()}
+    kind, dataset, result = data["kind"], data["dataset"], data["result"]
+    title = " to ".join(short_name(data[name]) for name in ("teacher", "student")) if kind == "distill" else ""
     return Report(
         kind=_KINDS[kind],
-        title=title,
+        title=title or short_name(data["model"]),
         subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
         facts=(
-            *_quality_facts(data, losses),
+            *_quality_facts(data),
             *_speed_facts(data, metrics, plan),
             Fact(
                 "Steps",
                 f"{data['steps']:,}",
-                f"{data['tokens']:,} tokens in {data['result']['step_seconds']:.1f} s of training steps; "
+                f"{data['tokens']:,} tokens in {result['step_seconds']:.1f} s of training steps; "
                 f"{data['seconds']:,.0f} s total",
             ),
         ),
         charts=_training_charts(data, metrics, plan),
         sections=(
-            _results(data, losses),
+            _results(data),
             *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
             _training_settings(data, plan),
         ),
@@ -83,34 +74,40 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     )
 
 
-def _quality_facts(data: Data, losses: Mapping[str, float | None]) -> list[Fact]:
-    trained = losses["trained"]
+def _quality_facts(data: Data) -> list[Fact]:
+    """Return the losses on the held-out samples, which comparisons of runs show; `measures` has every result."""
+    if data["kind"] == "distill":
+        own = "student_cross_entropy"
+        stages = {stage: data[stage].get(own, data[stage].get("loss")) for stage in ("before", "after")}
+    else:
+        stages = data["cross_entropy"]
+    *earlier, (_, trained) = stages.items()
     if trained is None:
         return [Fact("Held-out cross-entropy", "not measured")]
-    earlier = {name: loss for name, loss in losses.items() if name != "trained" and loss is not None}
-    before = ", ".join(f"{name} {loss:.4f}" for name, loss in earlier.items())
-    samples = f"mean over {data['dataset']['evaluation_samples']} held-out samples"
-    perplexities = ", ".join(f"{name} {perplexity(loss)}" for name, loss in earlier.items())
-    facts = [
-        Fact("Held-out cross-entropy, nats per token", f"{trained:.4f}", f"{before}; {samples}"),
-        Fact("Held-out perplexity", perplexity(trained), perplexities),
+    before = [(stage, loss) for stage, loss in earlier if loss is not None]
+    return [
+        Fact(
+            "Held-out cross-entropy, nats per token",
+            f"{trained:.4f}",
+            ", ".join(f"{stage} {loss:.4f}" for stage, loss in before),
+        ),
+        Fact(
+            "Held-out perplexity",
+            perplexity(trained),
+            ", ".join(f"{stage} {perplexity(loss)}" for stage, loss in before),
+        ),
     ]
-    if "kl_per_token" in data.get("after", {}):
-        before, after = (f"{data[stage]['kl_per_token']:.4f}" for stage in ("before", "after"))
-        facts.append(Fact("KL(teacher | student), nats per token", after, f"before {before}"))
-    if data.get("logit_difference") is not None:
-        facts.append(Fact("Largest difference of a logit, exported and reloaded", f"{data['logit_difference']:g}"))
-    return facts
 
 
-def _results(data: Data, losses: Mapping[str, float | None]) -> Section:
+def _results(data: Data) -> Section:
     caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
     if any("±" in cell for row in data["measures"]["rows"] for cell in row):
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
     texts = []
-    rounded, dense, trained = losses.get("rounded"), losses["before"], losses["trained"]
+    losses = data.get("cross_entropy", {})
+    rounded, dense, trained = (losses.get(stage) for stage in ("rounded", "dense", "trained"))
     if rounded is not None and dense is not None and trained is not None and rounded > dense:
         share, cost = (rounded - trained) / (rounded - dense), f"{rounded - dense:.4f} nats per token"
         texts.append(
@@ -164,11 +161,11 @@ def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
 
 def _speed_facts(data: Data, metrics: Metrics, plan: Plan) -> list[Fact]:
     """Return speed and memory, measured and predicted; ± is over the intervals between two lines of `metrics.jsonl`."""
-    gpu, time, (low, high) = plan.chosen.memory.gpu, plan.chosen.time, speed_interval(plan)
+    gpu, time = plan.chosen.memory.gpu, plan.chosen.time
     # The first logged interval includes compilation and allocation.
     _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
     speed = with_error(data["tokens_per_second"], error)
-    predicted = f"predicted {significant(time.tokens_per_second)} ({significant(low)} to {significant(high)})"
+    predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
     apart = _speeds_apart(data, metrics)
     if apart is None:
         facts = [Fact("Tokens/s of all ranks", speed, predicted)]
@@ -186,14 +183,13 @@ def _speed_facts(data: Data, metrics: Metrics, plan: Plan) -> list[Fact]:
         Fact(
             "Seconds per step",
             with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None))),
-            f"predicted {significant(time.seconds)} "
-            f"({significant(time.low_seconds)} to {significant(time.high_seconds)})",
+            f"predicted {significant(time.seconds)} ({interval(time.low_seconds, time.high_seconds)})",
         ),
         Fact(
             "Tensors on the fullest accelerator",
             "not measured on CPU ranks" if peak is None else gb(peak),
             f"predicted {gb(gpu.allocated_bytes)}; with runtime and fragmentation {gb(gpu.peak_bytes)} "
-            f"({gb_range(gpu.low_bytes, gpu.high_bytes)}) of {gb(gpu.capacity_bytes)}",
+            f"({interval(gpu.low_bytes, gpu.high_bytes, gb)}) of {gb(gpu.capacity_bytes)}",
         ),
     ]
 
@@ -237,7 +233,6 @@ def evaluation_report(data: Data) -> Report:
         subtitle=f"{against}{text['predicted_tokens']:,} tokens of {text['source']}: {text['windows']:,} of "
         f"{text['available_windows']:,} windows of {text['seq_len_tokens']:,} tokens",
         facts=_evaluation_facts(data),
-        charts=(_evaluation_chart(data),),
         sections=_evaluation_sections(data),
         command=data.get("command", ""),
         versions=data["versions"],
@@ -245,16 +240,10 @@ def evaluation_report(data: Data) -> Report:
     )
 
 
-EVALUATION_FILES = ("REPORT.md", "evaluation.json", "evaluation.png")
-"""Files of an evaluation, in addition to `report.html`."""
-
-
 def evaluation_files(data: Data) -> dict[str, str | bytes]:
-    """Return `REPORT.md`, `evaluation.json` and the chart of an evaluation by name."""
-    report = evaluation_report(data)
+    """Return `REPORT.md` and `evaluation.json` by name."""
     numbers = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    contents = (markdown(report, "evaluation.png"), numbers, picture(report))
-    return dict(zip(EVALUATION_FILES, contents, strict=True))
+    return {"REPORT.md": markdown(evaluation_report(data)), "evaluation.json": numbers}
 
 
 def _estimate(estimate: Data) -> str:
@@ -359,20 +348,6 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
     )
 
 
-def _evaluation_chart(data: Data) -> Chart:
-    """Return the distribution of the losses, or of their differences from the baseline's."""
-    comparison = data["comparison"]
-    if comparison is None:
-        mean, windows = data["model"]["loss_nats_per_token"], data["window_losses_nats_per_token"]
-        draw = distribution(windows, mean["value"], mean["standard_error"], "cross-entropy, nats per token")
-        return Chart("Cross-entropy of each window, nats per token", draw)
-    mean, windows = comparison["loss_difference_nats_per_token"], comparison["window_loss_differences_nats_per_token"]
-    axis = "model's loss minus the baseline's, nats per token"
-    draw = distribution(windows, mean["value"], mean["standard_error"], axis)
-    note = "If the band does not include zero, the difference is beyond the noise of this text."
-    return Chart("Loss difference of each window, nats per token", draw, note)
-
-
 def serving_text(method: str, storage: str) -> str:
     """Return which libraries load and serve a quantized checkpoint."""
     if method in ("spqr", "low-rank"):
@@ -410,7 +385,6 @@ def quantization_report(data: Data) -> Report:
             Fact("Quantized matrices", f"{len(data['quantized_layers']):,}"),
             *([] if evaluation is None else _evaluation_facts(evaluation)),
         ),
-        charts=() if evaluation is None else (_evaluation_chart(evaluation),),
         sections=(
             *(() if evaluation is None else _evaluation_sections(evaluation)),
             _quantized_checkpoint(data),

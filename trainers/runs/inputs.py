@@ -12,7 +12,7 @@ from ...ds_configs.plan.output import output_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_of
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
@@ -70,7 +70,7 @@ def launch_errors(
     rule = f"requires {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
     fix = device_fix
     if hardware.nodes > 1 and place is None:
-        fix = "start all machines with --on ssh --hostfile, or each one with --node-rank and --main-address"
+        fix = "start each machine with --node-rank and --main-address, or run shardwright launch PLAN --on ssh|slurm"
     return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 
@@ -176,12 +176,11 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
     options = {name: getattr(settings, name) for name in job_options(settings)}
     if settings.precision == "auto":
         options["precision"] = "fp32" if hardware.gpu == "CPU" else "bf16"
-    micro_batch = 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size
-    step_samples = hardware.world_size * micro_batch
+    step_samples = hardware.world_size * (settings.micro_batch_size or 1)
     options["global_batch_size"] = settings.global_batch_size or step_samples * max(
         1, _DEFAULT_GLOBAL_BATCH // step_samples
     )
-    return job_of({"loss": "eager"} | dict.fromkeys(AXIS_FIELDS, 1) | options | further)
+    return TrainingJob(**{"loss": "eager"} | dict.fromkeys(AXIS_FIELDS, 1) | options | further)
 
 
 def job_options(settings: LaunchedSettings) -> set[str]:

@@ -11,9 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
-
-from transformers import TrainerCallback
+from typing import Any
 
 from ...ds_configs.plan.measurement import (
     FILE_NAME,
@@ -33,6 +31,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
+from ...plugins.metering import Meter
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
@@ -40,7 +39,7 @@ from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import attach_long_sequences
-from .figures_callback import StepClock, StepFiguresCallback
+from .clock import LATER_STEPS, StepClock
 from .out_of_memory import explain_memory_errors
 
 TRAINED_TYPE = "type of trained weights"
@@ -49,57 +48,11 @@ _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
 
 
-class PeakMeter(Protocol):
-    def peaks(self) -> tuple[int | None, int | None]:
-        """Return the largest allocated and reserved bytes so far; `None` for what is not counted."""
-
-
-class AcceleratorPeaks:
-    """Peaks of torch's caching allocator since this meter was made; nothing on ranks without an accelerator.
-
-    It resets torch's own peak statistics when it is made and, with `splits_first_step`, after the first step.
-    """
-
-    def __init__(self, *, splits_first_step: bool = True) -> None:
-        import torch
-
-        self._present = torch.cuda.is_available()
-        self._splits_first_step = splits_first_step
-        self._first_allocated: int | None = None
-        self._reserved = 0
-        if self._present:
-            torch.cuda.reset_peak_memory_stats()
-
-    def peaks(self) -> tuple[int | None, int | None]:
-        if not self._present:
-            return None, None
-        allocated, reserved = self._since_reset()
-        return max(allocated, self._first_allocated or 0), max(reserved, self._reserved)
-
-    def later_peak(self) -> int | None:
-        """Return the largest allocated bytes since `first_step_ended`; `None` before it."""
-        return None if self._first_allocated is None else self._since_reset()[0]
-
-    def first_step_ended(self) -> None:
-        """Begin to count the later steps apart."""
-        import torch
-
-        if self._present and self._splits_first_step:
-            self._first_allocated, self._reserved = self._since_reset()
-            torch.cuda.reset_peak_memory_stats()
-
-    def _since_reset(self) -> tuple[int, int]:
-        import torch
-
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-
-class PlanCallback(TrainerCallback):
+class PlanCallback(StepClock):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
-    Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
-    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights. Attached,
-    it also tiles MLPs and the loss, and moves checkpoints to host memory, where the plan does.
+    When training begins, the model recomputes and keeps activations as planned (`keep_planned_memory`). Attached, it
+    also tiles MLPs and the loss, and moves checkpoints to host memory, if the plan does.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -108,6 +61,7 @@ class PlanCallback(TrainerCallback):
     Args:
         plan: A plan, or the directory that `shardwright plan` wrote.
         meter: Counts memory instead of torch's caching allocator.
+        tokens_of: Returns the tokens of a number of steps, for the tokens/s of logged steps.
         seq_len_tokens: Length of the training sequences, compared with the plan's when given.
         method: `full`, `lora` or `qlora`, compared with the plan's when given.
         output_dir: Directory for `plan_measurement.json`, by default that of the Trainer.
@@ -125,66 +79,50 @@ class PlanCallback(TrainerCallback):
         self,
         plan: Plan | str | Path,
         *,
-        meter: PeakMeter | None = None,
+        meter: Meter | None = None,
+        tokens_of: Callable[[int], int] | None = None,
         seq_len_tokens: int | None = None,
         method: str | None = None,
         output_dir: Path | None = None,
     ) -> None:
-        self._plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        super().__init__(plan if isinstance(plan, Plan) else Plan.load(plan), tokens_of=tokens_of, meter=meter)
         self._directory = None if isinstance(plan, Plan) else Path(plan) if Path(plan).is_dir() else Path(plan).parent
-        self._meter = meter or AcceleratorPeaks()
         self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._output_dir = output_dir
-        self._log: Callable[[dict[str, float]], None] | None = None
-        self._begin_training()
-
-    def _begin_training(self) -> None:
-        self._clock = StepClock()
-        self._steps = 0
         self._finished = False
 
     def attach(self, trainer: Any) -> None:
-        """Add this callback to a Trainer, and send its figures and those of logged steps through its reporters."""
-        self.follow(trainer)
-        strategy = self._plan.chosen.strategy
-        if strategy.pp == 1:
-            attach_long_sequences(trainer, strategy, self._plan.job)
-        StepFiguresCallback(self._plan).attach(trainer)
-        explain_memory_errors(trainer, self._plan)
+        """Follow a Trainer, with what the plan needs outside of the model, and explain failed allocations.
 
-    def follow(self, trainer: Any) -> None:
-        """Add this callback to a Trainer whose logged steps and memory errors are reported by other means."""
-        trainer.add_callback(self)
-        self._log = trainer.log
+        A Trainer of `parallelism_of(...).make_trainer` only has to be followed.
+        """
+        self.follow(trainer)
+        layout = self.plan.chosen.strategy
+        if layout.pp == 1:
+            attach_long_sequences(trainer, layout, self.plan.job)
+        explain_memory_errors(trainer, self.plan)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Discard the steps of an earlier run, and store the values of the plan.
 
         Warn when `ds_config.json` was edited but `accelerate.yaml` still embeds the old copy.
         """
-        self._begin_training()
+        super().on_train_begin(args, state, control, **kwargs)
+        self._finished = False
         if self._directory is not None and args.process_index == 0:
             for line in unread_edits(self._directory):
                 print(f"note: {line}", file=sys.stderr)
         if (model := kwargs.get("model")) is not None:
-            keep_planned_memory(self._plan, args, model)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock.start()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock.stop()
-        self._steps += 1
-        if self._steps == 1 and isinstance(self._meter, AcceleratorPeaks):
-            self._meter.first_step_ended()
-        self._clock.read()
+            keep_planned_memory(self.plan, args, model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Finish at the Trainer's summary, while reporters are open."""
-        if self._log is not None and not self._finished and (logs or {}).keys() >= _SUMMARY_KEYS:
-            self._log(log_values(self._finish(args, kwargs.get("model"))))
+        super().on_log(args, state, control, **kwargs)
+        if self._trainer is not None and not self._finished and (logs or {}).keys() >= _SUMMARY_KEYS:
+            self._trainer.log(log_values(self._finish(args, kwargs.get("model"))))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
         if not self._finished:
             self._finish(args, kwargs.get("model"))
 
@@ -195,17 +133,17 @@ class PlanCallback(TrainerCallback):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
-        predicted = published_time(self._plan.chosen.time)
+        predicted = published_time(self.plan.chosen.time)
         measurement = RunMeasurement(
-            plan=planned_run(self._plan),
-            predicted=predicted_memory(self._plan),
+            plan=planned_run(self.plan),
+            predicted=predicted_memory(self.plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             predicted_step_seconds=predicted.seconds,
             predicted_parts=part_seconds(predicted),
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
-        if args.process_index == 0 and self._steps:
+        if args.process_index == 0 and self.steps.read():
             # The first line break leaves the progress bar's line.
             print("", *report_lines(measurement), sep="\n", file=sys.stderr)
             try:
@@ -220,8 +158,8 @@ class PlanCallback(TrainerCallback):
     def _measure_rank(self, rank: int) -> RankMeasurement:
         import torch
 
-        allocated, reserved = self._meter.peaks()
-        seconds = self._clock.read(waits=True)
+        reading = None if self.meter is None else self.meter.reading()
+        seconds = self.steps.read(waits=True)
         first, later = seconds[:FIRST_STEPS], seconds[FIRST_STEPS:]
         tenths = statistics.quantiles(later, n=10, method="inclusive") if len(later) > 1 else [0.0]
         present = torch.cuda.is_available()
@@ -229,9 +167,9 @@ class PlanCallback(TrainerCallback):
         return RankMeasurement(
             rank=rank,
             device=torch.cuda.get_device_name() if present else "cpu",
-            peak_allocated_bytes=allocated,
-            peak_reserved_bytes=reserved,
-            later_peak_allocated_bytes=self._meter.later_peak() if isinstance(self._meter, AcceleratorPeaks) else None,
+            peak_allocated_bytes=self.peak_bytes(),
+            peak_reserved_bytes=None if reading is None else reading.reserved_peak_bytes,
+            later_peak_allocated_bytes=None if reading is None else reading.peaks.get(LATER_STEPS),
             reserved_at_end_bytes=torch.cuda.memory_reserved() if present else None,
             device_used_bytes=device_bytes - free_bytes if present else None,
             device_bytes=device_bytes if present else None,
@@ -243,14 +181,14 @@ class PlanCallback(TrainerCallback):
         )
 
     def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
-        differences = argument_differences(self._plan, args, model, ranks=len(ranks), stated=self._stated)
+        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
-        planned_bytes = self._plan.hardware.gpu_bytes
+        planned_bytes = self.plan.hardware.gpu_bytes
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
             differences.append(
                 f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
             )
-        if (difference := installed_release_difference(self._plan)) is not None:
+        if (difference := installed_release_difference(self.plan)) is not None:
             differences.append(difference)
         return differences
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_
 from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
 from ...plugins.huggingface_hub.hub import model_directory
-from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
-from ...plugins.peft import add_lora, resume_lora
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.peft import add_lora
 from ...plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import (
@@ -49,7 +48,6 @@ from .inputs import job_options, newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
-    METRICS_FILE,
     PLAN_DIRECTORY,
     RESULT_FILE,
     TOKENIZER,
@@ -208,14 +206,19 @@ class TrainingTask(LaunchedJob, RankTask):
     def _train(self, context: RankContext, plan: Plan) -> None:
         import torch
 
-        from .figures_callback import StepFiguresCallback
-        from .plan_callback import AcceleratorPeaks, PlanCallback
+        from .clock import MetricsWriter, ProgressSender
+        from .plan_callback import PlanCallback
 
         output_dir, settings = Path(self.output_dir), self.settings
-        planned = PlanCallback(
+
+        def tokens_of(steps: int) -> int:
+            # Ranks that share a sequence or a model do not count again.
+            batch = plan.chosen.strategy.global_batch_size
+            return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
+
+        clock = PlanCallback(
             plan,
-            # The report has the peak of all steps.
-            meter=AcceleratorPeaks(splits_first_step=False),
+            tokens_of=tokens_of,
             seq_len_tokens=settings.seq_len,
             method=settings.method,
             output_dir=output_dir,
@@ -225,29 +228,21 @@ class TrainingTask(LaunchedJob, RankTask):
         if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
             # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one too.
             generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
-        recorder = step_recorder(output_dir, evaluates_last=self.evaluates_last)
-        trainer.add_callback(recorder)
-        planned.follow(trainer)
-
-        def tokens_of(steps: int) -> int:
-            # Ranks that share a sequence or a model do not count again.
-            batch = plan.chosen.strategy.global_batch_size
-            return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
-
-        # After the recorder, which requests the log of the last step.
-        figures = StepFiguresCallback(plan, tokens_of)
-        figures.attach(trainer)
-        trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
+        # It requests the log of the last step, before which the clock gathers the figures.
+        trainer.add_callback(MetricsWriter(output_dir, evaluates_last=self.evaluates_last))
+        clock.follow(trainer)
+        trainer.add_callback(ProgressSender(clock))
         train_guarded(trainer, resume=context.resumed, **self.settings.guards())
         result = self.metrics(trainer, context)
         peak_bytes = None
-        if trainer.args.device.type == "cuda":
-            own = torch.tensor([torch.cuda.max_memory_allocated()], device=trainer.args.device)
+        if (own_peak := clock.peak_bytes()) is not None:
+            own = torch.tensor([own_peak], device=trainer.args.device)
             # The log also has the steps before resuming.
             peaks_gb = [entry.get("peak_allocated_gb", 0.0) for entry in trainer.state.log_history]
             peak_bytes = int(max(trainer.accelerator.gather(own).max(), *(peak * 1e9 for peak in peaks_gb), 0))
-        steps, seconds, timed_from = trainer.state.global_step, recorder.seconds, recorder.first_step
-        if steps == recorder.first_step:
+        steps, timed_from = trainer.state.global_step, clock.first_step
+        seconds = sum(clock.steps.read(waits=True))
+        if steps == clock.first_step:
             # A run that resumed after its last step has only the logged times of the earlier run.
             seconds, timed_from, logged_step = 0.0, 0, 0
             for entry in trainer.state.log_history:
@@ -283,13 +278,12 @@ def trained_model(
     context: RankContext,
     *,
     for_stages: bool = False,
-    adapter: str | None = None,
     reads_weights: bool = False,
 ) -> Any:
     """Return the model to train, with adapters if the method has them.
 
-    `for_stages` is for a pipeline, whose ranks load only their stage. `adapter` is the directory of an adapter to train
-    further. `reads_weights`: the caller computes with weights before FSDP2 shards them, in fp32.
+    `for_stages` is for a pipeline, whose ranks load only their stage. `reads_weights`: the caller computes with weights
+    before FSDP2 shards them, in fp32.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
     dtype, seed = (
@@ -301,10 +295,7 @@ def trained_model(
     with stored_precision() if converted_later and is_mixed else contextlib.nullcontext():
         model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
     if settings.method != "full":
-        fp32 = context.engine != "deepspeed"
-        if adapter is not None:
-            return resume_lora(model, adapter, dropout=settings.lora_dropout, fp32_adapters=fp32)
-        model = add_lora(model, **settings.lora_options(), fp32_adapters=fp32)
+        model = add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed")
     return model
 
 
@@ -329,89 +320,6 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
         tile_mlps(teacher, None)
         share_tiled_mlps(teacher)
     return teacher
-
-
-def progress_callback(
-    tokens_of: Callable[[int], int] | None = None, figures_of: Callable[[], Mapping[str, float]] = dict
-) -> Any:
-    """Return a callback that sends the progress of every optimizer step to the launching process.
-
-    Without `tokens_of`, which counts the tokens of steps, no speed is sent. `figures_of` returns the last logged ones.
-    """
-    from transformers import TrainerCallback
-
-    class ProgressSender(TrainerCallback):
-        began: tuple[int, float] | None = None
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # The first step compiles and allocates, so its time is not representative.
-            if self.began is None and state.global_step > 0:
-                self.began = state.global_step, time.monotonic()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not state.is_world_process_zero:
-                return
-            logged = [float(entry["loss"]) for entry in state.log_history[-4:] if "loss" in entry]
-            speed = None
-            # The mean since the second step varies less than the speed of the last logged steps.
-            if self.began is not None and tokens_of is not None:
-                step, since = self.began
-                speed = (tokens_of(state.global_step) - tokens_of(step)) / (time.monotonic() - since)
-            last = figures_of()
-            figures = Figures(
-                loss=logged[-1] if logged else None,
-                tokens_per_second=speed,
-                **_other_speeds(speed, last),
-                peak_allocated_gb=last.get("peak_allocated_gb"),
-                slowest_rank=None if "slowest_rank" not in last else int(last["slowest_rank"]),
-                slowest_rank_ratio=last.get("slowest_rank_ratio"),
-            )
-            send(Progress(what="step", done=state.global_step, total=state.max_steps, figures=figures))
-
-    return ProgressSender()
-
-
-def _other_speeds(speed: float | None, last: Mapping[str, float]) -> dict[str, float]:
-    """Return the speeds of positions and labelled tokens that belong to a speed of tokens, by their last ratios."""
-    if speed is None or not last.get("tokens_per_second"):
-        return {}
-    names = ("positions_per_second", "labelled_tokens_per_second")
-    return {name: speed * last[name] / last["tokens_per_second"] for name in names if name in last}
-
-
-def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
-    """Return a callback that writes `metrics.jsonl`, times steps, and optionally evaluates after the last one."""
-    from transformers import TrainerCallback
-
-    class Recorder(TrainerCallback):
-        seconds = 0.0
-        first_step = 0
-        _step_began = 0.0
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.first_step = state.global_step
-            self._write(state)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._step_began = time.monotonic()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.seconds += time.monotonic() - self._step_began
-            if state.global_step >= state.max_steps:
-                control.should_log = True
-                control.should_evaluate = control.should_evaluate or evaluates_last
-
-        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._write(state)
-
-        def _write(self, state: Any) -> None:
-            # All steps are rewritten: a resumed run drops what was logged after its checkpoint.
-            if state.is_world_process_zero:
-                steps = [entry for entry in state.log_history if "loss" in entry]
-                text = "".join(f"{json.dumps(entry)}\n" for entry in steps)
-                write_files({METRICS_FILE: text}, output_dir, force=True)
-
-    return Recorder()
 
 
 def trained_tokens(global_batch_size: int, steps: int, samples: int, tokens: int) -> int:

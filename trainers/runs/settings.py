@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import Method
+from ...ds_configs.specs.job import Method, TeacherPlacementSettings, TrainingJob, TrainingSettings
 from ...ds_configs.specs.second_models import Placement
 from ...ds_configs.specs.settings import (
     GuardSettings,
@@ -19,8 +19,6 @@ from ...ds_configs.specs.settings import (
     HubSettings,
     Names,
     Settings,
-    TeacherPlacementSettings,
-    TrainingSettings,
 )
 from ...plugins.huggingface_hub.push import push_errors
 from ...plugins.transformers.training_arguments import tracker_errors
@@ -69,9 +67,13 @@ class LaunchedSettings(
     hardware: str | None = Field(
         None, description="Hardware, as for plan. Default: this machine's accelerators, or two CPU ranks"
     )
-    global_batch_size: int | None = Field(None, ge=1, description="Samples per optimizer step. Default: about 32")
     max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: --epochs of the data")
-    epochs: float = Field(1.0, gt=0, description="Epochs (passes over the data)")
+    epochs: float = Field(
+        1.0,
+        gt=0,
+        description="Epochs (passes over the data)",
+        json_schema_extra={"hugging_face": ["num_train_epochs"]},
+    )
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate. Default: 2e-5, with LoRA 2e-4")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
@@ -81,6 +83,7 @@ class LaunchedSettings(
         None, gt=0, description="Scale of LoRA products, times the rank. Default: twice --lora-rank"
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the inputs of LoRA matrices")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 
@@ -89,9 +92,16 @@ class LaunchedSettings(
         description="Experiment trackers, separated by commas: tensorboard, wandb, trackio, mlflow, ...",
     )
 
+    def with_optimizer(self, job: TrainingJob) -> Self:
+        """Return the settings with the optimizer that was planned."""
+        return self.model_copy(
+            update={name: getattr(job, name) for name in ("optimizer", "optim_args", "weights_dtype")}
+        )
+
     def lora_options(self) -> dict[str, Any]:
         """Return the settings of adapters as keywords of `add_lora`."""
-        return {name: getattr(self, f"lora_{name}") for name in ("rank", "targets", "alpha", "dropout")}
+        options = {name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout")}
+        return options | {"targets": ",".join(self.lora_targets)}
 
     def base_learning_rate(self) -> float:
         """Return the learning rate, or the default of the method."""

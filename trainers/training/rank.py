@@ -36,9 +36,7 @@ class TrainTask(TrainJob, TrainingTask):
         plan = self._plan()
         parallelism = planned_parallelism(plan)
         trainer = parallelism.make_trainer(
-            model=trained_model(
-                self.model, self.settings, context, for_stages=parallelism.is_pipeline, adapter=self.adapter
-            ),
+            model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
             revision=self.settings.revision,
             **context.trainer_arguments(),
         )

@@ -69,8 +69,6 @@ class TrainOutcome(LaunchedOutcome):
         source, model, adapter = self.statistics.source_name, self.model, self.settings.method != "full"
         name = "QLoRA" if self.settings.method == "qlora" else "LoRA"
         method = f" with {name} adapters of rank {self.settings.lora_rank}" if adapter else ""
-        if self.settings.resume_adapter is not None:
-            method += f", trained further from {code(shown_name(self.settings.resume_adapter))}"
         lead = f"{code(shown_name(model))} trained on {code(source)}{method}: cross-entropy of the labelled tokens."
         return card_text(
             f"{title_of(model)}, trained on {source}",

@@ -17,10 +17,10 @@ from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
 from ...plugins.trl import weigh_token_means
-from ..checkpoints.resume import check_checkpoints_before_loading
+from ..checkpoints.resume import checked_checkpoint
+from ..exact import make_exact
 from ..parallel.trainer_for import (
     PlannedParallelism,
     attach_long_sequences,
@@ -117,6 +117,7 @@ def carry_axes(plan: Plan) -> None:
 
     def carrying(make: Callable[..., None]) -> Callable[..., None]:
         def made(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **settings: Any) -> None:
+            make_exact(trainer).checked_checkpoint = checked_checkpoint
             if own_calls:
                 make(trainer, model, args, *rest, **settings)
                 return
@@ -181,8 +182,6 @@ class ScriptTask(ScriptJob, RankTask):
         plan = Plan.load(self.plan)
         serve_scripts_on_cpu_ranks()
         check_upstream(plan.chosen.strategy.engine)
-        prepare_models_once()
-        check_checkpoints_before_loading()
         follow_trainers(plan)
         carry_axes(plan)
         if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:

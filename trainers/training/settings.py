@@ -11,15 +11,8 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.settings import (
-    HardwareSettings,
-    KernelSettings,
-    LayoutSettings,
-    NamedValues,
-    Settings,
-    TrainingSettings,
-    adapter_errors,
-)
+from ...ds_configs.specs.job import JobSettings, KernelSettings, LayoutSettings, adapter_errors
+from ...ds_configs.specs.settings import NamedValues, Settings
 from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
@@ -46,10 +39,7 @@ _UNCOUNTED_ARGUMENTS = {
     "auto_find_batch_size": "would train on different batches from the planned ones",
 }
 """Switches of `TrainingArguments` whose effect the report would not show."""
-_PLANNED = frozenset(
-    {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {*KernelSettings.model_fields, "seq_len", "precision", "method", "loss"}
-) - {"revision"}
+_PLANNED = frozenset(JobSettings.model_fields) - {"revision"}
 """Options whose values a plan fixes."""
 
 
@@ -76,9 +66,6 @@ class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedS
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
-    resume_adapter: str | None = Field(
-        None, description="Directory or Hub id of a LoRA adapter of the model to train further"
-    )
     arg: NamedValues = Field({}, description="NAME=VALUE of TrainingArguments, such as weight_decay=0.1; repeatable")
 
 
@@ -86,7 +73,6 @@ class TrainJob(LaunchedJob):
     task: Literal["train"] = "train"
     settings: TrainSettings = Field(description="settings of the user")
     model: str = Field(description="Hub id, directory or config.json")
-    adapter: str | None = Field(None, description="directory of the adapter to train further")
 
 
 class ScriptJob(RankJob):
@@ -102,8 +88,7 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
     """Return the settings that cannot be combined, before anything is read."""
     errors = launched_errors(settings)
     if settings.plan is None:
-        # `with_resumed_adapter` compares the options with those of the adapter.
-        errors += [] if settings.resume_adapter else adapter_errors(settings.stated(), settings.method)
+        errors += adapter_errors(settings.stated(), settings.method)
     else:
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         errors += [

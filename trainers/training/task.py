@@ -14,12 +14,11 @@ from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
-from ..data.models import StartingModel, has_tokenizer, load_config, load_tokenizer, with_positions
+from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.packing import packed_if_possible
 from ..data.samples import Samples
 from ..data.sources import local_place
@@ -38,7 +37,6 @@ from ..runs.inputs import (
 from ..runs.run import PreparedTraining, run_training
 from ..runs.settings import RunRequest
 from .report import TrainOutcome, TrainResult, train_file_names
-from .resumed_adapter import read_resumed_adapter, with_resumed_adapter
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 logger = logging.getLogger(__name__)
@@ -81,8 +79,6 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
     """Settings of the user; with `--plan`, those of the plan."""
     model: str
     """Hub id, directory or `config.json`."""
-    adapter: LoraAdapter | None
-    """Adapter to train further."""
 
     kind = "train"
 
@@ -100,8 +96,7 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
     def job(self, common: Mapping[str, Any], work: Path) -> TrainJob:
         model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
-        adapter = None if self.adapter is None else str(self.adapter.directory.absolute())
-        return TrainJob(**common, model=model, adapter=adapter)
+        return TrainJob(**common, model=model)
 
     def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> TrainOutcome:
         return TrainOutcome(model=self.model, result=TrainResult(**result), **common)
@@ -117,9 +112,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     """
     errors = train_settings_errors(settings)
     sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
-    sources["the adapter"] = settings.resume_adapter
     errors += run_output_errors(request, sources)
-    written_plan = loaded = hardware = tokenizer = samples = adapter = None
+    written_plan = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
         with collecting(errors):
             written_plan = Plan.load(settings.plan)
@@ -140,19 +134,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         loaded = load_model_spec(model, revision=settings.revision)
         refuse_other_formats(Path(model), where="model", fix=CONVERTED)
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
-    if settings.resume_adapter is not None:
-        with collecting(errors):
-            adapter = read_resumed_adapter(settings.resume_adapter)
-            if loaded is not None:
-                settings = with_resumed_adapter(settings, adapter, loaded)
     if loaded is not None:
         with collecting(errors):
             source = StartingModel(model=model, revision=settings.revision)
             config = load_config(source)
             settings = with_positions(settings, config)
-            if adapter is not None and has_tokenizer(adapter.directory):
-                # It has the chat template that the adapter was trained with.
-                source = replace(source, tokenizer=str(adapter.directory))
             own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
             set_chat_template(own_tokenizer, settings.chat_template)
             tokenizer = own_tokenizer
@@ -193,7 +179,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     return PreparedTrain(
         model=model,
         settings=settings,
-        adapter=adapter,
         plan=plan,
         samples=samples,
         tokenizer=tokenizer,

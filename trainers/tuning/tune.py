@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS
 from ...ds_configs.plan.output import disk_errors, output_errors, reserved
@@ -29,6 +26,8 @@ from ...ds_configs.search.tuning import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import JobSettings, TrainingJob
+from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
@@ -40,7 +39,6 @@ from ..runs.inputs import PLANNED_DEVICE_FIX, default_hardware, launch_errors
 from ..runs.launch import compile_planned_operators, planned_launch, rank_words
 from ..runs.out_of_memory import RunOutOfMemoryError
 from ..runs.settings import RESULT_FILE
-from ..training.script import PLAN_FLAGS, script_errors, with_plan_flags
 from .worker import TrialTask
 
 DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0
@@ -50,50 +48,36 @@ FEWEST_STEPS = 3
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    """What every trial of one call runs with."""
-
-    plan: Plan
-    plan_directory: Path | None
-    """Of the plan that was passed; paths below it in a script's arguments become those of each trial."""
-    steps: int
-    script: Path | None
-    arguments: Sequence[str]
-
-
 def tune(
     subject: str | Path | Plan,
     hardware: str | HardwareSpec | None = None,
+    job: TrainingJob | JobSettings | None = None,
     *,
     trials: int = DEFAULT_TRIALS,
     steps: int = DEFAULT_STEPS,
     time_limit_minutes: float = TIME_LIMIT_MINUTES,
-    script: str | Path | None = None,
-    script_arguments: Sequence[str] = (),
     output_dir: str | Path | None = None,
     force: bool = False,
     command: str = "",
-    **words: Any,
+    **fields: object,
 ) -> Plan:
     """Measure the best predicted layouts in short real runs, and return the plan of the fastest.
 
-    Every trial runs on all ranks of the plan: with random weights and tokens, or in a `script`, whose arguments must
-    contain `@plan`. The result has each trial in `trials`, beside its prediction, and the reason. `output_dir` gets
-    the plan's files and a report. The step times correct later plans for this kind of accelerator.
+    Every trial runs on all ranks of the plan, with random weights and tokens. The result has each trial in `trials`,
+    beside its prediction, and the reason. `output_dir` gets the plan's files and a report. The step times correct later
+    plans for this kind of accelerator.
 
     Args:
         subject: A plan, the directory of one, or a model as for `plan`.
         hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
+        job: The training run of a model, or the settings of a command.
         trials: Maximum number of layouts to measure; the plan's own layout is the first.
         steps: Timed steps of each trial, after two others.
         time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
-        script: Python file to run on every rank instead.
-        script_arguments: Its arguments. `@plan` becomes the flags of each trial's plan.
         output_dir: Directory for the result; `None` writes nothing.
         force: Whether to write into a directory with other files.
         command: Command line for the report.
-        **words: Options of `plan` for a model.
+        **fields: Options of `plan` for a model, instead of a `job`.
 
     Raises:
         UsageError: a value is invalid, or this machine does not have the planned accelerators.
@@ -103,21 +87,28 @@ def tune(
     >>> tune("Qwen/Qwen3-0.6B", "local", seq_len=2048).trials  # doctest: +SKIP
     """
     deadline = time.monotonic() + 60 * time_limit_minutes
-    target, own_script = (None if path is None else Path(path) for path in (output_dir, script))
-    errors = _value_errors(trials, steps, time_limit_minutes, own_script, script_arguments)
-    directory = None if isinstance(subject, Plan) or not is_plan(subject) else Path(subject)
-    if directory is not None or isinstance(subject, Plan):
-        stated = {"hardware": hardware, **words}
+    target = None if output_dir is None else Path(output_dir)
+    errors = []
+    if trials < 1:
+        errors.append(ConfigError(where="trials", value=trials, rule="must be at least 1"))
+    if steps < FEWEST_STEPS:
+        rule = f"must be at least {FEWEST_STEPS}, for a median"
+        errors.append(ConfigError(where="steps", value=steps, rule=rule))
+    if not time_limit_minutes > 0:
+        errors.append(ConfigError(where="time_limit", value=time_limit_minutes, rule="must be more than 0 minutes"))
+    settings = job if isinstance(job, JobSettings) else settings_of(JobSettings, fields) if fields else None
+    if isinstance(subject, Plan) or is_plan(subject):
+        stated = {"hardware": hardware, **({"job": job} if settings is None else settings.stated())}
         rule, fix = "is set by the plan", "omit it, or pass a model"
         errors += [ConfigError(where=name, rule=rule, fix=fix) for name, value in stated.items() if value is not None]
     if errors:
         raise UsageError(errors)
     if isinstance(subject, Plan):
         plan = subject
-    elif directory is not None:
-        plan = Plan.load(directory)
+    elif is_plan(subject):
+        plan = Plan.load(subject)
     else:
-        plan = select_plan(str(subject), hardware or default_hardware(), notify=logger.info, **words)
+        plan = select_plan(str(subject), hardware or default_hardware(), settings or job, notify=logger.info)
     errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
@@ -125,27 +116,21 @@ def tune(
     if plan.job.teacher is not None:
         rule = "trials train without a teacher"
         errors.append(ConfigError(where="teacher", value=plan.job.teacher.name, rule=rule, fix="plan without it"))
-    if own_script is None and plan.model.task != "causal_lm":
-        rule, fix = f"is a {plan.model.task} model; trials train causal language models", "pass --script"
-        errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule, fix=fix))
+    if plan.model.task != "causal_lm":
+        rule = f"is a {plan.model.task} model; trials train causal language models"
+        errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule))
     own_files = (REPORT_FILE, "ds_config.json", *plan.file_names)
     if target is not None:
         errors += output_errors(target, force=force, sources={"the model": plan.model.name}, own=own_files)
         errors = errors or disk_errors(target)
     if errors:
         raise UsageError(errors)
-    request = _Request(
-        plan=replace(plan, trials=()),
-        plan_directory=directory,
-        steps=steps,
-        script=own_script,
-        arguments=script_arguments,
-    )
+    plan = replace(plan, trials=())
     if target is None:
-        return tuned_plan(request.plan, _measure_all(request, trials, deadline, time_limit_minutes))
+        return tuned_plan(plan, _measure_all(plan, trials, steps, deadline, time_limit_minutes))
     with reserved(target, force=force, own=own_files):
-        done = _measure_all(request, trials, deadline, time_limit_minutes)
-        tuned = replace(tuned_plan(request.plan, done), command=command)
+        done = _measure_all(plan, trials, steps, deadline, time_limit_minutes)
+        tuned = replace(tuned_plan(plan, done), command=command)
         (target / "ds_config.json").unlink(missing_ok=True)
         tuned.write(target, force=True)
         write_html(target)
@@ -156,25 +141,6 @@ def is_plan(subject: str | Path) -> bool:
     """Return whether a path is a plan, not a model."""
     path = Path(subject)
     return (path / "plan.json").is_file() or (path.name == "plan.json" and path.is_file())
-
-
-def _value_errors(
-    trials: int, steps: int, minutes: float, script: Path | None, arguments: Sequence[str]
-) -> list[ConfigError]:
-    errors = []
-    if trials < 1:
-        errors.append(ConfigError(where="trials", value=trials, rule="must be at least 1"))
-    if steps < FEWEST_STEPS:
-        rule = f"must be at least {FEWEST_STEPS}, for a median"
-        errors.append(ConfigError(where="steps", value=steps, rule=rule))
-    if not minutes > 0:
-        errors.append(ConfigError(where="time_limit", value=minutes, rule="must be more than 0 minutes"))
-    if script is not None:
-        errors += script_errors(script)
-        if PLAN_FLAGS not in arguments:
-            rule, fix = "must take the arguments of each trial's plan", f"add {PLAN_FLAGS} to its arguments"
-            errors.append(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
-    return errors
 
 
 def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
@@ -190,13 +156,13 @@ def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
     return [] if here == hardware.gpu else [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 
-def _measure_all(request: _Request, most: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
+def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
     """Run the trials.
 
     Raises:
         ShardwrightError: no trial was measured.
     """
-    layouts = layouts_to_measure(request.plan.chosen, request.plan.rejected, trials=most)
+    layouts = layouts_to_measure(plan.chosen, plan.rejected, trials=most)
     trials: list[Trial] = []
     for index, layout in enumerate(layouts):
         remaining = deadline - time.monotonic()
@@ -207,14 +173,14 @@ def _measure_all(request: _Request, most: int, deadline: float, limit_minutes: f
         # A trial that hangs must leave time for the others.
         timeout = remaining if layout is layouts[-1] else remaining / 2
         try:
-            trial = _run_trial(request, layout, best_seconds, timeout, f"layout {index + 1} of {len(layouts)}")
+            trial = _run_trial(plan, layout, steps, best_seconds, timeout, f"layout {index + 1} of {len(layouts)}")
         except (KeyboardInterrupt, SystemExit):
             logger.info(f"stopped during layout {index + 1} of {len(layouts)}: no plan is written")
             raise
         logger.info(f"{trial.name}: {_result(trial)}")
         trials.append(trial)
         if trial.outcome == "measured":
-            _learn(request, trial)
+            _learn(plan, trial)
     complete = measured(trials)
     if not complete:
         reasons = "\n".join(f"{trial.name}: {_result(trial)}" for trial in trials)
@@ -230,11 +196,11 @@ def _measure_all(request: _Request, most: int, deadline: float, limit_minutes: f
 
 
 def _run_trial(
-    request: _Request, layout: Evaluated, best_seconds: float | None, timeout_seconds: float, what: str
+    plan: Plan, layout: Evaluated, steps: int, best_seconds: float | None, timeout_seconds: float, what: str
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
-    job = replace(request.plan.job, loss=layout.loss)
-    plan = replace(request.plan, job=job, chosen=layout, rejected=())
+    job = replace(plan.job, loss=layout.loss)
+    plan = replace(plan, job=job, chosen=layout, rejected=())
     trial = Trial(
         strategy=layout.strategy,
         loss=layout.loss,
@@ -251,7 +217,7 @@ def _run_trial(
     def ended(outcome: TrialOutcome, detail: str) -> Trial:
         return replace(trial, outcome=outcome, detail=detail, wall_seconds=time.monotonic() - started)
 
-    log_message(Progress(what=f"{what}, {trial.name}: starting", done=0, total=WARM_UP_STEPS + request.steps))
+    log_message(Progress(what=f"{what}, {trial.name}: starting", done=0, total=WARM_UP_STEPS + steps))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardwright-trial-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
@@ -260,13 +226,7 @@ def _run_trial(
             plan.write(plan_directory)
             compile_planned_operators(plan)
             started = time.monotonic()
-            task = TrialTask(
-                plan=str(plan_directory),
-                steps=request.steps,
-                best_seconds=best_seconds,
-                script=None if request.script is None else str(request.script.absolute()),
-                arguments=_script_arguments(request, plan, plan_directory),
-            )
+            task = TrialTask(plan=str(plan_directory), steps=steps, best_seconds=best_seconds)
             launch = planned_launch(rank_words(task, work), plan, plan_directory)
             launch_ranks(launch, timeout_seconds=timeout_seconds, on_message=on_message)
             result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
@@ -283,27 +243,13 @@ def _run_trial(
         return ended("failed", f"the training ended within {WARM_UP_STEPS} steps; pass more data")
     return replace(
         trial,
-        outcome="measured" if len(timed) >= request.steps else "slower",
+        outcome="measured" if len(timed) >= steps else "slower",
         step_seconds=median(timed),
         spread=spread(timed),
         steps=len(timed),
         peak_allocated_bytes=result["peak_allocated_bytes"],
         wall_seconds=time.monotonic() - started,
     )
-
-
-def _script_arguments(request: _Request, plan: Plan, plan_directory: Path) -> list[str]:
-    """Return the script's arguments with the trial's flags, and its directory instead of the plan's."""
-    words = with_plan_flags(request.arguments, plan)
-    if request.plan_directory is None:
-        return words
-    own = request.plan_directory.absolute()
-    return [
-        str(plan_directory / os.path.relpath(Path(word).absolute(), own))
-        if Path(word).absolute().is_relative_to(own)
-        else word
-        for word in words
-    ]
 
 
 def _first_line(error: Exception) -> str:
@@ -317,9 +263,8 @@ def _result(trial: Trial) -> str:
     return f"{trial.step_seconds:.3g} s per step, {trial.predicted_seconds:.3g} s predicted{early}"
 
 
-def _learn(request: _Request, trial: Trial) -> None:
+def _learn(plan: Plan, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
-    plan = request.plan
     layouts = (plan.chosen, *plan.rejected)
     predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
     parts = part_seconds(predicted)

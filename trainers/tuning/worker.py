@@ -1,9 +1,7 @@
-"""Runs on every rank of a trial: trains a few steps with random weights, or in the user's script, and times them."""
+"""Runs on every rank of a trial: trains a few steps with random weights, and times them."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,18 +12,18 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.search.tuning import WARM_UP_STEPS, cannot_win
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
+from ...ds_configs.specs.errors import ShardwrightError
+from ...plugins.metering import Meter, start_meter
 from ...plugins.peft import add_lora
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import weights_dtype
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import planned_parallelism
+from ..runs.clock import ProgressSender
 from ..runs.out_of_memory import memory_errors
-from ..runs.ranks import check_upstream, progress_callback, rank_arguments, write_json
+from ..runs.plan_callback import PlanCallback
+from ..runs.ranks import rank_arguments, write_json
 from ..runs.settings import RESULT_FILE, RankTask
-from ..training.script_rank import carry_axes, run_script
 
 _NO_OUTPUT: dict[str, Any] = {
     "save_strategy": "no",
@@ -48,8 +46,6 @@ class TrialTask(RankTask):
     plan: str = Field(description="directory of the trial's plan")
     steps: int = Field(description="timed steps")
     best_seconds: float | None = Field(description="median step of the best trial so far; null before the first")
-    script: str | None = Field(description="Python file to run; null for random weights and tokens")
-    arguments: list[str] = Field(description="of the script")
 
     @property
     def hang_seconds(self) -> float | None:
@@ -58,65 +54,42 @@ class TrialTask(RankTask):
     def run(self, work: Path) -> None:
         """Train on this rank; the first one writes the step times and the largest peak of all ranks."""
         plan = Plan.load(self.plan)
+        meter = start_meter()
         with memory_errors(plan), ExitStack() as metered:
-            clock = _step_clock(self, work, plan, metered)
-            if self.script is not None:
-                _run_script(self, self.script, plan, work, clock)
-            else:
-                _train(self, plan, work, clock)
+            metered.enter_context(meter)
+            # Counting the tensors of CPU ranks slows every operator, so it ends before the first timed step.
+            clock = self._clock(work, plan, meter, metered.close)
+            _train(self, plan, work, clock)
 
+    def _clock(self, work: Path, plan: Plan, meter: Meter, warmed_up: Callable[[], None]) -> PlanCallback:
+        """Return the clock that ends a training that cannot win; it calls `warmed_up` before the first timed step."""
+        trial = self
 
-def _step_clock(trial: TrialTask, work: Path, plan: Plan, metered: ExitStack) -> Any:
-    """Return the callback that times steps and ends a training that cannot win.
+        class TrialClock(PlanCallback):
+            """Waits for the accelerator at the end of each step, after which ranks agree whether to continue."""
 
-    It counts the tensors of CPU ranks from now to the first timed step, because counting slows every operator.
-    """
-    import torch
-    from transformers import TrainerCallback
+            slowest: list[float]
 
-    from ...plugins.metering import ByteMeter
-    from ..runs.figures_callback import await_device
-    from ..runs.plan_callback import PlanCallback, argument_differences
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                super().on_train_begin(args, state, control, **kwargs)
+                self.slowest = []
 
-    meter = None if torch.cuda.is_available() else metered.enter_context(ByteMeter())
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                super().on_step_end(args, state, control, **kwargs)
+                self.slowest.append(max(gathered(self.steps.read(waits=True)[-1])))
+                timed = self.slowest[WARM_UP_STEPS:]
+                if len(self.slowest) == WARM_UP_STEPS:
+                    warmed_up()
+                elif cannot_win(timed, steps=trial.steps, best_seconds=trial.best_seconds):
+                    control.should_training_stop = True
 
-    class StepClock(TrainerCallback):
-        def __init__(self) -> None:
-            self.timed: list[float] = []
-            self.warm_up = WARM_UP_STEPS
-            self.began = 0.0
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                peak = max(gathered(self.peak_bytes()))
+                if args.process_index == 0:
+                    result = {"step_seconds": self.slowest[WARM_UP_STEPS:], "peak_allocated_bytes": peak}
+                    write_json(result, work / RESULT_FILE)
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            differences = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
-            if differences and trial.script is not None:
-                fix = "build TrainingArguments from the flags that replace @plan"
-                raise UsageError([ConfigError(where="script", rule=line, fix=fix) for line in differences])
-            # What a plan's layout needs inside the model: layers that are recomputed, or keep products.
-            PlanCallback(plan).on_train_begin(args, state, control, **kwargs)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            await_device()
-            self.began = time.monotonic()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            await_device()
-            slowest = max(gathered(time.monotonic() - self.began))
-            if self.warm_up:
-                self.warm_up -= 1
-                if not self.warm_up:
-                    metered.close()
-                return
-            self.timed.append(slowest)
-            if cannot_win(self.timed, steps=trial.steps, best_seconds=trial.best_seconds):
-                control.should_training_stop = True
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            own = torch.cuda.max_memory_allocated() if meter is None else max(meter.reading().peaks.values())
-            peak = max(gathered(own))
-            if args.process_index == 0:
-                write_json({"step_seconds": self.timed, "peak_allocated_bytes": peak}, work / RESULT_FILE)
-
-    return StepClock()
+        return TrialClock(plan, meter=meter)
 
 
 def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
@@ -158,32 +131,9 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
         train_dataset=RandomTokens(),
         data_collator=default_data_collator,
     )
-    trainer.add_callback(progress_callback())
+    trainer.add_callback(ProgressSender())
     trainer.add_callback(clock)
     trainer.train()
     # A rank that exits while others communicate makes gloo abort them.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def _run_script(trial: TrialTask, script: str, plan: Plan, work: Path, clock: Any) -> None:
-    limits = _NO_OUTPUT | {"output_dir": str(work / "output"), "max_steps": WARM_UP_STEPS + trial.steps}
-
-    def limiting(complete: Callable[[Any], None]) -> Callable[[Any], None]:
-        def limited(arguments: Any) -> None:
-            for name, value in limits.items():
-                setattr(arguments, name, value)
-            complete(arguments)
-
-        return limited
-
-    # As for a rehearsed script, whose registered patches are the same: few steps, and a callback in its Trainer.
-    patches.apply("rehearsal-arguments", limiting)
-    serve_scripts_on_cpu_ranks()
-    check_upstream(plan.chosen.strategy.engine)
-    patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, clock, progress_callback()])
-    carry_axes(plan)
-    run_script(script, trial.arguments)
-    if os.environ.get("RANK", "0") == "0" and not (work / RESULT_FILE).is_file():
-        rule, fix = "ran no Trainer, whose steps are measured", "pass a script that calls Trainer.train()"
-        raise UsageError(ConfigError(where="script", value=script, rule=rule, fix=fix))

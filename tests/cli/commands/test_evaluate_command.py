@@ -12,7 +12,6 @@ import torch
 from commands import Shell, shell_in
 from harness_task import write_task
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.reports.runs import EVALUATION_FILES
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -72,7 +71,7 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     )  # fmt: skip
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    assert sorted(path.name for path in output.iterdir()) == sorted([*EVALUATION_FILES, "report.html"])
+    assert {path.name for path in output.iterdir()} == {"REPORT.md", "evaluation.json", "report.html"}
     written = json.loads((output / "evaluation.json").read_text())
     assert written.pop("command").startswith("shardwright evaluate ")
     assert written == {key: value for key, value in found.items() if key != "output_dir"}
@@ -87,9 +86,7 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
         assert score["standard_error"] == pytest.approx(math.sqrt(right / 10 * (1 - right / 10) / 9), rel=0.01)
     report = (output / "REPORT.md").read_text()
     assert f"{found['model']['perplexity']['value']:.5g} ±" in report
-    assert "| tiny_choice, acc (10 documents) |" in report and "![" in report
-    png = (output / "evaluation.png").read_bytes()
-    assert png.startswith(b"\x89PNG") and len(png) > 5000
+    assert "| tiny_choice, acc (10 documents) |" in report
 
     again = shell(halved_llama, "--seq-len", 64, "--output-dir", output)
     assert again.code == 2 and "use --force to write into it" in again.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import get_args
@@ -133,3 +134,22 @@ def test_a_term_that_is_not_declared_is_named(monkeypatch):
 def test_a_term_has_a_title_and_a_sentence(term: Term):
     assert term.title.islower() or term.title[0].isupper() or "PCIe" in term.title or "MLP" in term.title
     assert len(term.meaning.split()) > 2
+
+
+def test_worked_example_of_the_docstring_has_every_term_of_its_plan():
+    model, job = public_model("meta-llama/Llama-3.1-8B"), TrainingJob()
+    options = default_zero_options(model, job, stage=3)
+    layout = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True, zero=options)
+    memory = estimate_memory(layout, model, parse_hardware("8xA100-80GB"), job)
+    text, sizes = str(estimate_memory.__doc__), model.dimensions
+    rows = re.findall(r"^ +(\w+) {1,}(\S.*?) {2,}([\d,]+)$", text, re.MULTILINE)
+    symbols = {"P": model.parameter_count, "N": 8, "L": sizes.num_layers, "h": sizes.hidden_size, "d": sizes.head_dim}
+    symbols |= {"V": sizes.vocab_size, "T": job.seq_len_tokens, "tensors": memory.gpu.allocated_bytes}
+    for name, formula, count in rows:
+        assert memory.gpu.terms[name] == int(count.replace(",", "")) == round(eval(formula, {}, symbols)), name  # noqa: S307
+    assert memory.gpu.terms.keys() == {name for name, _, _ in rows}
+    for symbol, value in re.findall(r"\b([A-Z]|h|d) = (\d+)", text):
+        assert symbols[symbol] == int(value), symbol
+    shown = (memory.gpu.peak_bytes, memory.gpu.allocated_bytes, memory.gpu.phases["step"], *memory.host.terms.values())
+    assert all(f"{count:,}" in text for count in shown)
+    assert memory.gpu.phase == "loss" and memory.host.terms.keys() == {"processes"}

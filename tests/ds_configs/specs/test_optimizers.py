@@ -39,7 +39,6 @@ def test_arguments_in_the_table_are_read_by_transformers() -> None:
         ({"optimizer": "sgd", "optim_args": "momentum=high"}, "momentum must be a number"),
         ({"optimizer": "stable_adamw", "optim_args": "kahan_sum=false"}, "kahan_sum must be one of true"),
         ({"optimizer": "galore_adamw", "optim_args": "proj_type=sdt"}, "proj_type must be one of std"),
-        ({"weights_dtype": "fp8"}, "must be one of auto, fp32, bf16"),
     ],
 )
 def test_mistakes_name_the_nearest_known_value(job: dict[str, str], message: str) -> None:

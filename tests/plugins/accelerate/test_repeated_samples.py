@@ -10,11 +10,12 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from shardwright.plugins.accelerate.repeated_samples import (
+    RepeatedSamples,
     SamplesOnce,
+    hide_files,
     let_ranks_read_streams,
     repeated_samples,
     trained_rows,
-    weigh_repeated_samples_zero,
 )
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -37,22 +38,15 @@ def rank_loader(samples: int, rank: int, *, streams: bool, drop_last: bool = Fal
     return prepare_data_loader(loader, num_processes=RANKS, process_index=rank, **settings)
 
 
-class TrainerStub(SimpleNamespace):
-    """Has what is wrapped of a Trainer, and can be the key of a weak dictionary as one can."""
+def trained_batches(loader: Any, epochs: int = 1) -> list[Any]:
+    trainer: Any = SimpleNamespace(accelerator=SimpleNamespace(gradient_state=GradientState()))
+    repeated = RepeatedSamples()
+    repeated.follow(loader)
+    return [list(repeated.unlabelled(trainer, iter(loader))) for _ in range(epochs)][-1]
 
-    __hash__ = object.__hash__
 
-
-def labels_of_an_epoch(make: Any, epochs: int = 1) -> list[int]:
-    trainer = TrainerStub(
-        get_train_dataloader=make,
-        get_batch_samples=lambda batches, count, device: list(batches),
-        accelerator=SimpleNamespace(gradient_state=GradientState()),
-    )
-    weigh_repeated_samples_zero(trainer)
-    loader = trainer.get_train_dataloader()
-    for _ in range(epochs):
-        batches = trainer.get_batch_samples(iter(loader), 0, None)
+def labels_of_an_epoch(loader: Any, epochs: int = 1) -> list[int]:
+    batches = trained_batches(loader, epochs)
     return [label for batch in batches for label in batch["labels"][:, 0].tolist() if label >= 0]
 
 
@@ -61,8 +55,7 @@ def labels_of_an_epoch(make: Any, epochs: int = 1) -> list[int]:
 @pytest.mark.parametrize("samples", [1, 3, 7, 8, 9])
 def test_every_sample_counts_once(samples: int, streams: bool, split: bool) -> None:
     seen = [
-        labels_of_an_epoch(lambda rank=rank: rank_loader(samples, rank, streams=streams, split=split), epochs=2)
-        for rank in range(RANKS)
+        labels_of_an_epoch(rank_loader(samples, rank, streams=streams, split=split), epochs=2) for rank in range(RANKS)
     ]
     assert sorted(label for labels in seen for label in labels) == list(range(samples))
 
@@ -120,13 +113,7 @@ def test_numbers_that_are_predicted_keep_their_values_and_count_nothing() -> Non
 def test_a_training_knows_the_rows_of_its_last_batch() -> None:
     for rank, expected in enumerate([[None, None], [None, 1]]):
         loader = rank_loader(7, rank, streams=False)
-        trainer = TrainerStub(
-            get_train_dataloader=lambda loader=loader: loader,
-            get_batch_samples=lambda batches, count, device: list(batches),
-            accelerator=SimpleNamespace(gradient_state=GradientState()),
-        )
-        weigh_repeated_samples_zero(trainer)
-        batches = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 0, None)
+        batches = trained_batches(loader)
         assert [trained_rows(batch) for batch in batches] in (expected, [None, 2])
 
 
@@ -164,14 +151,19 @@ def test_ranks_read_the_rows_of_a_stream_of_files_as_one_process(files: int, shu
         ),
         train_dataset=files_of(files),
         accelerator=SimpleNamespace(dataloader_config=SimpleNamespace(dispatch_batches=None)),
-        _get_dataloader=loaded,
     )
     let_ranks_read_streams(trainer)
+    assert trainer.reads_streams
 
     def stream() -> Any:
         return files_of(files).shuffle(seed=1, buffer_size=4) if shuffled else files_of(files)
 
-    ranks = [trainer._get_dataloader(stream(), rank) for rank in range(RANKS)]
+    def read(rank: int) -> list[list[int]]:
+        own = stream()
+        hide_files(own)
+        return loaded(own, rank)
+
+    ranks = [read(rank) for rank in range(RANKS)]
     order = [row["labels"][0].item() for row in stream()]
     steps = list(zip(*ranks, strict=True))
     assert [row for step in steps for batch in step for row in batch][: len(order)] == order

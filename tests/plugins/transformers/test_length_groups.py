@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
 def test_stock_ranks_draw_orders_of_their_own(tmp_path: Path) -> None:
-    """The order comes from the random numbers of the process: the patch `length-groups-order` is needed."""
+    """The order comes from the random numbers of the process: `ExactTrainer._get_train_sampler` is needed."""
     rows: list[dict[str, Any]] = [{"input_ids": [1] * (1 + index % 7)} for index in range(32)]
     arguments = TrainingArguments(
         str(tmp_path), use_cpu=True, train_sampling_strategy="group_by_length", report_to="none"

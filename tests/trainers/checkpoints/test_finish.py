@@ -15,12 +15,10 @@ from shardwright.trainers.checkpoints.record import RECORD, read_whole
 
 
 class Run:
-    def __init__(self, output_dir: Path, train: Any = None) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self.args = SimpleNamespace(output_dir=str(output_dir), local_process_index=0, should_save=True, device="cpu")
         self.control = SimpleNamespace(should_save=False, should_training_stop=False)
-        self.trainer = SimpleNamespace(args=self.args, train=train, add_callback=lambda callback: None)
         self.callback = CheckpointCallback()
-        self.callback.attach(self.trainer)
         self.callback._facts = {"engine": "ddp"}
 
     def save(self, step: int) -> Path:
@@ -80,14 +78,11 @@ def test_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
 
 
 def test_exception_in_training_waits_for_the_record(tmp_path, gate):
-    def train() -> None:
+    run = Run(tmp_path)
+    with pytest.raises(RuntimeError, match="a step failed"), run.callback.around_training():
         run.save(2)
         threading.Timer(0.05, gate.set).start()
         raise RuntimeError("a step failed")
-
-    run = Run(tmp_path, train)
-    with pytest.raises(RuntimeError, match="a step failed"):
-        run.trainer.train()
     assert read_whole(tmp_path / "checkpoint-2").step == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.counting.counts import count_as_one_process
+from shardwright.trainers.exact import count_as_one_process
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 ROWS, STEPS = 8, 2

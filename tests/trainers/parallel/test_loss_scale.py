@@ -9,7 +9,8 @@ import pytest
 import torch
 from packaging.version import Version
 from shardwright.plugins.releases import installed_version
-from shardwright.trainers.parallel.tensor import count_every_rank
+from shardwright.trainers.exact import make_exact
+from shardwright.trainers.parallel.tensor import TensorAxis
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 TP, RANKS = 2, 4
@@ -52,14 +53,14 @@ def tokens_and_factor(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[fl
 
 
 def test_transformers_divides_by_tensor_parallel_size(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that Transformers changed its scaling: check `count_every_rank`."""
+    """A failure means that Transformers changed its scaling: check `ExactTrainer.get_tp_size`."""
     ranks = RANKS // TP if DIVIDES else RANKS
     assert tokens_and_factor(trainer, monkeypatch) == (TOKENS * ranks, ranks)
     assert trainer.get_total_train_batch_size(trainer.args) == 3 * RANKS // TP
 
 
 def test_callback_makes_loss_scale_independent_of_tp(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    count_every_rank(trainer, TP)
+    make_exact(trainer).axis = TensorAxis(TP)
     assert tokens_and_factor(trainer, monkeypatch) == (TOKENS * RANKS, RANKS)
     assert trainer.accelerator.num_processes // trainer.get_tp_size() == trainer.accelerator.num_processes
     assert trainer.get_total_train_batch_size(trainer.args) == 3 * RANKS // TP

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.repeated_samples import KeptPart
 from shardwright.trainers.parallel.trainer_for import (
+    MULTIPLY_BY_RANKS,
     PlannedParallelism,
     check_balance_of_batches,
     check_second_models,
@@ -35,11 +38,18 @@ def names_in(function: Any) -> set[str]:
 
 @pytest.mark.needs("trl")
 def test_a_loss_of_trl_still_divides_by_all_labels_without_multiplying_by_the_ranks() -> None:
-    from trl import SFTTrainer
-    from trl.experimental.gkd import GKDTrainer
+    import trl
 
-    assert "num_processes" not in names_in(GKDTrainer.compute_loss)
-    assert {"num_processes", "average_tokens_across_devices"} <= names_in(SFTTrainer.compute_loss)
+    losses = {
+        (kind.name, "num_processes" in ast.unparse(method))
+        for file in Path(trl.__file__).parent.rglob("*.py")
+        for kind in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(kind, ast.ClassDef)
+        for method in kind.body
+        if isinstance(method, ast.FunctionDef) and method.name == "compute_loss"
+    }
+    assert {name for name, multiplies in losses if multiplies} == MULTIPLY_BY_RANKS
+    assert ("GKDTrainer", False) in losses
 
 
 @pytest.mark.needs("trl")

@@ -246,9 +246,9 @@ def test_workers_are_seeded_by_group() -> None:
     loader = torch.utils.data.DataLoader([1, 2], num_workers=2, worker_init_fn=seed)  # type: ignore[arg-type]
     own = torch.utils.data.DataLoader([1, 2], worker_init_fn=print)  # type: ignore[arg-type]
     for made, expected in ((SimpleNamespace(base_dataloader=loader), 1), (loader, 1), (own, None)):
-        trainer = SimpleNamespace(args=SimpleNamespace(process_index=3), get_train_dataloader=lambda made=made: made)
-        seed_workers_by_group(trainer, 2)
-        found = getattr(trainer.get_train_dataloader(), "base_dataloader", made).worker_init_fn
+        trainer: Any = SimpleNamespace(args=SimpleNamespace(process_index=3))
+        seed_workers_by_group(trainer, made, 2)
+        found = getattr(made, "base_dataloader", made).worker_init_fn
         assert found is print if expected is None else found.keywords == {"num_workers": 2, "rank": expected}
 
 

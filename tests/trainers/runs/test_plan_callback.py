@@ -13,6 +13,7 @@ from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, m
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.metering import AcceleratorMeter, MeterPhase, MeterReading
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.runs.plan_callback import argument_differences, unread_edits
 
@@ -22,14 +23,18 @@ SEQ_LEN = 16
 JOB = TrainingJob(seq_len_tokens=SEQ_LEN, micro_batch_size=2, global_batch_size=4, precision="fp32")
 
 
-class Meter:
+class Meter(AcceleratorMeter):
     """Reports the given memory as that of the run."""
 
     def __init__(self, allocated: int, reserved: int) -> None:
-        self._peaks = (allocated, reserved)
+        super().__init__()
+        self._given = MeterReading(current_bytes=0, peaks={"init": allocated}, roles={}, reserved_peak_bytes=reserved)
 
-    def peaks(self) -> tuple[int | None, int | None]:
-        return self._peaks
+    def enter(self, phase: MeterPhase) -> None:
+        """Know no phases."""
+
+    def reading(self) -> MeterReading:
+        return self._given
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +165,6 @@ def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(
     assert f"note: steps_per_print of {plan / 'ds_config.json'} is not read" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(plan / "ds_config.json"))
     assert unread_edits(plan) == []
-
-
-def test_accelerator_peaks_cover_the_first_step_and_tell_the_later_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from shardwright.trainers.runs.plan_callback import AcceleratorPeaks
-
-    statistics = {"allocated": 900, "reserved": 1000}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: statistics.update(allocated=100, reserved=300))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: statistics["allocated"])
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: statistics["reserved"])
-    meter = AcceleratorPeaks()
-    assert meter.peaks() == (100, 300) and meter.later_peak() is None
-    statistics.update(allocated=500, reserved=700)
-    meter.first_step_ended()
-    statistics.update(allocated=400, reserved=650)
-    assert meter.peaks() == (500, 700) and meter.later_peak() == 400
-    statistics.update(allocated=800, reserved=950)
-    assert meter.peaks() == (800, 950) and meter.later_peak() == 800
 
 
 def test_other_kernels_than_planned_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,15 @@ from typing import Any
 
 import pytest
 import shardwright
-import torch
 from cards import read_card
 from commands import Result, Shell, run_rank_here, shell_in
 from distilling import tiny
 from runnable_blocks import prepare
-from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.transformers.gradient_checkpointing import decoder_layers, product_keeping_contexts
 from shardwright.trainers.runs import ranks
-from shardwright.trainers.runs.settings import RunRequest
-from shardwright.trainers.training.settings import TrainSettings
-from shardwright.trainers.training.task import prepare_train
 from training_runs import taken_away
 from writable_hub import writable_hub
 
@@ -434,117 +429,3 @@ def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "mamba"
     MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).save_pretrained(directory)
     return directory
-
-
-def save_adapter(model: Path, directory: Path, **settings: Any) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": "all-linear"} | settings)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(directory)
-
-
-FURTHER = {
-    "dataset": "python-help#8",
-    "seq_len": 32,
-    "hardware": "1xCPU",
-    "micro_batch_size": 2,
-    "global_batch_size": 2,
-    "optimizer": "adamw_torch",
-    "learning_rate": 3e-3,
-    "logging_steps": 1,
-    "max_steps": 4,
-    "arg": {"train_sampling_strategy": "sequential", "lr_scheduler_type": "constant", "max_grad_norm": 0.5},
-}
-
-
-def test_an_adapter_is_trained_further_with_the_losses_of_peft(
-    model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
-) -> None:
-    """Compare with PEFT's own loading and a plain loop over the same samples."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    lora = {"method": "lora", "lora_rank": 4, "lora_alpha": 12, "lora_targets": "q_proj,down_proj"}
-    first = shardwright.train(str(model), tmp_path / "first", **FURTHER, **lora)
-    second = shardwright.train(str(model), tmp_path / "second", **FURTHER, resume_adapter=str(tmp_path / "first"))
-    assert second.settings.method == "lora" and second.settings.lora_rank == 4
-    samples = prepare_train(
-        TrainSettings(**FURTHER, **lora), str(model), RunRequest(output_dir=tmp_path / "third", dry_run=True)
-    ).samples.train
-    base = AutoModelForCausalLM.from_pretrained(model)
-    reference = PeftModel.from_pretrained(base, str(tmp_path / "first"), is_trainable=True)
-    trained = [weight for weight in reference.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
-    losses = []
-    for step in range(4):
-        rows = [list(sample["input_ids"]) for sample in samples[2 * step : 2 * step + 2]]
-        ids = torch.tensor(rows)
-        loss = reference(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    assert [step["loss"] for step in second.metrics] == pytest.approx(losses, abs=1e-6)
-    assert losses[0] < first.metrics[0]["loss"] - 1e-3
-    written = load_file(tmp_path / "second" / "adapter_model.safetensors")
-    expected = {name: weight for name, weight in reference.state_dict().items() if "lora_" in name}
-    assert len(written) == len(expected) > 0
-    for name, weight in written.items():
-        torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")], rtol=0, atol=1e-6)
-    assert "with LoRA adapters of rank 4, trained further from `first`" in (tmp_path / "second/README.md").read_text()
-    config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
-    assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [4, 12, 0.0]
-    assert config["base_model_name_or_path"] == str(model)
-
-
-@pytest.mark.parametrize(
-    ("settings", "more", "code", "messages"),
-    [
-        (
-            {},
-            ("--lora-rank", 8, "--lora-alpha", 4, "--lora-targets", "q_proj", "--dataset", "none.csv"),
-            2,
-            (
-                "lora_rank = 8: is 4 in the adapter of --resume-adapter",
-                "lora_alpha = 4.0: is 12.0 in the adapter",
-                "lora_targets = 'q_proj': is all-linear in the adapter",
-                "dataset = 'none.csv'",
-            ),
-        ),
-        ({}, ("--output-dir", "tuned", "--force"), 2, ("output_dir = 'tuned': is the adapter itself",)),
-        ({"modules_to_save": ["lm_head"]}, (), 2, ("parameters, which are not those of rank 4", "no modules_to_save")),
-        ({"missing": True}, (), 4, ("lacks 2 tensors",)),
-        ({"truncated": True}, (), 4, ("is not a complete safetensors file",)),
-        ({"layers": 3}, (), 4, ("does not belong to", "pass it instead of")),
-    ],
-)
-def test_an_adapter_that_cannot_be_trained_further_is_reported_before_launch(
-    settings: dict[str, Any],
-    more: Sequence[Any],
-    code: int,
-    messages: Sequence[str],
-    train: Shell,
-    model: Path,
-    tmp_path: Path,
-) -> None:
-    own = {name: settings[name] for name in settings.keys() & {"modules_to_save"}}
-    base = model
-    if layers := settings.get("layers"):
-        base = tmp_path / "other"
-        tiny("llama", vocab_size=300, layers=layers, max_position_embeddings=64).save_pretrained(base)
-    save_adapter(base, tmp_path / "tuned", **own)
-    weights = tmp_path / "tuned/adapter_model.safetensors"
-    if "missing" in settings:
-        kept = {name: tensor for name, tensor in load_file(weights).items() if "layers.1.mlp.up" not in name}
-        save_file(kept, weights)
-    elif "truncated" in settings:
-        weights.write_bytes(weights.read_bytes()[:500])
-    before = sorted(tmp_path.rglob("*"))
-    output = () if "--output-dir" in more else OUT
-    data = DATA[2:] if "--dataset" in more else DATA
-    found = train(model, *output, *data, "--resume-adapter", "tuned", *more)
-    assert found.code == code and "Traceback" not in found.err, found.err
-    assert all(message in found.err for message in messages), found.err
-    assert sorted(tmp_path.rglob("*")) == before

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ....ds_configs.specs.errors import ConfigError
-from ....ds_configs.specs.settings import adapter_errors
+from ....ds_configs.specs.job import adapter_errors
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
 
 if TYPE_CHECKING:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....ds_configs.legality.axes import context_parallel_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine, Layout
 from ....ds_configs.specs.model import ModelTraits, equal_head_widths
-from ....plugins import patches
 from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ....plugins.transformers.run_settings import own_class
 from ...counting.counts import UNPADDED
+from ...exact import Axis, ExactTrainer, make_exact
 from ..sequence.checks import attention_window, base_model, parallelism_errors, reading_errors, rotation
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
@@ -92,7 +93,7 @@ def check_context_parallel_trainer(trainer: Trainer) -> None:
 
     own_losses = {
         "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{type(trainer).__name__}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
+        f"{type(trainer).__name__}.compute_loss": own_class(trainer).compute_loss is not Trainer.compute_loss,
     }
     errors = [
         ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE) for where, is_set in own_losses.items() if is_set
@@ -102,10 +103,19 @@ def check_context_parallel_trainer(trainer: Trainer) -> None:
     if errors:
         raise UsageError(errors)
 
-    def reject_evaluation(*_args: object, **_kwargs: object) -> None:
-        raise UsageError(ConfigError(where="evaluation", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+    make_exact(trainer).axis = ContextAxis()
 
-    patches.apply("context-parallel-evaluation", lambda _: reject_evaluation, on=trainer)
+
+class ContextAxis(Axis):
+    """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
+
+    def evaluating(self, trainer: ExactTrainer) -> NoReturn:
+        """Raise an error.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(ConfigError(where="evaluation", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
 
 
 class ContextParallelCollator:

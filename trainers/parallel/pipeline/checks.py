@@ -11,6 +11,7 @@ from ....ds_configs.specs.layout import Layout, OffloadDevice
 from ....ds_configs.specs.model import ModelTraits
 from ....plugins.deepspeed_pipeline.engine import set_global_batch, written_global_batch
 from ....plugins.deepspeed_pipeline.stage import ENGINE_SECTION
+from ....plugins.transformers.run_settings import own_class
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
             continue
         if not callable(getattr(Trainer, name)):
             continue
-        if name in own or getattr(type(trainer), name) is not getattr(pipeline, name):
+        if name in own or getattr(own_class(trainer), name) is not getattr(pipeline, name):
             rule = REJECTED_METHODS.get(name, "is not known to be called by a schedule of stages")
             where, fix = f"{type(trainer).__name__}.{name}", "omit it, or use ZeRO with tp or sp and the Trainer"
             errors.append(ConfigError(where=where, rule=rule, fix=fix))

@@ -35,7 +35,8 @@ from ....plugins.transformers.meta_model import model_spec_from_meta
 from ....plugins.transformers.prepared_model import prepare_before_training
 from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import weights_dtype
-from ...counting.counts import count_as_one_process, evaluated_mean
+from ...counting.counts import evaluated_mean
+from ...exact import count_as_one_process
 from .batches import for_stages, of_one_shape, own_samples, predicted_tokens, without_labels
 from .checks import (
     check_pipeline,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,9 +19,8 @@ from ....plugins.deepspeed.ulysses import (
     forget_sequence_parallelism,
     gradients_are_added_over_a_sequence,
 )
-from ....plugins.transformers.prepared_model import is_prepared
 from ....plugins.transformers.run_settings import trainer_errors
-from ...counting.counts import count_as_one_process
+from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
 from ..long_sequences import LongSequenceCallback, computes_own_loss, tiling_errors
 from .checks import argument_errors, base_model, model_errors
 from .shards import (
@@ -41,9 +39,6 @@ from .shards import (
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
-    from transformers import Trainer as _TrainerMethods
-else:
-    _TrainerMethods = object
 
 LossReduction = Literal["mean", "sum"]
 _LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -123,7 +118,7 @@ class SequenceParallelCallback(TrainerCallback):
             training_arguments.parallelism_config = parallelism_config(size, world_size, attention=attention)
 
     def attach(self, trainer: Any) -> None:
-        """Replace the Trainer's methods that read, compute and count; call it right after the Trainer is created.
+        """Give a Trainer the axis of sequences; call it right after the Trainer is created.
 
         Raises:
             UsageError: `prepare` was not called with this Trainer's arguments, or the Trainer's class runs sequence
@@ -136,15 +131,15 @@ class SequenceParallelCallback(TrainerCallback):
             _check_trainer(trainer, size)
             if errors := errors + trainer_errors(trainer):
                 raise UsageError(errors)
-            run = SequenceParallelRun(
-                shared=SharedSequence(size),
+            axis = SequenceAxis(
+                SharedSequence(size),
                 loss_reduction=self.loss_reduction,
                 loss_shifts_labels=self.loss_shifts_labels,
                 has_own_loss=computes_own_loss(trainer),
             )
-            _replace_methods(trainer, run)
+            _share_sequences(trainer, axis)
             if trainer.compute_loss_func is not None and self.loss_reduction == "mean":
-                trainer.compute_loss_func = _mean_over_shard(trainer.compute_loss_func, run)
+                trainer.compute_loss_func = axis.mean_over_shard(trainer.compute_loss_func)
             count_as_one_process(trainer, ranks_of_a_sample=size)
         if errors:
             raise UsageError(errors)
@@ -190,7 +185,7 @@ def _check_trainer(trainer: Any, size: int) -> None:
         rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
         fix = "call it with the Trainer's arguments"
         raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-    if isinstance(trainer, SequenceParallelMethods):
+    if isinstance(getattr(trainer, "axis", None), SequenceAxis):
         rule = "callback.attach(trainer) was called already"
         raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
     if getattr(trainer, "shares_sequences", False):
@@ -199,8 +194,8 @@ def _check_trainer(trainer: Any, size: int) -> None:
         raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
 
 
-def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
-    """Put `SequenceParallelMethods` before the Trainer's class, and let all ranks of a sequence read its batches."""
+def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
+    """Give a Trainer the axis, and let all ranks of a sequence read its batches."""
     import torch.distributed as dist
     from accelerate import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -214,7 +209,7 @@ def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
 
         sp_enabled = False
 
-    shared, accelerator = run.shared, trainer.accelerator
+    shared, accelerator = axis.shared, trainer.accelerator
     # Batches stay in host memory until a rank has its shards.
     accelerator.device_placement = False
     # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
@@ -225,16 +220,13 @@ def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
     # Accelerate reads the same batches on all ranks of the dimension `tp`.
     shape = (dist.get_world_size() // shared.size, shared.size)
     accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
-    # `compute_loss` below divides by the tokens of the step, whatever the class does with those of a micro-batch.
+    # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
     trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
-    trainer.sequence_parallel = run
-    own = type(trainer)
-    kind = type(own.__name__, (SequenceParallelMethods, own), {"__module__": own.__module__})
-    patches.swap_class("sequence-parallel-trainer", trainer, kind)
+    make_exact(trainer).axis = axis
     earlier = _LOGIT_HOOKS.pop(trainer.model, None)
     if earlier is not None:
         earlier.remove()
-    if run.extends_logits:
+    if axis.extends_logits:
 
         def add_logit(_module: Any, _inputs: Any, outputs: Any) -> None:
             if shared.active and getattr(outputs, "logits", None) is not None:
@@ -243,108 +235,103 @@ def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
         _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(add_logit)
 
 
-def _mean_over_shard(compute: Callable[..., Any], run: SequenceParallelRun) -> Callable[..., Any]:
-    """Make a loss function that divides by `num_items_in_batch` return the mean over the labelled tokens of a shard."""
+class SequenceAxis(Axis):
+    """All ranks of a sequence read the same batches, and each computes its own shard."""
 
-    def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        items = run.labelled.clamp(min=1) if run.shared.active and run.labelled is not None else num_items_in_batch
-        return compute(outputs, labels, num_items_in_batch=items)
-
-    return compute_loss
-
-
-@dataclass(kw_only=True)
-class SequenceParallelRun:
-    """State that the methods of one Trainer share."""
-
-    shared: SharedSequence
-    """The ranks of a sequence."""
-    loss_reduction: LossReduction
-    """Whether the loss of a shard is the mean over its labelled tokens or their sum."""
-    loss_shifts_labels: bool
-    """Whether the Trainer's own loss drops the first label and the last logit itself."""
-    has_own_loss: bool
-    """Whether the Trainer computes another loss than the model's, from its logits."""
-    is_connected: bool = False
-    """Whether a forward pass has shown that attention exchanges heads in every layer."""
-    whole_tokens: int = 0
-    """Tokens of the batch that was sharded last."""
-    labelled: torch.Tensor | None = None
-    """Labelled tokens in this rank's shard of it."""
-    step_tokens: torch.Tensor | None = None
-    """Labelled tokens of all micro-batches of the optimizer step that was counted last."""
-
-    @property
-    def extends_logits(self) -> bool:
+    def __init__(
+        self,
+        shared: SharedSequence,
+        *,
+        loss_reduction: LossReduction,
+        loss_shifts_labels: bool,
+        has_own_loss: bool,
+    ) -> None:
+        self.ranks_of_a_sample = shared.size
+        self.shared = shared
+        self._loss_reduction: LossReduction = loss_reduction
+        self.extends_logits = has_own_loss and loss_shifts_labels
         """Whether logits get one more position, for a loss that drops the last one."""
-        return self.has_own_loss and self.loss_shifts_labels
+        self._is_connected = False
+        """Whether a forward pass has shown that attention exchanges heads in every layer."""
+        self._whole_tokens = 0
+        """Tokens of the batch that was sharded last."""
+        self._labelled: torch.Tensor | None = None
+        """Labelled tokens in this rank's shard of it."""
+        self._step_tokens: torch.Tensor | None = None
+        """Labelled tokens of all micro-batches of the optimizer step that was counted last."""
+        self._loss_tokens: torch.Tensor | None = None
+        """By how many the loss that is computed is divided; `None` for a loss of unsharded sequences."""
 
+    def preparing(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
+        """Register DeepSpeed's attention for the Trainer's model."""
+        return self.shared.registering(trainer.model)
 
-class SequenceParallelMethods(_TrainerMethods):
-    """Overrides of a Trainer: all ranks of a sequence read the same batches, and each computes its own shard.
+    def read(self, trainer: ExactTrainer, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of the first rank of a sequence on all of its ranks.
 
-    The class precedes the Trainer's own class, so that `super()` finds the `compute_loss` of a subclass.
-    """
+        They already agree, unless a collator draws random numbers in a worker process of the data loader, which the
+        Trainer seeds by rank. Only batches that differ are sent.
+        """
+        import torch
+        import torch.distributed as dist
 
-    sequence_parallel: SequenceParallelRun
+        shared, device = self.shared, trainer.args.device
+        source = dist.get_global_rank(shared.group, 0)
+        for batch in batches:
+            # Preference pairs, for example, have no sequence per row.
+            if not hasattr(batch, "get") or all(batch.get(name) is None for name in ("input_ids", "inputs_embeds")):
+                keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
+                rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
+                raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
+            own = torch.tensor([digest_of(batch)], device=device)
+            digests = [torch.empty_like(own) for _ in range(shared.size)]
+            dist.all_gather(digests, own, group=shared.group)
+            for name in sorted(batch) if len(set(torch.cat(digests).tolist())) > 1 else ():
+                value = batch[name]
+                if torch.is_tensor(value):
+                    shape = torch.tensor(value.shape, device=device)
+                    dist.broadcast(shape, source, group=shared.group)
+                    is_same = tuple(shape.tolist()) == value.shape
+                    sent = value if is_same else value.new_empty(shape.tolist(), device=device)
+                    sent = sent.to(device).contiguous()
+                    dist.broadcast(sent, source, group=shared.group)
+                    batch[name] = sent.to(value.device)
+            yield batch
 
-    def get_sp_size(self) -> int:
-        """Return 1: the Trainer would otherwise count the batches of a data loader that is not used here."""
-        return 1
+    def shards(self, trainer: ExactTrainer, batches: list[Any]) -> list[Any]:
+        """Return this rank's shards of the micro-batches of a step; only shards reach the accelerator."""
+        return [self._cut(trainer, batch).batch() for batch in batches]
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples of an optimizer step; the ranks of one sequence count once."""
-        return int(super().get_total_train_batch_size(args) // self.sequence_parallel.shared.size)
+    def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
+        """Return the labelled tokens of complete sequences, over all ranks."""
+        _check_samples(batches, trainer.model.config._attn_implementation)
+        tokens = labelled_tokens(batches)
+        if tokens is not None:
+            tokens = trainer.accelerator.gather(tokens.to(device)).sum() // self.shared.size
+        self._step_tokens = tokens
+        return tokens
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return this rank's shards of the micro-batches of an optimizer step; only shards reach the accelerator."""
-        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared, self.args.device)
-        whole, count = super().get_batch_samples(batches, num_batches, device)
-        return [self._cut(batch).batch() for batch in whole], count
+    def running(self) -> AbstractContextManager[Any]:
+        """Let attention exchange heads, also in the recomputation of the backward pass."""
+        return self.shared.running()
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        run = self.sequence_parallel
-        _check_samples(batch_samples, self.model.config._attn_implementation)
-        count = labelled_tokens(batch_samples)
-        if count is not None:
-            count = self.accelerator.gather(count.to(device)).sum() // run.shared.size
-        run.step_tokens = count
-        return count
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        registering = self.sequence_parallel.shared.registering
-        with nullcontext() if is_prepared(self) else registering(self.model):
-            return super()._prepare_for_training(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with attention that exchanges heads, also in the recomputation of the backward pass."""
-        with self.sequence_parallel.shared.running():
-            return super().training_step(*args, **kwargs)
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return this rank's share of the mean over all labelled tokens of the optimizer step, over all ranks."""
-        run = self.sequence_parallel
-        if not run.shared.active:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        shard = self._shard(inputs)
-        # A Trainer with its own loss may call this without the number.
-        tokens = run.step_tokens if num_items_in_batch is None else num_items_in_batch
-        if shard.labelled is None or tokens is None:
+    def loss_inputs(self, trainer: ExactTrainer, inputs: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return this rank's shard; the Trainer's loss is then a mean or a sum over it."""
+        self._loss_tokens = None
+        if not self.shared.active:
+            return inputs, keywords
+        shard = self._shard(trainer, inputs)
+        items = keywords.pop("num_items_in_batch")
+        # A Trainer with its own loss may call `compute_loss` without the number.
+        self._loss_tokens = self._step_tokens if items is None else items
+        if shard.labelled is None or self._loss_tokens is None:
             rule = "batches need labels, whose number weights the losses of shards"
             fix = "copy input_ids and mask what is not trained, or use a layout other than sp for this trainer"
             raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
-        own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
-        result: Any = super().compute_loss(model, shard.inputs | own, return_outputs=return_outputs)
-        if not run.is_connected:
-            run.shared.check_exchanges(self.model)
-            run.is_connected = True
-        loss, outputs = result if isinstance(result, tuple) else (result, None)
-        loss = self._share(loss, shard.labelled, tokens)
-        return (loss, outputs) if return_outputs else loss
+        own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=self.extends_logits)}
+        return shard.inputs | own, keywords
 
-    def _share(self, loss: torch.Tensor, labelled: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def share_of_loss(self, trainer: ExactTrainer, result: Any) -> Any:
         """Weight a shard's loss by its tokens, and undo the engine's reduction of gradients over ranks.
 
         The mean over all ranks of the returned training losses is the mean over tokens, which the Trainer logs. The
@@ -354,51 +341,77 @@ class SequenceParallelMethods(_TrainerMethods):
         import torch
         import torch.distributed as dist
 
-        run = self.sequence_parallel
-        weight = labelled if run.loss_reduction == "mean" else (labelled > 0)
-        total = loss.float() * weight
-        if not self.model.training:
+        if self._loss_tokens is None:
+            return result
+        if not self._is_connected:
+            self.shared.check_exchanges(trainer.model)
+            self._is_connected = True
+        loss, outputs = result if isinstance(result, tuple) else (result, None)
+        labelled: Any = self._labelled
+        total = loss.float() * (labelled if self._loss_reduction == "mean" else (labelled > 0))
+        if not trainer.model.training:
             sums = torch.stack([total.detach(), labelled.to(total)])
-            dist.all_reduce(sums, group=run.shared.group)
-            return sums[0] / sums[1].clamp(min=1)
-        tokens = tokens.to(loss.device).clamp(min=1)
-        value = total * dist.get_world_size() / tokens
-        zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        if not gradients_are_added_over_a_sequence(zero):
-            return value
-        graded = value / run.shared.size
-        return graded + (value - graded).detach()
+            dist.all_reduce(sums, group=self.shared.group)
+            loss = sums[0] / sums[1].clamp(min=1)
+        else:
+            loss = total * dist.get_world_size() / self._loss_tokens.to(loss.device).clamp(min=1)
+            zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+            if gradients_are_added_over_a_sequence(zero):
+                graded = loss / self.shared.size
+                loss = graded + (loss - graded).detach()
+        return (loss, outputs) if isinstance(result, tuple) else loss
 
-    def _cut(self, batch: dict[str, Any]) -> Shard:
-        shared, pad = self.sequence_parallel.shared, getattr(self.processing_class, "pad_token_id", None)
-        return cut(batch, ranks=shared.size, rank=shared.rank, pad_token_id=pad or 0)
+    def mean_over_shard(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a loss function that divides by `num_items_in_batch` return the mean over the labels of a shard."""
 
-    def _shard(self, inputs: dict[str, Any]) -> Shard:
-        run = self.sequence_parallel
-        shard = Shard.of_batch(inputs) or self._cut(inputs)
-        run.shared.position_ids = shard.inputs["position_ids"]
-        run.whole_tokens = shard.whole_tokens
-        run.labelled = shard.labelled
+        def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            if self.shared.active and self._labelled is not None:
+                num_items_in_batch = self._labelled.clamp(min=1)
+            return compute(outputs, labels, num_items_in_batch=num_items_in_batch)
+
+        return compute_loss
+
+    @contextmanager
+    def evaluating(self, trainer: ExactTrainer) -> Iterator[None]:
+        """Gather results from one rank of each sequence: `accelerator.gather` collects equal shards in the block."""
+        import torch
+        import torch.distributed as dist
+        from accelerate.utils import recursively_apply
+
+        shared = self.shared
+
+        def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
+            parts = [torch.empty_like(own) for _ in range(shared.data_ranks)]
+            dist.all_gather(parts, own, group=shared.data_group)
+            return torch.cat(parts)
+
+        def gather(data: Any) -> Any:
+            return recursively_apply(gather_tensor, data, error_on_other_type=True)
+
+        with patches.applied("sequence-parallel-gather", lambda _: gather, on=trainer.accelerator):
+            yield
+
+    def evaluated_inputs(self, trainer: ExactTrainer, inputs: Any) -> Any:
+        """Return the shard of a batch without labels; those with labels are sharded when their loss is computed."""
+        if all(inputs.get(name) is not None for name in trainer.label_names):
+            return inputs
+        _check_samples([inputs], trainer.model.config._attn_implementation)
+        return self._shard(trainer, trainer._prepare_inputs(inputs)).inputs
+
+    def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
+        """Join the logits of the shards."""
+        return joined(logits, self.shared, whole_tokens=self._whole_tokens)
+
+    def _cut(self, trainer: ExactTrainer, batch: dict[str, Any]) -> Shard:
+        pad = getattr(trainer.processing_class, "pad_token_id", None)
+        return cut(batch, ranks=self.shared.size, rank=self.shared.rank, pad_token_id=pad or 0)
+
+    def _shard(self, trainer: ExactTrainer, inputs: dict[str, Any]) -> Shard:
+        shard = Shard.of_batch(inputs) or self._cut(trainer, inputs)
+        self.shared.position_ids = shard.inputs["position_ids"]
+        self._whole_tokens, self._labelled = shard.whole_tokens, shard.labelled
         return shard
-
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Evaluate on shards, and join the logits if they are returned."""
-        run = self.sequence_parallel
-        with run.shared.running():
-            if any(inputs.get(name) is None for name in self.label_names):
-                _check_samples([inputs], self.model.config._attn_implementation)
-                inputs = self._shard(self._prepare_inputs(inputs)).inputs
-            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if logits is not None:
-            logits = joined(logits, run.shared, whole_tokens=run.whole_tokens)
-        return loss, logits, labels
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, and gather results from one rank of each sequence."""
-        with _gathering_once(self.accelerator, self.sequence_parallel.shared):
-            return super().evaluation_loop(*args, **kwargs)
 
 
 def _check_samples(batches: list[Any], attention: str) -> None:
@@ -409,54 +422,3 @@ def _check_samples(batches: list[Any], attention: str) -> None:
         errors = sample_errors(left_padded=left_padded, packed=packed, attention=attention, samples=samples)
     if errors:
         raise UsageError(errors)
-
-
-def _equal_batches(batches: Iterator[Any], shared: SharedSequence, device: Any) -> Iterator[Any]:
-    """Yield the batches of the first rank of a sequence on all of its ranks.
-
-    They already agree, unless a collator draws random numbers in a worker process of the data loader, which the Trainer
-    seeds by rank. Only batches that differ are sent.
-    """
-    import torch
-    import torch.distributed as dist
-
-    source = dist.get_global_rank(shared.group, 0)
-    for batch in batches:
-        # Preference pairs, for example, have no sequence per row.
-        if not hasattr(batch, "get") or all(batch.get(name) is None for name in ("input_ids", "inputs_embeds")):
-            keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
-            rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
-            raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
-        own = torch.tensor([digest_of(batch)], device=device)
-        digests = [torch.empty_like(own) for _ in range(shared.size)]
-        dist.all_gather(digests, own, group=shared.group)
-        for name in sorted(batch) if len(set(torch.cat(digests).tolist())) > 1 else ():
-            value = batch[name]
-            if torch.is_tensor(value):
-                shape = torch.tensor(value.shape, device=device)
-                dist.broadcast(shape, source, group=shared.group)
-                sent = value.new_empty(shape.tolist(), device=device) if tuple(shape.tolist()) != value.shape else value
-                sent = sent.to(device).contiguous()
-                dist.broadcast(sent, source, group=shared.group)
-                batch[name] = sent.to(value.device)
-        yield batch
-
-
-@contextmanager
-def _gathering_once(accelerator: Any, shared: SharedSequence) -> Iterator[None]:
-    """Make `accelerator.gather` collect from the ranks that hold the same shard, inside the block."""
-    import torch
-    import torch.distributed as dist
-    from accelerate.utils import recursively_apply
-
-    def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
-        parts = [torch.empty_like(own) for _ in range(shared.data_ranks)]
-        dist.all_gather(parts, own, group=shared.data_group)
-        return torch.cat(parts)
-
-    def gather(data: Any) -> Any:
-        return recursively_apply(gather_tensor, data, error_on_other_type=True)
-
-    with patches.applied("sequence-parallel-gather", lambda _: gather, on=accelerator):
-        yield

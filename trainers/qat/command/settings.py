@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from pydantic import Field
 
 from ....ds_configs.specs.errors import ConfigError
-from ....ds_configs.specs.settings import adapter_errors
+from ....ds_configs.specs.job import adapter_errors
 from ...losses.objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
 from ..rounding.config import QATOptions

@@ -1,4 +1,4 @@
-"""Figures of a running training: two ranks of which one is slow, and what a progress line tells."""
+"""The clock of a training: two ranks of which one is slow, and steps that are timed without waiting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from planning import llama
+from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.launching import messages
-from shardwright.trainers.runs import figures_callback
-from shardwright.trainers.runs.figures_callback import StepClock, StepFiguresCallback
-from shardwright.trainers.runs.plan_callback import AcceleratorPeaks, PlanCallback
+from shardwright.trainers.runs import clock
+from shardwright.trainers.runs.clock import LATER_STEPS, StepClock, point
 from warm_ranks import run_ranks
 
 RANK = """
@@ -22,7 +24,8 @@ import torch
 from transformers import Trainer, default_data_collator
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
-from shardwright.trainers.runs.figures_callback import StepFiguresCallback
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.trainers.runs.clock import StepClock
 from small_models import llama
 
 SLOW, SECONDS, STEPS = 1, 0.15, 4
@@ -38,7 +41,7 @@ def batch(samples):
 ids = torch.arange(8)
 trainer = Trainer(model=llama(hidden_size=32, vocab_size=64), args=arguments, data_collator=batch,
                   train_dataset=[{"input_ids": ids, "labels": ids}] * 32)
-StepFiguresCallback(tokens_of=lambda steps: 32 * steps).attach(trainer)
+StepClock(Plan.load(sys.argv[2]), tokens_of=lambda steps: 32 * steps).follow(trainer)
 trainer.train()
 assert not trainer.model._forward_hooks
 if int(os.environ["RANK"]) == 0:
@@ -46,7 +49,13 @@ if int(os.environ["RANK"]) == 0:
 """
 
 
-@pytest.mark.parametrize("module", [figures_callback, messages])
+def plan() -> Plan:
+    return make_plan(
+        llama(hidden_size=64, intermediate_size=128), parse_hardware("1xCPU"), TrainingJob(seq_len_tokens=8)
+    )
+
+
+@pytest.mark.parametrize("module", [clock, messages])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -54,7 +63,8 @@ def test_examples(module) -> None:
 @pytest.mark.distributed
 def test_a_slow_rank_is_found_by_work_without_communication(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    printed = run_ranks([tmp_path / "rank.py", tmp_path / "out"], ranks=2)
+    plan().write(tmp_path / "plan")
+    printed = run_ranks([tmp_path / "rank.py", tmp_path / "out", tmp_path / "plan"], ranks=2)
     line = next(line for line in printed.splitlines() if "LOGGED" in line)
     logged = json.loads(line.partition("LOGGED ")[2])
     assert [entry["step"] for entry in logged] == [2, 4]
@@ -107,26 +117,43 @@ class Device:
         self.passed = self.recorded
 
 
-@pytest.mark.parametrize("kind", ["plan", "figures"])
-def test_steps_are_timed_without_waiting_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    args, state, control = SimpleNamespace(), SimpleNamespace(global_step=0), SimpleNamespace(should_log=False)
-    callback: Any = PlanCallback.__new__(PlanCallback) if kind == "plan" else StepFiguresCallback()
-    model = SimpleNamespace(register_forward_hook=lambda hook: setattr(args, "ended_forward", hook))
-    if kind == "plan":
-        callback._meter = AcceleratorPeaks()
-        callback._begin_training()
-    else:
-        callback.on_train_begin(args, state, control, model=model)
+    clock, state = StepClock(plan()), SimpleNamespace(global_step=0)
+    followed, hooks = SimpleNamespace(add_callback=lambda _: None), []
+    monkeypatch.setattr("shardwright.plugins.patches.apply", lambda *_, **__: None)
+    clock.follow(followed)
+    control = SimpleNamespace(should_log=False)
+    clock.on_train_begin(None, state, control, model=SimpleNamespace(register_forward_hook=hooks.append))
     for step in range(6):
-        callback.on_step_begin(args, state, control)
+        clock.on_step_begin(None, state, control)
         for _ in range(step):
-            StepClock().start()
-        if kind == "figures":
-            args.ended_forward(), args.ended_forward()
-        callback.on_step_end(args, state, control)
+            point()
+        # The first forward pass of a step, and that of another micro-batch.
+        hooks[0](), hooks[0]()
+        state.global_step += 1
+        clock.on_step_end(None, state, control)
         device.passed = device.recorded - 3
     assert device.waits == 0
-    seconds = callback._clock.read(waits=True)
-    # The figures omit the first step.
-    assert seconds == [1, 2, 3, 4, 5, 6][kind == "figures" :] and device.waits == 1
+    # Both calls of the hook record a point.
+    assert clock.steps.read(waits=True) == [3, 4, 5, 6, 7, 8] and device.waits == 1
+    assert clock._own_work.read(waits=True) == [2, 3, 4, 5, 6], "without the first step"
+
+
+def test_peaks_cover_the_first_step_and_tell_the_later_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    Device(monkeypatch)
+    statistics = {"allocated": 900, "reserved": 1000}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: statistics.update(allocated=100, reserved=300))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: statistics["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: statistics["reserved"])
+    clock, state, control = StepClock(plan()), SimpleNamespace(global_step=0), SimpleNamespace(should_log=False)
+    assert clock.peak_bytes() == 100, "what was allocated before does not count"
+    clock.on_step_begin(None, state, control)
+    statistics.update(allocated=500, reserved=700)
+    clock.on_step_end(None, state, control)
+    statistics.update(allocated=400, reserved=650)
+    assert clock.meter is not None
+    reading = clock.meter.reading()
+    assert (clock.peak_bytes(), reading.reserved_peak_bytes, reading.peaks[LATER_STEPS]) == (500, 700, 400)
