@@ -32,7 +32,6 @@ class LaunchOptions(MachineOptions, ConfigOption):
         "sbatch": ("slurm",),
         "name": ("slurm",),
         "dry_run": ("ssh", "slurm"),
-        "restarts": ("ssh",),
         "turn_ended": ("local",),
     }
     """Values of `on` that each option has an effect with."""
@@ -45,7 +44,6 @@ class LaunchOptions(MachineOptions, ConfigOption):
     sbatch: Names = Field((), description="More options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
     name: str = Field("shardwright", description="Name of the job")
     dry_run: bool = Field(False, description="Check everything and print the commands or the script; launch nothing")
-    restarts: int = Field(0, ge=0, description="Restarts of a failed run, from its newest checkpoint")
     turn_ended: bool = Field(False, description="Exit code tells SLURM whether to requeue the job")
 
     def errors(self) -> list[ConfigError]:
@@ -132,7 +130,7 @@ def _print_line(line: str) -> None:
 def _launch_on_cluster(
     plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    from ...ds_configs.plan.clusters import RESUME, NodeCommand, slurm_script
+    from ...ds_configs.plan.clusters import NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh
     from ...plugins.clusters.submission import submit
@@ -160,14 +158,12 @@ def _launch_on_cluster(
             number = submit(batch_script, plan.hardware, options.sbatch)
             print(f"Submitted job {number}. State: squeue --job {number}. Output: slurm-{number}.out")
         return 0
-    # A user's script must resume by itself.
-    restart = () if script is not None or "--resume" in arguments else (RESUME,)
-    command = NodeCommand(program=own_program(), words=(*words, "--", *behind), restart=restart)
+    command = NodeCommand(program=own_program(), words=(*words, "--", *behind))
     names = read_hostfile(options.hostfile or plan_directory / "hostfile", plan.hardware)
     hosts = Hosts(names=names, ssh_config=options.ssh_config)
     if options.dry_run:
         for launch in node_launches(command, hosts, port=options.main_port, directory=Path.cwd()):
             print(" ".join([*(launch.program or ()), *launch.arguments]))
     else:
-        run_over_ssh(command, hosts, port=options.main_port, restarts=options.restarts, on_line=_print_line)
+        run_over_ssh(command, hosts, port=options.main_port, on_line=_print_line)
     return 0

@@ -114,18 +114,16 @@ def pipeline_errors(
     world_size: int | None = None,
     micro_batches: int | None = None,
     method: str = "full",
-    dual_pipe: bool = False,
 ) -> list[ConfigError]:
     """Return the errors of a pipeline; none for one stage."""
     stages = layout.pp
-    if stages == 1 and not dual_pipe:
+    if stages == 1:
         return []
     errors = stage_errors(
         stages=stages,
         num_layers=model.num_layers,
         world_size=world_size,
         tensor_parallel_size=layout.tp,
-        dual_pipe=dual_pipe,
     )
     if layout.engine != "deepspeed":
         rule = f"requires DeepSpeed, not {layout.engine}"
@@ -143,7 +141,7 @@ def pipeline_errors(
         if optimizer == "nvme" or (optimizer != "none" and stage == 0):
             rule, fix = "pipelines support optimizer offload to the CPU with ZeRO-1 only", "use cpu with ZeRO-1"
             errors.append(ConfigError(where="offload_optimizer", value=optimizer, rule=rule, fix=fix))
-    errors += tensor_errors(model_type=model.model_type, tensor_parallel_size=layout.tp, dual_pipe=dual_pipe)
+    errors += tensor_errors(model_type=model.model_type, tensor_parallel_size=layout.tp)
     reasons = {
         "sp": "DeepSpeed's grid has pipe, data and model axes only (deepspeed/runtime/pipe/topology.py)",
         "cp": "it requires FSDP2, but pipelines require DeepSpeed",
@@ -159,8 +157,9 @@ def pipeline_errors(
     if method != "full":
         rule = "pipelines require full training: with adapters, some stages would have no trainable parameters"
         errors.append(ConfigError(where="method", value=method, rule=rule, fix="use full, or ZeRO with adapters"))
-    if micro_batches is not None:
-        errors += micro_batch_errors(stages=stages, micro_batches=micro_batches, dual_pipe=dual_pipe)
+    if micro_batches is not None and micro_batches < 1:
+        rule, fix = "must be at least 1", "nearest legal value: 1"
+        errors.append(ConfigError(where="gradient_accumulation_steps", value=micro_batches, rule=rule, fix=fix))
     return errors
 
 
@@ -170,26 +169,20 @@ def stage_errors(
     num_layers: int,
     world_size: int | None = None,
     tensor_parallel_size: int = 1,
-    dual_pipe: bool = False,
 ) -> list[ConfigError]:
-    """Return the errors of a number of stages: 1 <= p (2p with DualPipeV) <= layers, and p * tp divides the ranks."""
-    parts_per_rank = 2 if dual_pipe else 1
+    """Return the errors of a number of stages: 1 <= p <= layers, and p * tp divides the ranks."""
     errors = []
-    largest = num_layers // parts_per_rank
     legal = [
         count
-        for count in range(parts_per_rank, largest + 1)
+        for count in range(1, num_layers + 1)
         if world_size is None or world_size % (count * tensor_parallel_size) == 0
     ]
     if stages < 1:
         errors.append(ConfigError(where="pp", value=stages, rule="must be at least 1", fix="nearest legal value: 1"))
         return errors
-    if stages > largest:
-        parts = "2 * pp (DualPipeV)" if dual_pipe else "the number of stages"
-        rule = f"{parts} must not exceed the number of decoder layers: the model has {num_layers}"
+    if stages > num_layers:
+        rule = f"the number of stages must not exceed the number of decoder layers: the model has {num_layers}"
         errors.append(ConfigError(where="pp", value=stages, rule=rule, fix=nearest(legal, stages) or "use pp = 1"))
-    if dual_pipe and stages == 1:
-        errors.append(ConfigError(where="pp", value=1, rule="DualPipeV requires at least 2 ranks", fix="use 2 or more"))
     where = "pp" if tensor_parallel_size == 1 else "pp * tp"
     error = None if world_size is None else divides(where, stages * tensor_parallel_size, world_size, "the ranks")
     if error is None:
@@ -198,7 +191,7 @@ def stage_errors(
     return [*errors, replace(error, fix=fix if where == "pp" else f"for pp, {fix}")]
 
 
-def tensor_errors(*, model_type: str, tensor_parallel_size: int, dual_pipe: bool = False) -> list[ConfigError]:
+def tensor_errors(*, model_type: str, tensor_parallel_size: int) -> list[ConfigError]:
     """Return the errors of tensor parallelism inside stages; `tensor_parallel_errors` checks heads and widths."""
     if tensor_parallel_size == 1:
         return []
@@ -206,20 +199,7 @@ def tensor_errors(*, model_type: str, tensor_parallel_size: int, dual_pipe: bool
     if model_type in PIPELINE_MODEL_TYPES and model_type not in TENSOR_PARALLEL_PIPELINES:
         rule = f"in a pipeline supports {', '.join(TENSOR_PARALLEL_PIPELINES)}, not {model_type}"
         errors.append(ConfigError(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or pp = 1"))
-    if dual_pipe:
-        rule = "in a pipeline requires the 1F1B schedule, not DualPipeV"
-        errors.append(ConfigError(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or 1F1B"))
     return errors
-
-
-def micro_batch_errors(*, stages: int, micro_batches: int, dual_pipe: bool = False) -> list[ConfigError]:
-    """Return the errors of a number of micro-batches: m >= 1, and m >= 2p with DualPipeV (schedule.py:352)."""
-    least = 2 * stages if dual_pipe else 1
-    if micro_batches >= least:
-        return []
-    rule = f"must be at least {'2 * pp = ' if dual_pipe else ''}{least}" + (" with DualPipeV" if dual_pipe else "")
-    fix = f"nearest legal value: {least}" + (", or 1F1B" if dual_pipe else "")
-    return [ConfigError(where="gradient_accumulation_steps", value=micro_batches, rule=rule, fix=fix)]
 
 
 def batch_errors(*, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> list[ConfigError]:

@@ -35,14 +35,11 @@ class NodeCommand:
     words: tuple[str, ...]
     """Name and arguments, without options of machines."""
     program: tuple[str, ...] = ("shardwright",)
-    restart: tuple[str, ...] = ()
-    """Arguments that a restarted run adds."""
 
-    def node_words(self, place: NodePlace, *options: str, restarted: bool = False) -> list[str]:
+    def node_words(self, place: NodePlace, *options: str) -> list[str]:
         """Return the command of one node; options of machines precede the arguments, which may be a script's."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        words = [*self.program, self.words[0], "--node-rank", str(place.rank), *meeting, *options, *self.words[1:]]
-        return [*words, *self.restart] if restarted else words
+        return [*self.program, self.words[0], "--node-rank", str(place.rank), *meeting, *options, *self.words[1:]]
 
 
 def name_errors(name: str) -> list[ConfigError]:

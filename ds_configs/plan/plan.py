@@ -514,10 +514,10 @@ def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
 
 def header_lines(plan: Plan, directory: str) -> list[str]:
     """Return the header of every file: purpose, reason, launch command, assumptions."""
-    hardware, gpu, strategy = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
+    hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
     lines = [
-        f"{plan.model.name} on {hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
-        f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
+        f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
+        f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}{loaded_type(plan)}, sequences "
@@ -528,11 +528,11 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         lines.append(f"Requires the package {package}: pip install {package}")
     if plan.job.weights_dtype == "bf16":
         lines.append(bf16_weights_line(plan.job))
-    axes = strategy.axes
+    axes = layout.axes
     libraries = _AXIS_LIBRARIES | ({"tp": "each pipeline stage shards its layers."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
-        lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
+        lines += pipeline_warnings(stages=axes["pp"], micro_batches=layout.gradient_accumulation_steps)
     if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     for second in plan.job.second_models:
@@ -593,11 +593,11 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if attention == _class_attention(planned, planned.release):
         attention = _class_attention(planned, release)
     installed = replace(planned, release=release, attention=attention)
-    strategy, changes = plan.chosen.strategy, []
+    layout, changes = plan.chosen.strategy, []
     if installed.attention != planned.attention:
         changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     before, after = (
-        cached_activations(model, plan.job)(strategy.micro_batch_size, activation_mode(strategy, plan.job))
+        cached_activations(model, plan.job)(layout.micro_batch_size, activation_mode(layout, plan.job))
         for model in (planned, installed)
     )
     kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer

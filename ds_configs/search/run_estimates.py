@@ -53,7 +53,7 @@ _TRUSTED_TOKENS = 262_144
 """Tokens of the longest published sequence used to fit them (torchtitan)."""
 
 
-def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
+def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
     """Return warnings about inputs of a plan that are assumed, or outside the range checked against measurements."""
     sentences = []
     if model.source == "structure":
@@ -72,14 +72,14 @@ def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: Trai
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,
-        "zenflow": strategy.offload_variant == "zenflow",
-        "superoffload": strategy.offload_variant == "superoffload",
+        "zenflow": layout.offload_variant == "zenflow",
+        "superoffload": layout.offload_variant == "superoffload",
         "fp8": job.precision == "fp8",
     }
     sentences += [meaning for name, meaning in KERNEL_MEANINGS.items() if used[name]]
     if "network_bytes_per_s" in hardware.assumed:
         half = replace(hardware, network_bytes_per_s=hardware.network_bytes_per_s / 2)
-        times = [estimate_step_time(strategy, model, cluster, job).seconds for cluster in (half, hardware)]
+        times = [estimate_step_time(layout, model, cluster, job).seconds for cluster in (half, hardware)]
         sentences.append(
             f"the network is assumed to provide {hardware.network_bytes_per_s / 1e9:g} GB/s per accelerator; with "
             f"half of that a step of this layout takes {times[0] / times[1]:.2f} times as long"

@@ -119,10 +119,10 @@ def tuned_reason(best: Trial, trials: Sequence[Trial]) -> str:
             f"Measured {gigabytes(best.peak_allocated_bytes)} GB of tensors on the fullest rank, "
             f"{gigabytes(best.predicted_allocated_bytes)} GB predicted."
         )
-    strategy = best.strategy
-    recomputation = "" if strategy.gradient_checkpointing else "no "
+    layout = best.strategy
+    recomputation = "" if layout.gradient_checkpointing else "no "
     sentences.append(
-        f"Micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}, "
+        f"Micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}, "
         f"{recomputation}gradient checkpointing."
     )
     return " ".join(sentences)

@@ -77,28 +77,11 @@ _ROTARY_FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
 _LATENT_HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OTHER_HEAD_DIMS = ("global_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim")
 _OTHER_HEADS = ("index_n_heads", "linear_num_key_heads", "linear_num_value_heads", "num_global_key_value_heads")
-_PROPORTIONAL = (
-    "intermediate_size",
-    "intermediate_size_mlp",
-    "n_inner",
-    "ffn_dim",
-    "d_ff",
-    "ffn_hidden_size",
-    "hidden_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "shared_intermediate_size",
-    "moe_intermediate_size",
-    "expert_ffn_hidden_size",
-    "shared_expert_intermediate_size",
-    "moe_shared_expert_intermediate_size",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "hidden_size_per_layer_input",
-    "laurel_rank",
-    "word_embed_proj_dim",
-    "embedding_size",
+_PROPORTIONAL = re.compile(
+    r"(intermediate_size|ffn_(dim|hidden_size)|(q|kv)_lora_rank)(_mlp)?$"
+    r"|^(n_inner|d_ff|hidden_dim|hidden_size_per_layer_input|laurel_rank|word_embed_proj_dim|embedding_size)$"
 )
+"""Names of widths that shrink with the residual stream."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 _MOST_EXPERTS_PER_TOKEN = 4
@@ -148,12 +131,6 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
         if legal and inner < heads * head_dim:
             config.put("mamba_n_heads", legal[-1])
             config.put("mamba_d_head", inner // legal[-1])
-    overrides = config.inside("per_layer_config")
-    for index in list(overrides.values) if overrides is not None else ():
-        layer = overrides.inside(index) if overrides is not None else None
-        if layer is not None:
-            _put_heads(layer, before, after)
-            _put_widths(layer, before, ratio, strategy)
     for name in HIDDEN_SIZES:
         if config.get(name) == before.hidden_size:
             config.put(name, after.hidden_size)
@@ -161,8 +138,9 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
 
 
 def _put_widths(config: Rewriting, before: Attention, ratio: float, strategy: Layout) -> None:
-    for name in _PROPORTIONAL:
-        value = config.get(name)
+    for name, value in config.values.items():
+        if not _PROPORTIONAL.search(name):
+            continue
         if isinstance(value, list):
             config.put(name, [_in_proportion(v, before, ratio, strategy) if is_count(v) else v for v in value])
         elif is_count(value):
@@ -339,30 +317,11 @@ _PERIODS = (
     "interleave_moe_layer_step",
     "attn_layer_period",
     "expert_layer_period",
-)
-_ATTENTION_PERIODS = (
     "sliding_window_pattern",
     "full_attention_interval",
     "no_rope_layer_interval",
     "global_attn_every_n_layers",
 )
-_IMPLIED_PERIODS: Mapping[str, int] = {
-    "afmoe": 4,
-    "cohere2": 4,
-    "cwm": 4,
-    "exaone4": 4,
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "gemma3n_text": 5,
-    "gemma4_text": 6,
-    "gpt_oss": 2,
-    "llama4_text": 4,
-    "modernbert": 3,
-    "modernbert-decoder": 3,
-    "qwen3_next": 4,
-    "smollm3": 4,
-}
-"""Default period of attention types, in layers (transformers/models/*/configuration_*.py)."""
 _NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$|dims$")
 
 
@@ -393,11 +352,6 @@ def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
     for name in LAYER_COUNTS:
         if is_count(config.get(name)):
             config.put(name, min(config.get(name), len(kept)))
-    overrides = _overrides(config.values)
-    if overrides:
-        width = max(len(str(key)) for key in config.get("per_layer_config"))
-        moved = {str(new).zfill(width): overrides[old] for new, old in enumerate(kept) if old in overrides}
-        config.put("per_layer_config", moved)
     patterns = _expanded(config.get("attention_types"))
     if len(patterns) == total:
         config.put("attention_types", [[[patterns[index] for index in kept], 1]])
@@ -425,18 +379,12 @@ def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> li
     ]
     thresholds = [*_DENSE_PREFIXES, *(["max_window_layers"] if config.get("use_sliding_window") else [])]
     columns += [[index < config[name] for index in range(total)] for name in thresholds if is_count(config.get(name))]
-    overrides = _overrides(config)
-    columns.append([overrides.get(index) for index in range(total)])
     patterns = _expanded(config.get("attention_types"))
     if len(patterns) == total:
         columns.append(patterns)
     kinds = [json.dumps([column[index] for column in columns], default=str) for index in range(total)]
     # Period of everything that Transformers computes from the layer index.
-    periods = [config[name] for name in _PERIODS if is_count(config.get(name))]
-    if not any(isinstance(config.get(name), list) for name in _PERIODIC_LISTS):
-        stated = [config[name] for name in _ATTENTION_PERIODS if is_count(config.get(name))]
-        periods += stated or [_IMPLIED_PERIODS.get(str(config.get("model_type")), 1)]
-    computed = lcm(*periods)
+    computed = lcm(*(config[name] for name in _PERIODS if is_count(config.get(name))))
     listed = lcm(computed, *(_period(config[name]) for name in _PERIODIC_LISTS if isinstance(config.get(name), list)))
     sizes = [size for size in (listed, computed, 1) if lcm(size, pipeline_stages) <= total]
     if not sizes:
@@ -473,12 +421,6 @@ def _period(values: list[object]) -> int:
         if all(value == values[index % period] for index, value in enumerate(values)):
             return period
     return 1
-
-
-def _overrides(config: ModelConfig) -> dict[int, object]:
-    """Return the overrides of single layers by layer index."""
-    stated = config.get("per_layer_config")
-    return {int(key): stated[key] for key in stated if str(key).isdecimal()} if isinstance(stated, dict) else {}
 
 
 def _expanded(attention_types: object) -> list[object]:
@@ -543,6 +485,8 @@ def shrink_model_config(
         parts.insert(0, whole)
     rehearsed = rehearsed_sequence(seq_len_tokens, strategy)
     for part in parts:
+        # All layers get the same widths.
+        part.drop("per_layer_config")
         cut_layers(part, layers=layers, pipeline_stages=strategy.pp)
         attention = narrow(part, hidden_size=hidden_size, strategy=strategy)
         fewer_experts(part, expert_parallel=strategy.ep)

@@ -212,8 +212,8 @@ def contiguous_stages(ends: Sequence[int]) -> tuple[PipelineStage, ...]:
     )
 
 
-def partition_errors(stages: Sequence[PipelineStage], num_layers: int, *, dual_pipe: bool = False) -> list[ConfigError]:
-    """Return the errors of a partition: every layer once and in order; an even number of stages with DualPipeV."""
+def partition_errors(stages: Sequence[PipelineStage], num_layers: int) -> list[ConfigError]:
+    """Return the errors of a partition: every layer once and in order."""
     errors, where = [], "pipeline_stages"
     borders = [0, *(stage.end_layer for stage in stages)]
     is_complete = borders[-1] == num_layers and all(
@@ -230,9 +230,6 @@ def partition_errors(stages: Sequence[PipelineStage], num_layers: int, *, dual_p
             "embedding in the first stage and the head in the last"
         )
         errors.append(ConfigError(where=where, value=shown, rule=rule, fix="pass the number of stages instead"))
-    if dual_pipe and len(stages) % 2:
-        rule = f"DualPipeV requires an even number of stages, two per rank, not {len(stages)}"
-        errors.append(ConfigError(where=where, rule=rule, fix=f"nearest legal value: {len(stages) + 1}"))
     return errors
 
 

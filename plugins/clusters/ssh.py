@@ -6,13 +6,11 @@ need the plan's directory and this Python environment under the same paths, as o
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from ...ds_configs.plan.clusters import NodeCommand, placeholder_hosts
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
-from ..launching.launch import Launch, LaunchFailedError, launch_ranks
+from ..launching.launch import Launch, launch_ranks
 from ..launching.messages import NOTE
 from .submission import program_errors
 
@@ -29,11 +27,7 @@ _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
 """Variables that hosts receive. Tokens are excluded, because every user of a host sees command lines."""
 _NOT_EXPORTED = frozenset({"SHARDWRIGHT_LAUNCH_TOKEN", "PYTHON_EXEC"})
-_SECONDS_BETWEEN_PROBES = 15.0
-_RESTART_WAIT_SECONDS = 600.0
 _CONNECT_SECONDS = 10
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,79 +91,48 @@ def exported_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def node_launches(
-    command: NodeCommand, hosts: Hosts, *, port: int, directory: Path, restarted: bool = False
-) -> list[Launch]:
+def node_launches(command: NodeCommand, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
     """Return one launch per host, whose ranks connect to a port of the first."""
     exported = [f"{name}={value}" for name, value in exported_variables().items()]
     launches = []
     for rank, host in enumerate(hosts.names):
         place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)
         # ssh passes one string to the host's shell.
-        words = ["env", *exported, *command.node_words(place, "--until-stdin-closes", restarted=restarted)]
+        words = ["env", *exported, *command.node_words(place, "--until-stdin-closes")]
         text = f"cd {shlex.quote(str(directory))} && exec {shlex.join(words)}"
         launches.append(Launch(program=hosts.ssh(host), arguments=(text,), name=host))
     return launches
 
 
-def run_over_ssh(
-    command: NodeCommand, hosts: Hosts, *, port: int, restarts: int, on_line: Callable[[str], None]
-) -> None:
-    """Run a plan on hosts and wait for it; a failed run resumes from its newest valid checkpoint.
+def run_over_ssh(command: NodeCommand, hosts: Hosts, *, port: int, on_line: Callable[[str], None]) -> None:
+    """Run a plan on hosts and wait for it.
 
     Args:
         command: Of every host.
         hosts: One for each machine of the plan.
         port: Of the first host, where ranks connect.
-        restarts: Maximum number of restarts of a failed run.
         on_line: Receives every line that ranks print.
 
     Raises:
         UsageError: ssh is not installed.
-        ShardwrightError: a host does not answer, or the run failed after its last restart.
+        ShardwrightError: a host does not answer, or the run failed.
     """
     if errors := program_errors("ssh", "ssh"):
         raise UsageError(errors)
-    for attempt in range(restarts + 1):
-        wait_for_hosts(hosts, wait_seconds=_RESTART_WAIT_SECONDS if attempt else 0.0)
-        launches = node_launches(command, hosts, port=port, directory=Path.cwd(), restarted=attempt > 0)
-        try:
-            launch_ranks(*launches, on_message=lambda message: on_line(f"{NOTE}{message}"), on_line=on_line)
-        except LaunchFailedError as error:
-            if attempt == restarts or error.launcher_exit_code in (2, 4):
-                raise
-            first_line = str(error).partition("\n")[0]
-            logger.info(f"the run failed ({first_line}); resuming from its newest valid checkpoint")
-        else:
-            return
-
-
-def wait_for_hosts(hosts: Hosts, *, wait_seconds: float) -> None:
-    """Wait until every host answers.
-
-    Raises:
-        ShardwrightError: a host does not answer in time.
-    """
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        probes = [
-            subprocess.Popen([*hosts.ssh(host), "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            for host in hosts.names
-        ]
-        answers = [(process.communicate()[1], process.returncode) for process in probes]
-        silent = [(host, text) for host, (text, code) in zip(hosts.names, answers, strict=True) if code != 0]
-        if not silent:
-            return
-        names = ", ".join(host for host, _ in silent)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            last = silent[0][1].decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
-            raise ShardwrightError(
-                f"{names}: no answer over ssh ({last[0]}); use hosts where `ssh HOST true` works without a password, "
-                "or pass --ssh-config"
-            )
-        logger.info(f"waiting for {names}, at most {remaining:.0f} s more")
-        time.sleep(min(_SECONDS_BETWEEN_PROBES, remaining))
+    probes = [
+        subprocess.Popen([*hosts.ssh(host), "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for host in hosts.names
+    ]
+    answers = [(process.communicate()[1], process.returncode) for process in probes]
+    silent = [(host, text) for host, (text, code) in zip(hosts.names, answers, strict=True) if code != 0]
+    if silent:
+        last = silent[0][1].decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
+        raise ShardwrightError(
+            f"{', '.join(host for host, _ in silent)}: no answer over ssh ({last[0]}); use hosts where `ssh HOST true` "
+            "works without a password, or pass --ssh-config"
+        )
+    launches = node_launches(command, hosts, port=port, directory=Path.cwd())
+    launch_ranks(*launches, on_message=lambda message: on_line(f"{NOTE}{message}"), on_line=on_line)
 
 
 def own_program() -> tuple[str, ...]:

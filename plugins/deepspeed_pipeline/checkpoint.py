@@ -84,13 +84,13 @@ def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, 
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def save_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
+def save_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int) -> None:
     """Record the stages of a training in its checkpoint directory."""
-    cut = _cut(stages, tensor_parallel_size, dual_pipe)
+    cut = _cut(stages, tensor_parallel_size)
     write_files({CUT: json.dumps(cut) + "\n"}, directory, force=True)
 
 
-def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
+def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int) -> None:
     """Check that a checkpoint has the same stages as this run: DeepSpeed saves tensors and states per rank.
 
     A checkpoint without recorded stages is accepted.
@@ -106,7 +106,7 @@ def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parall
         saved = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
         raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
-    now = _cut(stages, tensor_parallel_size, dual_pipe)
+    now = _cut(stages, tensor_parallel_size)
     if errors := [
         ConfigError(
             where=f"{path.name}: {name}",
@@ -120,9 +120,9 @@ def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parall
         raise UsageError(errors)
 
 
-def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int, dual_pipe: bool) -> dict[str, Any]:
+def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int) -> dict[str, Any]:
     borders = ", ".join(f"{stage.first_layer}-{stage.end_layer}" for stage in stages)
-    return {"stages": borders, "tensor_parallel_size": tensor_parallel_size, "dual_pipe": dual_pipe}
+    return {"stages": borders, "tensor_parallel_size": tensor_parallel_size}
 
 
 def _together(work: Callable[[], None], *, here: bool, what: str) -> None:

@@ -9,8 +9,6 @@ Observed with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
   ``dynamic_shape`` is on, which sends it for every micro-batch and waits for the device each time.
 - ``_exec_backward_pass`` of the last stage returns before it frees the outputs, so the logits of one micro-batch live
   until the next one's exist; an evaluation never frees its last logits.
-- ``DualPipeVEngine.eval_batch`` looks for phase-1 buffers where training keeps them, so an evaluation with a number of
-  micro-batches other than ``gradient_accumulation_steps`` reads an empty buffer.
 - Accelerate gives each rank different samples, and the Trainer seeds the workers of each rank's loader differently; all
   stages of one pipeline need the same samples.
 - ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read different samples.
@@ -174,8 +172,7 @@ def free_logits_early(engine: DeepSpeedEngine) -> None:
 
         return {**instructions, schedule.ForwardPass: forward_pass, schedule.BackwardPass: backward_pass}
 
-    if type(engine).__name__ != "DualPipeVEngine":
-        patches.apply("freed-logits", freeing, on=engine)
+    patches.apply("freed-logits", freeing, on=engine)
 
 
 def optimizer_step(engine: DeepSpeedEngine, micro_batches: Sequence[Any]) -> torch.Tensor:
@@ -203,9 +200,8 @@ def whole_logits(engine: DeepSpeedEngine, inputs: tuple[torch.Tensor, ...], labe
 
     engine.reset_activation_shape()
     batch = (inputs, (labels_BS, torch.ones((), device=engine.device)))
-    repeated = 2 * engine.num_stages if hasattr(engine.module, "activate_phase") else 1
-    with _micro_batches(engine, repeated):
-        _, logits = engine.eval_batch(iter([batch] * repeated), return_logits=True, num_micro_batches=repeated)
+    with _micro_batches(engine, 1):
+        _, logits = engine.eval_batch(iter([batch]), return_logits=True, num_micro_batches=1)
     engine.reset_activation_shape()
     source = engine._loss_stage_global_rank()
     held = [None if logits is None else logits.detach().cpu()]

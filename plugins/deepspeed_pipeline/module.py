@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm
-from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
 from ...ds_configs.legality.axes import stage_errors, tensor_errors, tensor_parallel_errors
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class _CausalLM:
-    """The stages of a model; ties the head's weight to the embedding's if they are on different ranks."""
+class CausalLMPipeline(PipelineModule):
+    """Stages of a causal language model; ties the head's weight to the embedding's if they are on different ranks."""
 
     def __init__(self, parts: StageParts, **settings: object) -> None:
         # The constructor of the base class calls `_index_tied_modules`.
@@ -68,7 +68,7 @@ class _CausalLM:
         if self.tensor_parallel_size > 1:
             for spec in self._layer_specs:
                 spec.module_kwargs["tensor_group"] = self._grid.get_slice_parallel_group()
-        super()._partition_layers(method)  # type: ignore[misc]
+        super()._partition_layers(method)
 
     @property
     def tensor_parallel_size(self: Any) -> int:
@@ -82,7 +82,7 @@ class _CausalLM:
 
     @property
     def stages(self: Any) -> tuple[CausalLMStage, ...]:
-        """The stages that this rank holds: one, or two with DualPipeV."""
+        """The stage that this rank holds."""
         return tuple(child for child in self.children() if isinstance(child, CausalLMStage))
 
     @property
@@ -95,25 +95,16 @@ class _CausalLM:
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
 
-class CausalLMPipeline(_CausalLM, PipelineModule):
-    """Stages of a causal language model for the 1F1B schedule."""
-
-
-class CausalLMDualPipe(_CausalLM, DualPipeVModule):
-    """Stages of a causal language model for DualPipeV: rank r holds parts r and 2p - 1 - r."""
-
-
 def build_pipeline_module(
     model: PreTrainedModel,
     stages: tuple[PipelineStage, ...],
     *,
     activation_checkpointing: bool = False,
-    dual_pipe: bool = False,
     tensor_parallel_size: int = 1,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
-) -> CausalLMPipeline | CausalLMDualPipe:
+) -> CausalLMPipeline:
     """Return the module that `deepspeed.initialize` trains; every rank calls it after `init_process_group`.
 
     The micro-batches of a step must have one shape. DeepSpeed numbers ranks as `rank = (stage * replicas + replica) *
@@ -122,9 +113,8 @@ def build_pipeline_module(
     Args:
         model: A model with weights, whose own modules the stage uses; a model on the meta device; or the directory or
             Hub id of a checkpoint, from which each rank reads only its stage.
-        stages: p contiguous stages that cover the model, 2p for DualPipeV.
+        stages: Contiguous stages that cover the model, one per rank.
         activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
-        dual_pipe: Whether to use the DualPipeV schedule.
         tensor_parallel_size: Ranks that shard the layers of a stage, in place for a model with weights. The DeepSpeed
             configuration then needs `stage.ENGINE_SECTION`.
         dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
@@ -140,19 +130,15 @@ def build_pipeline_module(
         else StageParts(model, dtype=dtype, attn_implementation=attn_implementation, revision=revision)
     )
     config = parts.config
-    pipeline_ranks = len(stages) // 2 if dual_pipe else len(stages)
-    errors = partition_errors(stages, config.num_hidden_layers, dual_pipe=dual_pipe)
+    errors = partition_errors(stages, config.num_hidden_layers)
     errors += stage_errors(
-        stages=max(1, pipeline_ranks),
+        stages=max(1, len(stages)),
         num_layers=config.num_hidden_layers,
         world_size=comm.get_world_size(),
         tensor_parallel_size=tensor_parallel_size,
-        dual_pipe=dual_pipe,
     )
     if tensor_parallel_size > 1:
-        axis_errors = tensor_errors(
-            model_type=config.model_type, tensor_parallel_size=tensor_parallel_size, dual_pipe=dual_pipe
-        )
+        axis_errors = tensor_errors(model_type=config.model_type, tensor_parallel_size=tensor_parallel_size)
         errors += axis_errors or tensor_parallel_errors(
             ModelTraits(
                 model_type=config.model_type,
@@ -168,14 +154,13 @@ def build_pipeline_module(
     specs = [
         LayerSpec(CausalLMStage, parts, stage, activation_checkpointing=activation_checkpointing) for stage in stages
     ]
-    module_class: Any = CausalLMDualPipe if dual_pipe else CausalLMPipeline
-    replicas = comm.get_world_size() // (pipeline_ranks * tensor_parallel_size)
+    replicas = comm.get_world_size() // (len(stages) * tensor_parallel_size)
     if tensor_parallel_size == 1:
-        topology = PipeDataParallelTopology(num_pp=pipeline_ranks, num_dp=replicas)
+        topology = PipeDataParallelTopology(num_pp=len(stages), num_dp=replicas)
     else:
-        topology = PipeModelDataParallelTopology(num_pp=pipeline_ranks, num_mp=tensor_parallel_size, num_dp=replicas)
+        topology = PipeModelDataParallelTopology(num_pp=len(stages), num_mp=tensor_parallel_size, num_dp=replicas)
     with redirect_stdout(sys.stderr):
-        module: CausalLMPipeline | CausalLMDualPipe = module_class(
+        module = CausalLMPipeline(
             parts, layers=specs, topology=topology, loss_fn=causal_lm_loss, partition_method="uniform"
         )
     parts.release()

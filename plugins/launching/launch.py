@@ -27,7 +27,7 @@ from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .lifetime import signal_at_parent_death, tell_to_end
 from .messages import LAUNCH_TOKEN, Message, log_message, read_message
-from .shared_memory import remove_abandoned_buffers, remove_buffers
+from .shared_memory import remove_buffers
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
 TAIL_CHARACTERS = 6000
@@ -129,8 +129,6 @@ def launch_ranks(
     """
     token = uuid.uuid4().hex
     ports = {launch.port for launch in launches if launch.port is not None}
-    if ports:
-        remove_abandoned_buffers()
 
     def on_output(line: str) -> None:
         message = read_message(line)

@@ -8,14 +8,10 @@ mapped every file.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
 from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108
-ABANDONED_SECONDS = 60.0
-"""Age below which a file that no visible process has may belong to one that this process cannot see."""
 _PREFIX = "deepspeed_allreduce_buffer"
 
 
@@ -35,34 +31,5 @@ def release_buffer() -> None:
 
 def remove_buffers(port: int) -> None:
     """Remove what the ranks that met at `port` left, after they have ended, however they did."""
-    for file in _unused(_files(f"*_{port}_*")):
+    for file in DIRECTORY.glob(f"{_PREFIX}_{os.getuid()}_*_{port}_*"):
         file.unlink(missing_ok=True)
-
-
-def remove_abandoned_buffers() -> None:
-    """Remove this user's files that no process has open or mapped and that are older than `ABANDONED_SECONDS`."""
-    now = time.time()
-    for file in _unused(_files("*")):
-        with contextlib.suppress(FileNotFoundError):
-            if now - file.stat().st_mtime > ABANDONED_SECONDS:
-                file.unlink()
-
-
-def _files(pattern: str) -> list[Path]:
-    return sorted(DIRECTORY.glob(f"{_PREFIX}_{os.getuid()}_{pattern}"))
-
-
-def _unused(files: list[Path]) -> list[Path]:
-    """Return the files that no process of this user has mapped or open; its creator does both until it ends."""
-    if not files:
-        return []
-    used: set[str] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            maps = (process / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
-            used.update(line.split(maxsplit=5)[5] for line in maps if _PREFIX in line)
-            used.update(str(link.readlink()) for link in (process / "fd").iterdir())
-        except OSError:
-            # It ended meanwhile, or is another user's.
-            continue
-    return [file for file in files if str(file) not in used]

@@ -702,7 +702,6 @@ SETTINGS: dict[str, Change] = {
     "vocabulary_head": lambda run: run.parallelism.update(
         {"vocabulary_parallel_head": True} if run.case.strategy.tp > 1 else {}
     ),
-    "dual_pipe": lambda run: run.given.append(lambda model: {"dual_pipe": True} if run.case.strategy.pp > 1 else {}),
     "unforced": lambda run: run.arguments.get("deepspeed", {}).update({"zero_force_ds_cpu_optimizer": False}),
     "tiled": _tiled,
     "kept_products": _both(_arguments(gradient_checkpointing=True), _set(callbacks=_checkpointing)),
@@ -744,7 +743,6 @@ ONLY_ON_RANKS = (
     "verified",
     "tiled",
     "unforced",
-    "dual_pipe",
     "vocabulary_head",
     "workers",
     "resumed",

@@ -95,8 +95,6 @@ CASES = [
     *_cases("pp2-zero0", "sgd", "gradient_checkpointing", accumulation=3, model="gpt2"),
     *_cases("pp2-zero1", "sgd", "tied", accumulation=3),
     *_cases("pp2-zero1", "epochs", accumulation=3),
-    *_cases("pp2-zero1", "dual_pipe", "four_layers", accumulation=4),
-    *_cases("pp2-zero0", "sgd", "dual_pipe", "four_layers", "epochs", accumulation=5),
     *_cases("pp2-zero1", "tied", "evaluated", "resumed", "from_directory", accumulation=3),
     *_cases("pp2-dp2-zero1", "sgd", model="gpt2"),
     *_cases("tp2-pp2-zero0", "sgd", "tied", accumulation=3),

@@ -167,12 +167,6 @@ BROKEN: dict[str, Callable[[Path], None]] = {
         remote_code, config_is_garbage, config_with_nan, negative_layers, heads_do_not_divide,
     )
 }  # fmt: skip
-NAMES_KERNEL = ("kernel_of_the_hub", "hidden_kernel")
-"""Planning builds a model without these fields."""
-READS_NO_WEIGHTS = ("plan", "rehearse")
-"""Commands that take the configuration and the headers, so that they cannot see what is in the data."""
-SEEN_IN_DATA = ("missing_embedding", "missing_head", "missing_layer", "wrong_shape", "nan_weight", "infinite_weight",
-                "integer_weights", "pickle_only")  # fmt: skip
 
 
 def broken_copy(sound: Path, name: str, parent: Path) -> Path:

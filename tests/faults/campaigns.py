@@ -20,9 +20,6 @@ import psutil
 from warm_ranks import RanksFailedError
 
 from faults.broken_checkpoints import DAMAGES, REFUSED
-from faults.broken_models import BROKEN, NAMES_KERNEL, READS_NO_WEIGHTS, SEEN_IN_DATA, broken_copy
-from faults.hostile_hub import FAULTS as HUB_FAULTS
-from faults.hostile_hub import hostile_hub
 from faults.injection import LOG, Fault
 from faults.layouts import ENGINES, STEPS, Workshop, losses_of
 
@@ -31,7 +28,6 @@ SAVED_AT = 4
 TOLERANCE = 1e-6
 SUMMED_TOLERANCE = 1e-5
 """Where other ranks add up the same numbers in another order."""
-_HUB_SECONDS = 90
 _SHIM = Path(__file__).with_name("file_operations.c")
 
 
@@ -209,66 +205,6 @@ def other_ranks(workshop: Workshop, choice: Choice) -> Iterator[Row]:
             yield row | {"happened": happened, "expected": difference <= SUMMED_TOLERANCE}
 
 
-def models(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """Models that no command may take, against every command that takes one."""
-    output = workshop.directory / "out"
-    for name in BROKEN:
-        directory = broken_copy(workshop.model, name, workshop.directory / "broken-models")
-        for command, arguments in _commands(workshop, directory, output).items():
-            row = {"where": command, "fault": name.replace("_", " ")}
-            if not choice.has(**row):
-                continue
-            shutil.rmtree(output, ignore_errors=True)
-            done = _shardwright(arguments)
-            reported = _told(done.stderr)
-            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in reported
-            unseen = command in READS_NO_WEIGHTS and name in SEEN_IN_DATA
-            unseen = unseen or (command == "plan" and name in (*NAMES_KERNEL, "remote_code"))
-            happened = f"exit {done.returncode}" + (f": {reported}" if done.returncode else "")
-            left = [*output.rglob("*.safetensors"), *directory.glob("ran")] if output.exists() or refused else []
-            right = (refused or (unseen and done.returncode == 0)) and not left
-            happened = happened.replace(str(workshop.directory), "")[:200]
-            yield row | {"happened": happened, "expected": right}
-
-
-def _told(stderr: str) -> str:
-    """Return the first error, which may follow a progress bar in its line, or else the first line."""
-    found = re.search(r"(?:^|it/s\])((?:error|rank \d+): .*)", stderr, re.MULTILINE)
-    return found[1] if found else next(iter(stderr.strip().splitlines()), "")
-
-
-def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Sequence[str]]:
-    """Return the arguments of every command that takes a model, at each place where it takes one."""
-    text, broken, sound = str(workshop.directory / "text.txt"), str(model), str(workshop.model)
-    into = ("--output-dir", str(output))
-    data = ("--dataset", text, "--seq-len", "32", *into)
-    steps = ("--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
-    evaluated = ("--text", text, "--seq-len", "32", "--num-samples", "2", *into)
-    commands = {
-        "plan": ("plan", broken, "--hardware", "2xCPU", *into),
-        "rehearse": ("rehearse", str(workshop.plan_of(model)), "--steps", "4", *into),
-        "train": ("train", broken, *data, *steps),
-        "distill (teacher)": ("distill", broken, sound, *data, *steps),
-        "distill (student)": ("distill", sound, broken, *data, *steps),
-        "cache-teacher": ("cache-teacher", broken, *data),
-        "student": ("student", broken, "--layers", "1", *into),
-        "quantize": ("quantize", broken, "--scheme", "W8A16", "--group-size", "32", *into),
-        "qat": ("qat", broken, "--scheme", "W8A16", "--group-size", "32", *data, *steps),
-        "qat (teacher)": ("qat", sound, "--scheme", "W8A16", "--group-size", "32", "--teacher", broken, *data, *steps),
-        "evaluate": ("evaluate", broken, *evaluated),
-        "evaluate (baseline)": ("evaluate", sound, "--baseline", broken, *evaluated),
-    }
-    return {name: ("-m", "shardwright", *arguments) for name, arguments in commands.items()}
-
-
-def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    command = [os.environ["PYTHON_EXEC"], *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", "did not end within 300 s")
-
-
 def commands(workshop: Workshop, choice: Choice) -> Iterator[Row]:
     """Signals through whole commands, as users have them: nothing in them is warm."""
     for command, chosen in (("train", _SIGNALLED), ("distill", tuple(_SIGNALLED)[:2])):
@@ -360,37 +296,12 @@ def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[
     raise AssertionError(f"it took no step: {log.read_text()[-2000:]}")
 
 
-def hub(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """A Hub that misbehaves, asked by `plan`; the interpreter is a cold one, as users have it."""
-    for fault in (one for one in HUB_FAULTS if choice.has("plan", one)):
-        with hostile_hub(fault) as address:
-            home = workshop.directory / "hub" / fault
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-            environment = kept | {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-            command = [sys.executable, "-m", "shardwright", "plan", "org/model", "--hardware", "2xCPU"]
-            try:
-                done = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_HUB_SECONDS, env=environment, check=False
-                )
-            except subprocess.TimeoutExpired:
-                yield {"where": "plan", "fault": fault, "happened": "hangs", "expected": False}
-                continue
-        lines = done.stderr.strip().splitlines() or [""]
-        waited = any(line.startswith("waiting for the Hub") for line in lines)
-        silent = fault in ("silence", "drip")
-        right = done.returncode in (1, 2, 4) and "Traceback" not in done.stderr and (waited or not silent)
-        reported = f"exit {done.returncode}: {lines[-1][:150]}" + (" (reported of waiting)" if waited else "")
-        yield {"where": "plan", "fault": fault, "happened": reported, "expected": right}
-
-
 PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {
     "kills": kills,
     "disks": full_disks,
     "signals": signals,
     "checkpoints": checkpoints,
     "ranks": other_ranks,
-    "models": models,
     "commands": commands,
-    "hub": hub,
 }
 __all__ = ["ENGINES", "PARTS", "Choice", "Row", "run"]

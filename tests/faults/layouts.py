@@ -87,15 +87,6 @@ class Workshop:
         planned = json.loads((plan / "training_arguments.json").read_text())
         return planned | arguments | {"deepspeed": str(plan / "ds_config.json")}
 
-    def plan_of(self, model: Path) -> Path:
-        """Write a plan of the sound model that names another place, as when a model was damaged after planning."""
-        directory = model.parent / "plan"
-        if not directory.exists():
-            shutil.copytree(self._plan("zero2"), directory)
-            file = directory / "plan.json"
-            file.write_text(file.read_text().replace(str(self.model), str(model)))
-        return directory
-
     def _plan(self, engine: str) -> Path:
         from shardwright.plugins.planning.from_names import plan
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ...ds_configs.plan.plan import Plan
     from ...ds_configs.specs.job import TrainingJob
 
-_PIPELINE_PARAMETERS = ("dual_pipe", "attn_implementation")
+_PIPELINE_PARAMETERS = ("attn_implementation",)
 """Parameters that `PipelineTrainer` has and the Trainer does not."""
 
 

@@ -173,7 +173,7 @@ def test_head_and_embedding_on_two_ranks_start_equal(models):
     assert last.tied_name == "lm_head.weight"
     assert torch.equal(last.get_submodule("lm_head").weight, first.get_submodule("model.embed_tokens").weight)
     assert "lm_head.weight" not in dict(pipeline_tensors(SimpleNamespace(stages=(last,))))
-    # On one rank they are one parameter, as with one stage or DualPipeV.
+    # On one rank they are one parameter, as with one stage.
     for source in (model, directory):
         (whole,) = stages_of(source, 1)
         assert whole.get_submodule("lm_head").weight is whole.get_submodule("model.embed_tokens").weight
@@ -347,12 +347,8 @@ LEGAL = {"pp": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "worl
         ({"ep": 2}, "ep", "have no experts"),
         ({"tp": 4}, "pp * tp", "4 % 8 = 4"),
         ({"tp": 2, "model_type": "phi3"}, "tp", "not phi3"),
-        ({"tp": 2, "dual_pipe": True}, "tp", "1F1B"),
         ({"model_type": "bloom"}, "model_type", "gemma2, gpt2"),
         ({"method": "lora"}, "method", "use full"),
-        ({"dual_pipe": True, "micro_batches": 3}, "gradient_accumulation_steps", "2 * pp = 4"),
-        ({"dual_pipe": True, "num_layers": 3}, "pp", "2 * pp (DualPipeV) must not exceed"),
-        ({"dual_pipe": True, "pp": 1}, "pp", "use 2 or more"),
     ],
 )
 def test_each_rule_names_value_and_way_out(change, where, says):
@@ -361,12 +357,10 @@ def test_each_rule_names_value_and_way_out(change, where, says):
     assert says in str(error)
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.booleans())
-def test_stage_rules_agree_with_the_partition(stages, layers, world, dual_pipe):
-    errors = stage_errors(stages=stages, num_layers=layers, world_size=world, dual_pipe=dual_pipe)
-    parts = 2 * stages if dual_pipe else stages
-    legal = parts <= layers and world % stages == 0 and not (dual_pipe and stages == 1)
-    assert (not errors) == legal
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
+def test_stage_rules_agree_with_the_partition(stages, layers, world):
+    errors = stage_errors(stages=stages, num_layers=layers, world_size=world)
+    assert (not errors) == (stages <= layers and world % stages == 0)
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 8))

@@ -76,13 +76,6 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
     return padded
 
 
-def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a batch that fills a slot of the schedule and adds nothing to the loss."""
-    import torch
-
-    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)}
-
-
 def for_stages(
     batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:

@@ -24,7 +24,6 @@ def check_pipeline(
     *,
     stages: int,
     tensor_parallel_size: int = 1,
-    dual_pipe: bool,
     eval_dataset: Any,
 ) -> None:
     """Reject a model and arguments that a pipeline does not support.
@@ -34,7 +33,6 @@ def check_pipeline(
         model: The model; only its configuration and whether it has adapters are read.
         stages: Number of ranks of one pipeline, without those that share a stage.
         tensor_parallel_size: Number of ranks that share each stage.
-        dual_pipe: Whether DualPipeV is requested.
         eval_dataset: An evaluation dataset, several by name, or `None`.
 
     Raises:
@@ -61,7 +59,6 @@ def check_pipeline(
         world_size=args.world_size,
         micro_batches=args.gradient_accumulation_steps,
         method="lora" if hasattr(model, "peft_config") else "full",
-        dual_pipe=dual_pipe,
     )
     if stages == 1:
         rule = "a pipeline needs at least two stages"
@@ -198,61 +195,14 @@ def _section_errors(
     return errors
 
 
-_NEVER_CALLED = "is never called: the last stage computes the loss inside DeepSpeed's schedule"
-_STEP = "runs the schedule of a complete step at its last micro-batch; an override would skip it"
-_COUNTS = "counts once what all stages of a replica read; an override would count it for every rank"
-_MODEL = "needs the complete model, and each rank has one stage"
-_CLIPPING = "is never called: the engine clips over all stages"
-_LOADING = "is never called: it is for models that Transformers shards while it loads them"
-_STAGES = "creates, saves and loads stages, which an override would not find"
-_READING = "lets the stages of one pipeline read the same samples"
-
-REJECTED_METHODS: Mapping[str, str] = {
-    "compute_loss": _NEVER_CALLED,
-    "compute_loss_context_manager": _NEVER_CALLED,
-    "autocast_smart_context_manager": _NEVER_CALLED,
-    "prediction_step": _NEVER_CALLED,
-    "training_step": _STEP,
-    "evaluation_loop": _STEP,
-    "get_batch_samples": _STEP,
-    "_get_num_items_in_batch": _COUNTS,
-    "get_total_train_batch_size": _COUNTS,
-    "set_initial_training_values": _COUNTS,
-    "_track_num_input_tokens": _COUNTS,
-    "floating_point_ops": _COUNTS,
-    "store_flos": _COUNTS,
-    "get_sp_size": _COUNTS,
-    "get_cp_size": _COUNTS,
-    "get_tp_size": _COUNTS,
-    "predict": "is not supported: stages of a pipeline keep no logits",
-    "call_model_init": _MODEL,
-    "hyperparameter_search": _MODEL,
-    "_hp_search_setup": _MODEL,
-    "_report_to_hp_search": _MODEL,
-    "_tune_save_checkpoint": _MODEL,
-    "_move_model_to_device": _MODEL,
-    "_update_auto_batch_size": _MODEL,
-    "_prepare_context_parallel_inputs": "is never called: stages do not share sequences",
-    "_clip_grad_norm": _CLIPPING,
-    "_get_grad_norm": _CLIPPING,
-    "_mixed_mesh_grad_norm": _CLIPPING,
-    "_has_mixed_mesh_grads": _CLIPPING,
-    "_defer_fsdp_gradient_reduction": _LOADING,
-    "_sync_replicated_trainable_parameters": _LOADING,
-    "_wrap_model": _STAGES,
-    "_prepare_for_training": _STAGES,
-    "_save": _STAGES,
-    "_load_from_checkpoint": _STAGES,
-    "_load_best_model": _STAGES,
-    "_save_optimizer_and_scheduler": _STAGES,
-    "_load_optimizer_and_scheduler": _STAGES,
-    "_save_scaler": _STAGES,
-    "_load_scaler": _STAGES,
-    "_issue_warnings_after_load": _STAGES,
-    "create_accelerator_and_postprocess": _READING,
-    "_build_accelerator_args": _READING,
-}
-"""Methods of a Trainer that a subclass of `PipelineTrainer` may not override, and why."""
+_NEVER_CALLED = frozenset(
+    """
+    compute_loss compute_loss_context_manager autocast_smart_context_manager prediction_step
+    _prepare_context_parallel_inputs _clip_grad_norm _get_grad_norm _mixed_mesh_grad_norm _has_mixed_mesh_grads
+    _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters
+    """.split()  # noqa: SIM905
+)
+"""Methods of a Trainer that a schedule does not call: stages compute the loss, and the engine clips over all stages."""
 
 SUPPORTED_METHODS = frozenset(
     """
@@ -267,18 +217,18 @@ SUPPORTED_METHODS = frozenset(
     _finish_current_push add_callback pop_callback remove_callback is_local_process_zero is_world_process_zero end
     """.split()  # noqa: SIM905
 )
-"""Methods that a subclass may override; they are called as in any Trainer."""
+"""Methods that a subclass may override. Overrides of others would skip the schedule of a step, count samples once for
+each rank, or not find the stages."""
 
 
 def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
     """Return an error for each overridden method that a pipeline does not call or cannot replace.
 
-    A method that is in neither table is rejected. An attribute of the object that wraps a called method, for example to
-    measure it, is allowed.
+    An attribute of the object that wraps a called method, for example to measure it, is allowed.
     """
     from transformers import Trainer
 
-    own = {name for name in vars(trainer) if "is never called" in REJECTED_METHODS.get(name, "")}
+    own = vars(trainer).keys() & _NEVER_CALLED
     errors = []
     for name in dir(Trainer):
         if name in SUPPORTED_METHODS or (name.startswith("__") and name.endswith("__")):
@@ -286,7 +236,7 @@ def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
         if not callable(getattr(Trainer, name)):
             continue
         if name in own or getattr(own_class(trainer), name) is not getattr(pipeline, name):
-            rule = REJECTED_METHODS.get(name, "is not known to be called by a schedule of stages")
+            rule = "is never called" if name in _NEVER_CALLED else "runs the stages of a pipeline and must stay"
             where, fix = f"{type(trainer).__name__}.{name}", "omit it, or use ZeRO with tp or sp and the Trainer"
             errors.append(ConfigError(where=where, rule=rule, fix=fix))
     return errors

@@ -37,7 +37,7 @@ from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import weights_dtype
 from ...counting.counts import evaluated_mean
 from ...exact import count_as_one_process
-from .batches import for_stages, of_one_shape, own_samples, predicted_tokens, without_labels
+from .batches import for_stages, of_one_shape, own_samples, predicted_tokens
 from .checks import (
     check_pipeline,
     configuration_in_use,
@@ -68,10 +68,8 @@ class PipelineTrainer(Trainer):
         model: A causal language model; or the directory or Hub id of a checkpoint, of which every rank reads only its
             own stage, in bf16 if `args` select it and otherwise in fp32.
         args: `TrainingArguments` with a DeepSpeed configuration of ZeRO stage 0 or 1.
-        pipeline_stages: Number of stages, balanced by the cost terms of the planner; or the stages themselves, two per
-            rank with `dual_pipe`.
+        pipeline_stages: Number of stages, balanced by the cost terms of the planner; or the stages themselves.
         tensor_parallel_size: Number of ranks that share each stage.
-        dual_pipe: Whether DualPipeV runs the micro-batches; every rank then has two stages.
         revision: Revision of a Hub id.
         attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' default.
         **kwargs: Further arguments of the Trainer: `train_dataset`, `eval_dataset`, `data_collator`,
@@ -92,7 +90,6 @@ class PipelineTrainer(Trainer):
         *,
         pipeline_stages: int | tuple[PipelineStage, ...],
         tensor_parallel_size: int = 1,
-        dual_pipe: bool = False,
         revision: str | None = None,
         attn_implementation: str | None = None,
         **kwargs: Any,
@@ -101,23 +98,18 @@ class PipelineTrainer(Trainer):
             raise UsageError(overridden)
         unpartitioned = source_of(model, revision=revision)
         ranks = pipeline_stages if isinstance(pipeline_stages, int) else len(pipeline_stages)
-        if dual_pipe and not isinstance(pipeline_stages, int):
-            ranks = -(-ranks // 2)
         check_pipeline(
             args,
             unpartitioned,
             stages=ranks,
             tensor_parallel_size=tensor_parallel_size,
-            dual_pipe=dual_pipe,
             eval_dataset=kwargs.get("eval_dataset"),
         )
-        self._stages, self._tensor_ranks, self._dual_pipe = ranks, tensor_parallel_size, dual_pipe
+        self._stages, self._tensor_ranks = ranks, tensor_parallel_size
         self._replicas = args.world_size // self._ranks_of_a_replica
         stages = pipeline_stages
         if isinstance(stages, int):
-            stages = balanced(
-                unpartitioned, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size
-            )
+            stages = balanced(unpartitioned, args, ranks, tensor_parallel_size=tensor_parallel_size)
         layers = unpartitioned.config.get_text_config().num_hidden_layers
         errors = run_errors(
             args,
@@ -127,19 +119,20 @@ class PipelineTrainer(Trainer):
             stage_tensor_ranks=tensor_parallel_size,
             has_own_optimizer=kwargs.get("optimizer_cls_and_kwargs") is not None,
         )
-        errors += partition_errors(stages, layers, dual_pipe=dual_pipe)
+        errors += partition_errors(stages, layers)
         needs_logits = "needs logits, which only the last stage has"
         unsupported = {
             "compute_metrics": needs_logits,
             "compute_loss_func": needs_logits,
             "preprocess_logits_for_metrics": needs_logits,
             "model_init": "is not supported: a pipeline is built from one model",
+            "dual_pipe": "is removed: stages run the 1F1B schedule",
             "optimizers": "holds parameters of the complete model; use optimizer_cls_and_kwargs",
         }
         errors += [
             ConfigError(where=name, rule=rule, fix="omit it")
             for name, rule in unsupported.items()
-            if kwargs.get(name) not in (None, (None, None))
+            if kwargs.get(name) not in (None, False, (None, None))
         ]
         errors += engine_errors(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if errors:
@@ -157,7 +150,6 @@ class PipelineTrainer(Trainer):
             stages,
             activation_checkpointing=args.gradient_checkpointing,
             tensor_parallel_size=tensor_parallel_size,
-            dual_pipe=dual_pipe,
             dtype=weights_dtype(args, method="full"),
             attn_implementation=attn_implementation,
             revision=revision,
@@ -172,10 +164,6 @@ class PipelineTrainer(Trainer):
     def _ranks_of_a_replica(self) -> int:
         """Number of ranks that read the same samples."""
         return self._stages * self._tensor_ranks
-
-    @property
-    def _ranks_of_a_stage(self) -> dict[str, Any]:
-        return {"tensor_parallel_size": self._tensor_ranks, "dual_pipe": self._dual_pipe}
 
     @property
     def _replica(self) -> int:
@@ -201,7 +189,7 @@ class PipelineTrainer(Trainer):
         if overridden := override_errors(self, PipelineTrainer):
             raise UsageError(overridden)
         if resume_from_checkpoint is not None:
-            check_cut(Path(resume_from_checkpoint), self._cut, **self._ranks_of_a_stage)
+            check_cut(Path(resume_from_checkpoint), self._cut, tensor_parallel_size=self._tensor_ranks)
         self._step_batches = []
         if torch.cuda.is_available():
             # Each stage draws different dropout masks. Samplers and collators draw from the CPU's generator, which
@@ -247,10 +235,7 @@ class PipelineTrainer(Trainer):
         return optimizer_step(model, self._scheduled(model, batches, factor)).detach().to(self.args.device)
 
     def _scheduled(self, engine: Any, batches: list[Any], factor: torch.Tensor) -> list[Any]:
-        """Return micro-batches for the stages, at least as many as the schedule needs."""
-        if self._dual_pipe:
-            missing = 2 * self._stages - len(batches)
-            batches = [*batches, *(without_labels(batches[0]) for _ in range(missing))]
+        """Return micro-batches of one shape for the stages."""
         micro_batches = [for_stages(batch, factor) for batch in batches]
         self._shapes.expect(engine, micro_batches[0][0])
         return micro_batches
@@ -316,7 +301,7 @@ class PipelineTrainer(Trainer):
             if processing is not None:
                 processing.save_pretrained(directory)
             if _internal_call:
-                save_cut(directory, self._cut, **self._ranks_of_a_stage)
+                save_cut(directory, self._cut, tensor_parallel_size=self._tensor_ranks)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -347,16 +332,14 @@ def balanced(
     args: TrainingArguments,
     ranks: int,
     *,
-    dual_pipe: bool = False,
     tensor_parallel_size: int = 1,
 ) -> tuple[PipelineStage, ...]:
-    """Return the stages that the planner selects for a model; with DualPipeV two per rank.
+    """Return the stages that the planner selects for a model.
 
     Args:
         model: A causal language model; only its configuration and class are read.
         args: The training arguments.
         ranks: Number of ranks of one pipeline.
-        dual_pipe: Whether each rank has two stages.
         tensor_parallel_size: Number of ranks that share each stage.
     """
     config = {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
@@ -367,5 +350,5 @@ def balanced(
         precision="bf16" if args.bf16 else "fp32",
         gradient_checkpointing="on" if args.gradient_checkpointing else "off",
     )
-    spec, stages = model_spec_from_meta(config, name="model"), ranks * (2 if dual_pipe else 1)
-    return pipeline_stages(spec, job, stages, tensor_parallel_size=tensor_parallel_size)
+    spec = model_spec_from_meta(config, name="model")
+    return pipeline_stages(spec, job, ranks, tensor_parallel_size=tensor_parallel_size)
