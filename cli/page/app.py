@@ -238,9 +238,7 @@ def _plan_tab(page: gr.Blocks) -> None:
         return [
             "\n".join([*reasons, *notes]),
             texts_of(settings),
-            pd.DataFrame(
-                [(fact.label, fact.value, fact.detail) for fact in report.facts], columns=["", "value", "detail"]
-            ),
+            pd.DataFrame(report.summary[0].rows, columns=["", "value", "detail"]),
             pd.DataFrame(terms, columns=["term", "GB"]),
             *(pd.DataFrame(tables[n].rows, columns=list(tables[n].headings)) for n in ("Memory", "Other layouts")),
             command_of(settings),
