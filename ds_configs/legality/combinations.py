@@ -37,8 +37,7 @@ SETTINGS: Mapping[str, str] = {
     "qat_inputs": "quantization-aware training with per-token input rounding",
     "qat_ranges": "quantization-aware training with stored input ranges",
     "learned_scales": "quantization-aware training with learned scales",
-    "pruning": "magnitude pruning per matrix",
-    "global_pruning": "global magnitude pruning",
+    "pruning": "magnitude pruning",
     "l1": "an L1 penalty on weights",
     "lora": "LoRA adapters",
     "frozen": "frozen parameters",
@@ -105,7 +104,7 @@ _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 _PROVEN: tuple[tuple[str, str, str], ...] = (
     (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
-    (EQUIVALENT, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (EQUIVALENT, "lora", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
     (EQUIVALENT, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),

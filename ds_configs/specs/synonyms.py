@@ -113,6 +113,9 @@ REMOVED: Mapping[str, str] = {
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
     **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
+    **dict.fromkeys(("heads", "kv_heads"), "omit it: students keep all heads; --hidden and --intermediate cut widths"),
+    **dict.fromkeys(("loss=skewed_kl", "loss=total_variation"), "use jsd, which is bounded too"),
+    "loss=skewed_reverse_kl": "use reverse_kl",
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
     "resume": "omit it: the command starts from the beginning",
@@ -132,6 +135,9 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("save_seconds", "mtbf_hours"), "omit it: --save-steps of train sets how often checkpoints are saved"
     ),
+    "objective=cost": "plan for each size of cluster, and compare tokens/s per accelerator",
+    "longest_sequence": "pass a --seq-len that is too long: the error has a length that fits",
+    "gpu_hour_price": "omit it, and multiply the GPU hours that --tokens prints by your price",
     "bit_schedule": "omit it: train with the scheme's bits from --start-step on",
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }

@@ -266,13 +266,13 @@ def job_of(settings: QATSettings) -> QATJob:
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
 ) -> None:
-    from shardwright.plugins.transformers import teacher_placement
+    from shardwright.plugins.transformers import second_model
 
     job = job_of(QATSettings(**settings))
     job = QATJob.model_validate_json(job.model_dump_json())
     assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
     loaded: list[Any] = []
-    monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
+    monkeypatch.setattr(second_model, "load_second_model", lambda name, **k: loaded.append((name, k["revision"])))
     plan = SimpleNamespace(chosen=SimpleNamespace(strategy=SimpleNamespace(tiled_mlp=False)))
     context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp", plan=plan)
     placed_teacher(teacher[0], job.teacher_revision, job, context)
