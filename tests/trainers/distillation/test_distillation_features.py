@@ -269,7 +269,7 @@ def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
         size = scores.shape[-1]
-        view = visibility(inputs, size, causal=own.causal, window=own.window).rows(torch.arange(size))
+        view = visibility(inputs, size, causal=own.causal, window=own.window)(torch.arange(size))
         expected = torch.softmax(scores.masked_fill(~view[:, None], -1e9), dim=-1)
         real = inputs["attention_mask"].bool()
         assert torch.allclose(
