@@ -16,7 +16,7 @@ from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...ds_configs.memory.estimate import Calibration, MeasuredRun
+    from ...ds_configs.memory.estimate import MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
     from ...ds_configs.step_time.learning import MeasuredStep
     from ...plugins.planning.calibration_store import CalibrationStore
@@ -29,9 +29,7 @@ class CalibrateOptions(FormatOptions):
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")
-    forget: str | None = Field(
-        None, description="Remove a run by a prefix of its identifier, all, or the rates of CPU ranks (cpu)"
-    )
+    forget: str | None = Field(None, description="Remove a run by a prefix of its identifier, or all")
 
 
 def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
@@ -58,13 +56,12 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     if as_json:
         print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
     else:
-        what = "measurement" if forget == "cpu" else "run"
-        print(f"Removed {count} {what}{'' if count == 1 else 's'}")
+        print(f"Removed {count} run{'' if count == 1 else 's'}")
     return 0
 
 
 def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
-    from ...ds_configs.memory.estimate import Calibration
+    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
     from ...ds_configs.plan.measurement import measured_run, measured_step, printable, report_lines
 
     measurement = read_measurement(run_dir)
@@ -81,12 +78,12 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     if run is None:
         lines[0] += ", which has no memory peaks"
     else:
-        after = store.calibration()
-        before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
-        old, new = _interval(before, run), _interval(after, run)
-        answer |= {"run": _with_ratio(run), "interval": new}
+        ratios = store.calibration().ratios(gpu=run.gpu, architecture=run.architecture)
+        low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
+        interval = {"low": low, "middle": middle, "high": high, "runs": len(ratios)}
+        answer |= {"run": _with_ratio(run), "interval": interval}
         lines.append(f"reserved over predicted tensors: {run.ratio:.3f}")
-        lines.append(f"interval of plans for {plans}: {_shown(old)} -> {_shown(new)}")
+        lines.append(f"interval of plans for {plans}: {low:.3f} to {high:.3f} ({len(ratios)} measured)")
     if step is not None:
         answer |= {"step": _with_ratio(step)}
         lines.append(_step_line(store, step))
@@ -131,11 +128,10 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, steps, cpus = store.calibration().runs, store.steps(), store.cpus()
+    runs, steps = store.calibration().runs, store.steps()
     if as_json:
         shown: dict[str, Any] = {"runs": [*map(_with_ratio, runs)], "steps": [*map(_with_ratio, steps)]}
-        shown |= {"cpus": [asdict(cpu) for cpu in cpus], "database": str(store.path)}
-        print(json.dumps({"schema_version": 1, **shown}, indent=2))
+        print(json.dumps({"schema_version": 1, **shown, "database": str(store.path)}, indent=2))
         return 0
     if not runs and not steps:
         print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
@@ -157,8 +153,6 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
         print_rows(console(), names, rows, title="Stored runs, memory in GB", figures=numbers)
     if steps:
         show_steps(steps, title="Stored step times, seconds")
-    for cpu in cpus:
-        print(f"Measured {cpu}")
     print(f"file: {store.path}", file=sys.stderr)
     return 0
 
@@ -179,16 +173,3 @@ def show_steps(steps: Sequence[MeasuredStep], *, title: str) -> None:
 
 def _with_ratio(measured: MeasuredRun | MeasuredStep) -> dict[str, Any]:
     return asdict(measured) | {"ratio": measured.ratio}
-
-
-def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
-    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
-
-    ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
-    low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
-    return {"low": low, "middle": middle, "high": high, "runs": len(ratios)}
-
-
-def _shown(interval: dict[str, float | int]) -> str:
-    source = f"{interval['runs']} measured" if interval["runs"] else "published"
-    return f"{interval['low']:.3f} to {interval['high']:.3f} ({source})"

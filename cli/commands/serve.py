@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import HardwareSettings, Settings
+from ...ds_configs.specs.settings import HardwareSettings, RevisionSettings
 from ..options import FormatOptions
 from ..progress import note
 from ..settings import FILLED, Options, grouped
@@ -24,7 +24,7 @@ grouped(HardwareSettings)
 
 
 @grouped
-class ServeSettings(Settings):
+class ServeSettings(RevisionSettings):
     group = "Serving"
 
     tensor_parallel_size: int | None = Field(
@@ -45,7 +45,6 @@ class ServeSettings(Settings):
     draft_tokens: int = Field(4, ge=1, description="Tokens that the draft proposes per step")
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
 
 @grouped
@@ -104,23 +103,17 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
     from ...plugins.planning.from_names import read_hardware
     from ...plugins.serving.engine import processor_flags
 
+    own = {"kv_cache_memory", "block_size", "gpu_memory_utilization", "draft", "revision"}
     memory = settings.kv_cache_memory
     return ServingRequest(
         hardware=read_hardware(
-            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
+            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, on_cpu=False
         ),
         amx="amx_tile" in processor_flags(),
-        tensor_parallel_size=settings.tensor_parallel_size,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
         block_tokens=settings.block_size,
         memory_share=settings.gpu_memory_utilization,
-        draft_tokens=settings.draft_tokens,
-        host=settings.host,
-        port=settings.port,
+        **settings.model_dump(exclude=own),
     )
 
 
