@@ -28,7 +28,6 @@ from shardwright.ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_strategy,
-    shrink_training_arguments,
     shrink_zero_options,
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
@@ -546,11 +545,3 @@ def test_accelerate_files_change_only_ranks():
         hybrid = {"num_processes": processes, "parallelism_config": axes}
         small, _ = shrink_accelerate_config(hybrid, ranks=8, nodes=1, deepspeed_config_file=None)
         assert small["parallelism_config"][key] == shards and small["num_processes"] == 8
-
-
-def test_training_arguments_change_only_the_batch():
-    arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "bf16": True, "optim": "sgd"}
-    strategy = Layout(engine="ddp", micro_batch_size=2, gradient_accumulation_steps=2)
-    small, changes = shrink_training_arguments(arguments, strategy=strategy)
-    assert small == arguments | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    assert [change.where for change in changes] == ["per_device_train_batch_size", "gradient_accumulation_steps"]

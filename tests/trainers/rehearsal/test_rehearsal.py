@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 from importlib.util import find_spec
@@ -13,26 +12,23 @@ import pytest
 import yaml
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.plugins.planning.from_names import plan, read_hardware
+from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.rehearsal.checks import (
     CHECK_NAMES,
     check_export,
     check_resumed,
     check_training,
     failed,
-    passed,
     with_unreached,
 )
 from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal.files import choose_ranks
 from shardwright.trainers.rehearsal.report import (
-    PredictedPhase,
     Rehearsal,
     check_output_directory,
-    write_report,
 )
 from shardwright.trainers.rehearsal.worker import skewed_tokens
 
@@ -97,16 +93,6 @@ def test_an_edited_key_fails_the_files_and_names_the_nearest(
     assert not report["passed"]
     assert [check["name"] for check in report["checks"]] == list(CHECK_NAMES)
     assert json.loads((tmp_path / "plan" / "rehearsal" / "rehearsal.json").read_text()) == report
-
-
-def test_a_missing_file_of_the_plan_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(model, tmp_path / "plan", strategy="zero2")
-    (tmp_path / "plan" / "ds_config.json").unlink()
-    (tmp_path / "plan" / "training_arguments.json").unlink()
-    code, report, _ = rehearse(capsys, tmp_path / "plan")
-    assert code == 2
-    assert "is a copy of ds_config.json, which is missing" in failing(report)["files"]
-    assert "training_arguments.json: cannot be read" in failing(report)["files"]
 
 
 @pytest.mark.parametrize(
@@ -178,32 +164,6 @@ def test_a_lock_that_a_killed_compilation_left_is_shown_and_kept(
     assert lock.exists()
 
 
-def test_nvme_without_libaio_names_the_package_to_install(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = plan(
-        str(model),
-        read_hardware("8xA100-80GB", nvme="/local_nvme:1TB"),
-        TrainingJob(seq_len_tokens=64, strategy="zero3", offload="nvme"),
-    )
-    made.write(tmp_path / "plan")
-    monkeypatch.setattr("shardwright.plugins.deepspeed.engine.has_libaio", lambda: False)
-    code, report, _ = rehearse(capsys, tmp_path / "plan")
-    assert (code, list(failing(report))) == (1, ["launch"])
-    assert "install libaio-dev" in failing(report)["launch"]
-    assert any(change["where"].endswith("nvme_path") for change in report["changes"])
-
-
-def test_a_plan_of_another_schema_version_is_rejected(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(model, tmp_path / "plan")
-    edit_json(tmp_path / "plan" / "plan.json", schema_version=99)
-    code, report, _ = rehearse(capsys, tmp_path / "plan")
-    assert code == 4
-    assert "this version reads" in report["error"]["message"]
-
-
 def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(model, tmp_path / "plan")
     flags = ["--steps", "2", "--time-limit", "0", "--ranks", "0"]
@@ -213,16 +173,6 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
     assert (code, report["error"]["errors"][0]["rule"]) == (2, "the plan has one node")
     assert not (tmp_path / "plan" / "rehearsal").exists()
-
-
-def test_a_missing_model_is_an_error_with_a_fix(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(model, tmp_path / "plan")
-    model.rename(tmp_path / "moved")
-    code, report, _ = rehearse(capsys, tmp_path / "plan")
-    assert code == 2
-    assert "plan again with its current location" in report["error"]["message"]
 
 
 def test_an_output_directory_with_other_files_needs_force(
@@ -243,38 +193,6 @@ def test_an_output_directory_with_other_files_needs_force(
 def rehearsal(made: Plan, **values: Any) -> Rehearsal:
     checks = with_unreached([failed("files", "wrong")])
     return Rehearsal(**{"plan": made, "source": None, "ranks": 2, "nodes": 1, "steps": 8, "checks": checks, **values})
-
-
-MEASURED = {"loss": {"weights": 3_000_000, "activations": 1_000_000}, "step": {"optimizer": 2_000_000}}
-PREDICTED = {"loss": PredictedPhase(terms={"weights": 5_000_000}, roles={"weights": 5_000_000})}
-
-
-def test_a_full_disk_does_not_damage_the_earlier_report(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
-    write_report(rehearsal(made, measured=MEASURED, predicted=PREDICTED), tmp_path / "output")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()}
-    assert before.keys() == {"rehearsal.json"}
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ShardwrightError, match="No space left on device"):
-        write_report(rehearsal(made), tmp_path / "output")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()} == before
-    monkeypatch.undo()
-    write_report(rehearsal(made), tmp_path / "output")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "output").iterdir()} != before
-
-
-def test_json_holds_roles_and_terms(model: Path) -> None:
-    made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
-    report = json.loads(json.dumps(rehearsal(made, measured=MEASURED, predicted=PREDICTED).to_dict()))
-    assert report["measured"] == MEASURED
-    assert report["predicted"] == {"loss": {"weights": 5_000_000, "terms": {"weights": 5_000_000}}}
-    assert (report["schema_version"], report["passed"]) == (1, False)
 
 
 def record(**values: Any) -> dict[str, Any]:
@@ -332,13 +250,6 @@ def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -
     assert "from_pretrained fails: KeyError" in verdict("KeyError: 'layer'").detail
     (export / "pytorch_model.bin").touch()
     assert "pytorch_model.bin" in verdict().detail
-
-
-def test_a_result_at_run_time_replaces_a_pass_but_no_failure() -> None:
-    later = with_unreached([passed("world_size", "planned"), failed("world_size", "seen")])
-    assert next(check for check in later if check.name == "world_size").detail == "seen"
-    kept = with_unreached([failed("world_size", "planned"), passed("world_size", "seen")])
-    assert next(check for check in kept if check.name == "world_size").detail == "planned"
 
 
 def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
