@@ -166,7 +166,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
     rehearsed = scale_plan(
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
     )
-    write_rehearsal(rehearsed, settings.work)
+    write_rehearsal(plan, rehearsed, settings.work, ranks=settings.ranks)
     if script is not None:
         more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
@@ -232,7 +232,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     )
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
-    checks.append(check_export(work / "export", *files, error_text, precision=worker.precision))
+    checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.job.precision))
     return rehearsal, [launch, *checks]
 
 

@@ -20,6 +20,7 @@ from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_fro
 from shardwright.ds_configs.models.model_config import config_errors
 from shardwright.ds_configs.shrink.config import (
     Change,
+    Rewriting,
     kept_layers,
     rehearsed_sequence,
     shrink_model_config,
@@ -501,12 +502,15 @@ PLANNED = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, micro_batch_size=
 REHEARSED = replace(PLANNED, dp_shard=2, micro_batch_size=2)
 
 
-def deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    return shrink_deepspeed_config(config, zero=SMALL_ZERO, nvme_path="/new", before=PLANNED, after=REHEARSED)
+def rewritten(shrink_file: Any, values: Mapping[str, Any], **settings: Any) -> tuple[dict[str, Any], list[Change]]:
+    copy = Rewriting(values)
+    shrink_file(copy, **settings)
+    return copy.values, copy.changes
 
 
 def test_deepspeed_files_change_only_sizes():
-    small, changes = deepspeed(DEEPSPEED)
+    settings = {"zero": SMALL_ZERO, "nvme_path": "/new", "before": PLANNED, "after": REHEARSED}
+    small, changes = rewritten(shrink_deepspeed_config, DEEPSPEED, **settings)
     section = DEEPSPEED["zero_optimization"]
     assert isinstance(section, dict)
     assert small == DEEPSPEED | {
@@ -530,7 +534,7 @@ def test_accelerate_files_change_only_ranks():
         "main_process_port": 29500, "machine_rank": 0,
         "deepspeed_config": {"deepspeed_config_file": "./ds_config.json", "zero3_init_flag": True},
     }  # fmt: skip
-    small, changes = shrink_accelerate_config(config, ranks=4, nodes=2, deepspeed_config_file="/d/ds.json")
+    small, changes = rewritten(shrink_accelerate_config, config, ranks=4, nodes=2, deepspeed_config_file="/d/ds.json")
     assert small == config | {
         "num_processes": 4,
         "num_machines": 2,
@@ -538,10 +542,10 @@ def test_accelerate_files_change_only_ranks():
         "deepspeed_config": {"deepspeed_config_file": "/d/ds.json", "zero3_init_flag": True},
     }
     assert len(changes) == 4
-    assert shrink_accelerate_config({}, ranks=2, nodes=1, deepspeed_config_file=None) == ({}, ())
+    assert rewritten(shrink_accelerate_config, {}, ranks=2, nodes=1, deepspeed_config_file=None) == ({}, [])
     key = "parallelism_config_dp_shard_size"
     axes = {"parallelism_config_dp_replicate_size": 4, key: 8}
     for processes, shards in ((32, 2), (31, 8)):
         hybrid = {"num_processes": processes, "parallelism_config": axes}
-        small, _ = shrink_accelerate_config(hybrid, ranks=8, nodes=1, deepspeed_config_file=None)
+        small, _ = rewritten(shrink_accelerate_config, hybrid, ranks=8, nodes=1, deepspeed_config_file=None)
         assert small["parallelism_config"][key] == shards and small["num_processes"] == 8

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.shrink.config import Rewriting
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
@@ -252,18 +253,33 @@ def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -
     assert "pytorch_model.bin" in verdict().detail
 
 
+def replaced(replace: Any, values: dict[str, Any], **settings: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the values that a substitute leaves, and the names of those that it changes."""
+    scaled = Rewriting(values)
+    replace(scaled, **settings)
+    return scaled.values, [change.where for change in scaled.changes]
+
+
 def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     arguments = {"fp16": True, "optim": "paged_adamw_8bit", "tf32": True, "push_to_hub": True, "weight_decay": 0.1}
-    found, changes = cpu_arguments(arguments, steps=8, save_step=4)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    layout = Layout(engine="ddp", micro_batch_size=2)
+    found, changes = replaced(cpu_arguments, arguments | sizes, layout=layout, steps=8, save_step=4)
     assert found["bf16"] is True and found["fp16"] is False and found["optim"] == "adamw_torch"
     assert "tf32" not in found and found["push_to_hub"] is False and found["weight_decay"] == 0.1
-    reported = {change.where.removeprefix("training_arguments.json: ") for change in changes}
-    assert reported == {"fp16", "bf16", "optim", "tf32", "push_to_hub", "learning_rate", "max_steps"}
-    assert cpu_deepspeed({"fp16": {"enabled": "auto", "loss_scale": 0}})[0] == {"bf16": {"enabled": "auto"}}
-    accelerate, changes = cpu_accelerate({"mixed_precision": "fp16", "gpu_ids": "0,1", "debug": False})
+    assert set(changes) == {"fp16", "bf16", "optim", "tf32", "push_to_hub", "learning_rate", "max_steps"}
+    _, changes = replaced(cpu_arguments, sizes, layout=Layout(engine="ddp"), steps=8, save_step=4)
+    assert changes[0] == "per_device_train_batch_size"
+    half = {"fp16": {"enabled": "auto", "loss_scale": 0}}
+    assert replaced(cpu_deepspeed, half)[0] == {"bf16": {"enabled": "auto"}}
+    superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
+    found, changes = replaced(cpu_deepspeed, superoffload)
+    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert changes == ["zero_optimization.offload_optimizer.super_offload"]
+    accelerate, changes = replaced(cpu_accelerate, {"mixed_precision": "fp16", "gpu_ids": "0,1", "debug": False})
     assert accelerate == {"mixed_precision": "bf16", "debug": False} and len(changes) == 2
-    accelerate, changes = cpu_accelerate({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}})
-    assert accelerate == {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}} and len(changes) == 1
+    offloaded = {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
+    assert replaced(cpu_accelerate, offloaded)[0]["fsdp_config"]["fsdp_offload_params"] is False
 
 
 def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
@@ -291,9 +307,6 @@ def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path
         else:
             assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
             assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zero_optimization.zenflow" in changes
-    superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
-    found, (change,) = cpu_deepspeed(superoffload)
-    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and "super_offload" in change.where
 
 
 def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
