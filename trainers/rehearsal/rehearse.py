@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.memory.estimate import cpu_rank_terms
-from ...ds_configs.plan.output import reserved
+from ...ds_configs.plan.output import output_errors, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.step_time.estimate import TERMS
@@ -41,7 +41,6 @@ from .report import (
     ROLES,
     PredictedPhase,
     Rehearsal,
-    check_output_directory,
     write_report,
 )
 from .script import rehearse_script
@@ -113,7 +112,11 @@ def rehearse(
         target = Path(output_dir) if output_dir is not None else directory / "rehearsal"
         kept = output_dir is not None or not isinstance(plan, Plan)
         if kept:
-            check_output_directory(target, force=force, model=loaded.model.name if output_dir is not None else None)
+            # The plan, whose directory is the default, may be in its model's directory.
+            sources = {"the model": loaded.model.name if output_dir is not None else None}
+            fix = "use --force to write into it"
+            if errors := output_errors(target, force=force, own=(REPORT_FILE,), sources=sources, fix=fix):
+                raise UsageError(errors)
         if loaded.model.task != "causal_lm":
             rule = f"is a {loaded.model.task} model; rehearse supports only causal language models"
             raise UsageError(ConfigError(where="model", value=loaded.model.architecture, rule=rule))

@@ -39,7 +39,7 @@ def compile_operators(devices: Sequence[str], optimizer: str) -> None:
             "libaio-devel, or plan with --offload cpu"
         )
     operators = needed_operators(offload_optimizer=devices[0] != "none", nvme=nvme, optimizer=optimizer)
-    prepare_operators(operators, notify=logger.info)
+    prepare_operators(operators)
 
 
 def compile_planned_operators(plan: Plan) -> None:

@@ -20,7 +20,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
-    read_own_replica,
     repair_clipping,
     set_global_batch,
     written_global_batch,
@@ -154,10 +153,6 @@ def errors_of(arguments: Any, **more: Any) -> dict[str, str]:
     return found
 
 
-def test_legal_arguments_are_accepted(tmp_path: Path) -> None:
-    assert errors_of(OnRanks(2, deepspeed_arguments(tmp_path))) == {}
-
-
 def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
     more = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}
     arguments = deepspeed_arguments(tmp_path, zero_stage=2, **more)
@@ -223,51 +218,6 @@ def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path:
     assert "not be summed" in errors_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
     del config["data_types"]
     assert errors_of(OnRanks(2, arguments)) == {}
-
-
-def test_loader_workers_are_seeded_per_replica() -> None:
-    from functools import partial
-
-    from torch.utils.data import DataLoader
-    from transformers.trainer_utils import seed_worker
-
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"),
-        device_placement=False,
-        rng_types=[],
-        even_batches=True,
-        use_seedable_sampler=False,
-        dataloader_config=SimpleNamespace(data_seed=None),
-        non_blocking=False,
-        use_stateful_dataloader=False,
-        _dataloaders=[],
-    )
-    seeds = {}
-    for rank, replica in enumerate([0, 1, 0, 1]):
-        read_own_replica(accelerator, replicas=2, replica=replica)
-        loader = DataLoader(range(8), worker_init_fn=partial(seed_worker, num_workers=2, rank=rank))
-        worker_init_fn = accelerator.prepare_data_loader(loader).worker_init_fn
-        seeds[rank] = {**worker_init_fn.keywords, "function": worker_init_fn.func}
-    assert seeds[0] == seeds[2] == {"num_workers": 2, "rank": 0, "function": seed_worker}
-    assert seeds[1] == seeds[3] == {"num_workers": 2, "rank": 1, "function": seed_worker}
-    unseeded = DataLoader(range(8), worker_init_fn=print)
-    assert accelerator.prepare_data_loader(unseeded).worker_init_fn is print
-
-
-def test_positions_in_only_some_batches_of_a_step_are_rejected() -> None:
-    plain = batch_of(1, 3, masked=False)
-    with pytest.raises(UsageError, match="every micro-batch of a step or in none"):
-        of_one_shape([plain, {**plain, "position_ids": torch.arange(3)[None]}])
-
-
-def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="'t5': has no causal language model"):
-        source_of(tmp_path)
-    with pytest.raises(UsageError, match="has no readable config"):
-        source_of(str(tmp_path / "missing"))
 
 
 def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
