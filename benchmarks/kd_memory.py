@@ -37,7 +37,7 @@ TARGET_BYTES = 3.5e9
 _BYTES_OF_A_ROW = 32
 """A weight and seven values, in fp32."""
 _BLOCK_BYTES_OF_A_LOGIT = 45
-"""11 fp32 temporaries and a mask, where τ ≠ 1 and all telemetry is wanted; every divergence needs that many."""
+"""11 fp32 temporaries and a mask, where τ ≠ 1; every divergence needs that many."""
 OBJECTIVE = TokenObjective(alpha=0.5, temperature=2.0, divergence="jsd", mixture=0.5)
 
 
@@ -64,7 +64,7 @@ def fused_peak_bytes(
         backward  N (H e + 32) + 4 V H + V H e [e = 2]
 
     without the terms in V H where the head is frozen. It is metered, not derived, that a block takes so much, and that
-    compiled kernels of JSD keep 12 bytes of a logit; without telemetry or at τ = 1 both take less.
+    compiled kernels of JSD keep 12 bytes of a logit; at τ = 1 both take less.
     """
     chunk = even_chunk_rows(rows, chunk_rows or most_chunk_rows(columns * (element_bytes + teacher_element_bytes)))
     short = element_bytes < 4

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwright.ds_configs.quantization.recipe import quantize_settings
+from shardwright.ds_configs.quantization.settings import QuantizeSettings
 from shardwright.plugins.compressed_tensors.compressed_model import restore_expert_names
 from shardwright.plugins.llm_compressor.quiet import without_bars
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
@@ -167,7 +167,7 @@ def _write_quantized(case: ServingCase, dense: Path, directory: Path) -> None:
 
 def write_quantized(stated: Mapping[str, Any], dense: Path, directory: Path) -> None:
     """Quantize a checkpoint by the settings of `shardwright quantize`, in this process."""
-    prepared = prepare(str(dense), quantize_settings(dict(stated)), None)
+    prepared = prepare(str(dense), QuantizeSettings(**dict(stated)), None)
     with without_bars():
         quantized = quantize_in_memory(prepared, device="cpu")
         quantized.save(directory)

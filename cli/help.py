@@ -1,4 +1,4 @@
-"""Help of a command, fitted to the terminal."""
+"""Help of a command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
 
-_NARROW = 60
-"""Below this width, descriptions are printed under their names."""
 _EMPTY_DEFAULTS = frozenset({"False", '""', "()", "{}", "[]"})
 """Defaults of options without effect unless set."""
 
@@ -29,21 +27,7 @@ def short_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> N
         )
         for entry in panel.entries
     ]
-    if console.width >= _NARROW or not entries:
-        DefaultFormatter()(console, options, panel.copy(entries=entries))
-        return
-    from rich.padding import Padding
-    from rich.text import Text
-
-    console.print(panel.title, style="bold")
-    for entry in entries:
-        console.print(Text(" ".join(entry.display_labels_with_metavar), style="cyan"), overflow="fold")
-        description = entry.description
-        choices, default = ", ".join(entry.choices or ()), f"default: {entry.default}" if entry.default else ""
-        for part in filter(None, (choices, default, "required" if entry.required else "")):
-            description.append(Text(f"[{part}]"))
-        console.print(Padding(description, (0, 0, 0, 2)))
-    console.print()
+    DefaultFormatter()(console, options, panel.copy(entries=entries))
 
 
 EXAMPLES: dict[str, tuple[str, str, str]] = {

@@ -100,11 +100,6 @@ class LoraAdapter:
     tensors: Mapping[str, StoredTensor]
 
 
-def is_adapter(directory: Path) -> bool:
-    """Return whether a directory is a PEFT adapter without a model of its own."""
-    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
-
-
 def read_adapter(directory: Path) -> LoraAdapter:
     """Read the configuration of a LoRA adapter, and the header of its weights.
 

@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks/gpu_memory.py`: its grid, what it computes from figures, and the table."""
+"""The pure parts of `benchmarks/gpu_memory.py`: its grid, its predictions, and the figures of an H100."""
 
 from __future__ import annotations
 
@@ -8,33 +8,14 @@ from dataclasses import asdict, replace
 
 import families
 import gpu_memory
-import pytest
 import torch
-from gpu_memory import FEATURES, OPTIMIZERS, VALUES, GpuCase, GpuResult, case_of, cases, predicted_fields, stored, table
+from gpu_memory import FEATURES, OPTIMIZERS, VALUES, GpuCase, case_of, cases, predicted_fields, stored, table
 from shardwright.ds_configs.legality.rules import legality_errors
 from shardwright.ds_configs.specs.hardware import parse_hardware
 
 H100 = parse_hardware("1xH100-80GB")
 T4 = parse_hardware("1xT4")
 CASE = GpuCase(model="Llama-3.2-1B", layout="zero2", method="full", seq_len_tokens=2048, checkpointing=True)
-
-
-def trained(**changes: object) -> GpuResult:
-    values = {
-        "case": CASE,
-        "outcome": "trained",
-        "predicted_phases": {"init": 99 * 10**9, "backward": 21 * 10**9, "step": 20 * 10**9},
-        "predicted_low_bytes": 20 * 10**9,
-        "predicted_peak_bytes": 22 * 10**9,
-        "predicted_high_bytes": 24 * 10**9,
-        "predicted_fit": "fits",
-        "allocated_phases": {"backward": 20 * 10**9, "step": 18 * 10**9, "other": 50 * 10**9},
-        "reserved_peak_bytes": 21 * 10**9,
-        "context_bytes": 10**9 // 2,
-        "predicted_seconds": 0.9,
-        "phase_seconds": {"forward": 0.25, "backward": 0.5},
-    }
-    return GpuResult(**(values | changes))
 
 
 def test_grid_is_complete_and_named_once():
@@ -91,38 +72,6 @@ def test_a_small_gpu_is_reported_as_too_small():
     assert predicted_fields(replace(predicted, capacity_bytes=between), time)["predicted_fit"] == "may fit"
 
 
-def test_figures_that_follow_from_others():
-    result = trained()
-    assert result.allocated_peak_bytes == 20 * 10**9, "of a step, not between steps"
-    assert result.predicted_allocated_bytes == 21 * 10**9
-    assert result.allocated_error == pytest.approx(0.05)
-    assert result.used_bytes == 21_500_000_000
-    assert result.used_error == pytest.approx(22 / 21.5 - 1)
-    assert result.fragmentation == pytest.approx(1.05)
-    assert result.step_seconds == pytest.approx(0.75)
-    assert result.time_error == pytest.approx(0.9 / 0.75 - 1)
-    assert CASE.name == "Llama-3.2-1B-zero2-full-2k-ckpt"
-
-
-def test_a_file_of_lines_is_predicted_again(tmp_path):
-    file = tmp_path / "measured.jsonl"
-    measured = {"device": "NVIDIA H100 80GB HBM3", "allocated_phases": {}, "reserved_peak_bytes": 5, "context_bytes": 2}
-    lines = [
-        {"case": asdict(CASE), "outcome": "timed out"},
-        {"case": asdict(CASE), "outcome": "out of memory", **measured},
-        {"case": asdict(replace(CASE, layout="single")), "outcome": "failed: exit code 1"},
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    short, failed = stored(file)
-    assert (short.outcome, short.predicted_fit, short.used_bytes, short.used_error) == (
-        "out of memory",
-        "fits",
-        7,
-        None,
-    )
-    assert (failed.case.layout, failed.predicted_fit, failed.used_bytes) == ("single", "", None)
-
-
 def test_runs_on_an_h100_are_predicted():
     results = stored(gpu_memory.MEASURED)
     assert table(results) in gpu_memory.DOCUMENT.read_text(encoding="utf-8"), "run gpu_memory.py --write"
@@ -136,24 +85,6 @@ def test_runs_on_an_h100_are_predicted():
     assert max(abs(result.time_error) for result in trained) < 0.25
 
 
-def test_table():
-    short = trained(outcome="out of memory", predicted_fit="may fit", allocated_phases={}, reserved_peak_bytes=None)
-    missed = replace(short, predicted_fit="fits", outcome="out of memory")
-    lucky = trained(predicted_fit="does not fit", predicted_high_bytes=21 * 10**9)
-    text = table([trained(), short, missed, lucky, GpuResult(case=CASE, outcome="failed: a | b")])
-    lines = text.splitlines()
-    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
-    assert lines[2] == (
-        "| Llama-3.2-1B-zero2-full-2k-ckpt | trained | fits | 20.0 | 21.0 | +5.0% | 21.0 | 1.050 | 0.500 | 21.5 | 22.0 "
-        "| +2.3% | inside | 0.75 | 0.9 | +20.0% |"
-    )
-    assert "| outside |" in lines[5]
-    assert "2 of 5 cases trained." in lines
-    assert "Allocated: mean error 5.0%, worst 5.0%." in lines
-    assert "Out of memory: 2, of which the plan said does not fit: 0, may fit: 1, fits: 1." in lines
-    assert "Trained although the plan said that it does not fit: 1." in lines
-
-
 def test_it_rejects_without_a_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_memory.main(["--limit", "1", "--into", str(tmp_path / "out.json")]) == 2
@@ -162,27 +93,6 @@ def test_it_rejects_without_a_gpu(monkeypatch, capsys, tmp_path):
     assert len(captured.err.splitlines()) == 1
     assert "CUDA" in captured.err
     assert not (tmp_path / "out.json").exists()
-
-
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_cases_run_in_processes_of_one_kind_until_all_are_done(monkeypatch, capsys, tmp_path, ends_early):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    file, launches = tmp_path / "figures.jsonl", []
-
-    def launch(launch, *, timeout_seconds, on_line):
-        asked = json.loads(launch.arguments[1])
-        launches.append(len(asked))
-        assert timeout_seconds == 9 * len(asked)
-        with file.open("a", encoding="utf-8") as lines:
-            for case in asked[: 1 if ends_early else None]:
-                lines.write(json.dumps({"case": case, "outcome": "out of memory"}) + "\n")
-
-    monkeypatch.setattr(gpu_memory, "launch_ranks", launch)
-    only = "0.5B-(zero2|single)-full"
-    assert gpu_memory.main(["--only", only, "--into", str(file), "--seconds", "9"]) == 0
-    assert launches == ([4, 3, 2, 1] * 2 if ends_early else [4, 4])
-    assert {result.case.name for result in stored(file)} == {case.name for case in cases(only)}
-    assert "0 of 8 cases trained." in capsys.readouterr().out
 
 
 def test_family_page_counts_results_and_groups_reasons() -> None:

@@ -16,7 +16,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardwright.ds_configs.memory.estimate import GpuMemory
 from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, GalleryEntry, gallery_plan
 from shardwright.ds_configs.plan.plan import Plan, render_files
-from shardwright.ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes, human_count
 from shardwright.ds_configs.step_time.estimate import StepTime, time_term_name
@@ -136,11 +135,10 @@ def gallery_pages() -> dict[str, str]:
     entries = [Shown(entry=entry, plan=gallery_plan(entry)) for entry in GALLERY]
     entries.sort(key=lambda shown: (shown.plan.model.parameter_count, shown.entry.model))
     models = {model: list(group) for model, group in groupby(entries, key=lambda shown: shown.entry.model)}
-    recipes = [(recipe, quantize_settings({}, recipe=recipe).resolved()) for recipe in map(read_recipe, recipe_names())]
     templates = _templates()
     pages = {
         "index.md": templates.get_template("gallery.md").render(
-            entries=entries, models=models, kinds=_kinds(entries), recipes=recipes, release=GALLERY_RELEASE
+            entries=entries, models=models, kinds=_kinds(entries), release=GALLERY_RELEASE
         )
     }
     for model, group in models.items():

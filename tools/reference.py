@@ -30,7 +30,8 @@ from shardwright.ds_configs.legality.combinations import (
     cell,
     every_cell,
 )
-from shardwright.ds_configs.legality.trainer_parameters import LAYOUTS, PARAMETERS, decision, every_decision
+from shardwright.ds_configs.legality.trainer_parameters import LAYOUTS, PARAMETERS
+from shardwright.ds_configs.legality.trainer_parameters import TABLE as PARAMETER_TABLE
 from shardwright.trainers.checkpoints.resume import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,7 +153,7 @@ def combinations_page() -> str:
     parts += ["\n## Columns\n", *(f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items())]
     parts += ["\n## Reasons\n", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]
     parts += _parameter_table()
-    tests = sorted({proof.proven_by for proof in [*cells, *every_decision()] if proof.proven_by})
+    tests = sorted({proof.proven_by for proof in [*cells, *PARAMETER_TABLE.values()] if proof.proven_by})
     parts += [
         "\n## Tests\n",
         *(f"- `{test}`" for test in tests),
@@ -174,7 +175,7 @@ def _rows(rows: Mapping[str, str], reasons: list[str]) -> list[str]:
 
 def _parameter_table() -> list[str]:
     """What `trainer_for` does with each parameter of the Trainer and of TRL's trainers, with reasons and fixes."""
-    rejected = [each for each in every_decision() if not each.is_honored]
+    rejected = [each for each in PARAMETER_TABLE.values() if not each.is_proven]
     reasons = list(dict.fromkeys((each.reason, each.fix) for each in rejected))
     parts = [
         "\n## Parameters of trainers\n",
@@ -184,9 +185,9 @@ def _parameter_table() -> list[str]:
         "|---|" + ":-:|" * len(LAYOUTS),
     ]
     for parameter in PARAMETERS:
-        decisions = [each for layout in LAYOUTS if (each := decision(parameter, layout)) is not None]
+        decisions = [PARAMETER_TABLE[parameter, layout] for layout in LAYOUTS]
         marks = [
-            "✓" if each.is_honored else ascii_lowercase[reasons.index((each.reason, each.fix))] for each in decisions
+            "✓" if each.is_proven else ascii_lowercase[reasons.index((each.reason, each.fix))] for each in decisions
         ]
         parts.append(f"| `{parameter}` | " + " | ".join(marks) + " |")
     named = zip(ascii_lowercase, reasons, strict=False)

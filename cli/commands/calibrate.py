@@ -16,7 +16,7 @@ from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...ds_configs.memory.estimate import Calibration, MeasuredRun
+    from ...ds_configs.memory.estimate import MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
     from ...ds_configs.step_time.learning import MeasuredStep
     from ...plugins.planning.calibration_store import CalibrationStore
@@ -64,7 +64,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
 
 
 def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
-    from ...ds_configs.memory.estimate import Calibration
+    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
     from ...ds_configs.plan.measurement import measured_run, measured_step, printable, report_lines
 
     measurement = read_measurement(run_dir)
@@ -81,12 +81,12 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     if run is None:
         lines[0] += ", which has no memory peaks"
     else:
-        after = store.calibration()
-        before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
-        old, new = _interval(before, run), _interval(after, run)
-        answer |= {"run": _with_ratio(run), "interval": new}
+        ratios = store.calibration().ratios(gpu=run.gpu, architecture=run.architecture)
+        low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
+        interval = {"low": low, "middle": middle, "high": high, "runs": len(ratios)}
+        answer |= {"run": _with_ratio(run), "interval": interval}
         lines.append(f"reserved over predicted tensors: {run.ratio:.3f}")
-        lines.append(f"interval of plans for {plans}: {_shown(old)} -> {_shown(new)}")
+        lines.append(f"interval of plans for {plans}: {low:.3f} to {high:.3f} ({len(ratios)} measured)")
     if step is not None:
         answer |= {"step": _with_ratio(step)}
         lines.append(_step_line(store, step))
@@ -179,16 +179,3 @@ def show_steps(steps: Sequence[MeasuredStep], *, title: str) -> None:
 
 def _with_ratio(measured: MeasuredRun | MeasuredStep) -> dict[str, Any]:
     return asdict(measured) | {"ratio": measured.ratio}
-
-
-def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
-    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
-
-    ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
-    low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
-    return {"low": low, "middle": middle, "high": high, "runs": len(ratios)}
-
-
-def _shown(interval: dict[str, float | int]) -> str:
-    source = f"{interval['runs']} measured" if interval["runs"] else "published"
-    return f"{interval['low']:.3f} to {interval['high']:.3f} ({source})"

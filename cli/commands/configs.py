@@ -1,4 +1,4 @@
-"""`shardwright configs ls|cp`: the gallery of ready-made configurations and of quantization recipes."""
+"""`shardwright configs ls|cp`: the gallery of ready-made configurations."""
 
 from __future__ import annotations
 
@@ -19,33 +19,13 @@ app = App(name="configs", help="List ready-made configurations, or copy one.", h
 
 @app.command(name="ls")
 def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
-    """List the gallery, or its entries with a word such as llama; `quantize` lists the quantization recipes.
+    """List the gallery, or its entries with a word such as llama.
 
     Parameters
     ----------
     subject
-        Part of a name, or quantize.
+        Part of a name.
     """
-    if subject.lower() in ("quantize", "quantization"):
-        from ...ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
-
-        recipes = [read_recipe(name) for name in recipe_names()]
-        resolved = [quantize_settings({}, recipe=recipe).resolved() for recipe in recipes]
-        if options.as_json:
-            rows = [
-                {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}
-                for recipe, run in zip(recipes, resolved, strict=True)
-            ]
-            print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
-            return 0
-        from ..show import console, print_rows
-
-        shown = [
-            (recipe.name, run.scheme.name, run.method, recipe.purpose)
-            for recipe, run in zip(recipes, resolved, strict=True)
-        ]
-        print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
-        return 0
     entries = [entry for entry in GALLERY if subject.lower() in entry.name.lower()]
     if options.as_json:
         found = [
@@ -71,7 +51,7 @@ class CopyOptions(ConfigOption):
 
 @app.command(name="cp")
 def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions, Options] = FILLED) -> int:
-    """Copy a recipe, or a configuration with its paths changed to the new directory.
+    """Copy a configuration with its paths changed to the new directory.
 
     Parameters
     ----------
@@ -80,16 +60,7 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
     output_dir
         Directory for the files.
     """
-    from ...ds_configs.quantization.recipe import read_recipe, recipe_names
-
-    if name in recipe_names():
-        from ...ds_configs.plan.output import write_files
-
-        recipe = read_recipe(name)
-        paths = write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=options.force)
-    else:
-        entry = gallery_entry(name, *recipe_names())
-        paths = gallery_plan(entry).write(output_dir, force=options.force)
+    paths = gallery_plan(gallery_entry(name)).write(output_dir, force=options.force)
     for path in paths:
         print(path)
     return 0

@@ -66,7 +66,7 @@ def evaluate_command(
     Parameters
     ----------
     model
-        Hub id or directory of a model, plain or quantized, or of a LoRA adapter.
+        Hub id or directory of a model, plain or quantized.
     """
     from ...ds_configs.plan.output import output_errors, reserved, write_files
     from ...plugins.lm_eval import TaskRequest

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
+from ...ds_configs.quantization.settings import QuantizeSettings
 from ...ds_configs.specs.settings import HubSettings
-from ...ds_configs.specs.texts import FileSettings
 from ..options import RunOptions
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
@@ -28,16 +27,11 @@ grouped(QuantizeSettings)
 
 @grouped
 class QuantizeOptions(RunOptions, HubSettings):
-    config: str | None = Field(None, description="Recipe (configs ls quantize), or YAML file with settings")
+    config: str | None = Field(None, description="YAML file with settings, such as those of examples/quantization")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
     force: bool = Field(False, description="Write into a directory that is not empty")
-
-    @classmethod
-    def read_config(cls, name: str) -> FileSettings:
-        """Return the settings in a recipe of the gallery, or in a file."""
-        return read_recipe(name).values
 
 
 def quantize_command(

@@ -104,23 +104,17 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
     from ...plugins.planning.from_names import read_hardware
     from ...plugins.serving.engine import processor_flags
 
+    own = {"kv_cache_memory", "block_size", "gpu_memory_utilization", "draft", "revision"}
     memory = settings.kv_cache_memory
     return ServingRequest(
         hardware=read_hardware(
             hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
         ),
         amx="amx_tile" in processor_flags(),
-        tensor_parallel_size=settings.tensor_parallel_size,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
         block_tokens=settings.block_size,
         memory_share=settings.gpu_memory_utilization,
-        draft_tokens=settings.draft_tokens,
-        host=settings.host,
-        port=settings.port,
+        **settings.model_dump(exclude=own),
     )
 
 

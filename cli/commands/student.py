@@ -69,13 +69,7 @@ def show_student(report: StudentReport) -> None:
     table.add_row("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")
     teacher, student = plan.teacher_widths, plan.student_widths
     if teacher is not None and student is not None:
-        names = {
-            "hidden size": "hidden_size",
-            "MLP channels": "intermediate_size",
-            "query heads": "heads",
-            "key/value heads": "key_value_heads",
-        }
-        for word, name in names.items():
+        for word, name in {"hidden size": "hidden_size", "MLP channels": "intermediate_size"}.items():
             table.add_row(word, f"{getattr(teacher, name):,}", f"{getattr(student, name):,}")
     share = plan.student_parameters / plan.teacher_parameters
     counts = [f"{human_count(count)}" for count in (plan.teacher_parameters, plan.student_parameters)]

@@ -33,6 +33,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import gpu_catalog, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
+from ...ds_configs.specs.texts import flag_words
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
@@ -85,19 +86,22 @@ def settings_from(values: Mapping[str, Any], kind: type[Settings] = PageSettings
     return settings_of(kind, stated)
 
 
+def _stated(settings: Settings) -> dict[str, Any]:
+    """Return the set options that are not `auto`; names joined by commas."""
+    stated = {name: value for name, value in settings.stated().items() if value is not None}
+    return {name: ",".join(value) if isinstance(value, tuple) else value for name, value in stated.items()}
+
+
 def texts_of(settings: Settings) -> dict[str, str]:
-    """Return the set options as texts for an address or a command line."""
-    stated = settings.stated().items()
+    """Return the set options as texts for an address."""
+    stated = _stated(settings).items()
     return {name: str(value).lower() if isinstance(value, bool) else f"{value}" for name, value in stated}
 
 
 def command_of(settings: PageSettings) -> str:
     """Return the command line that makes the same plan."""
-    words = ["shardwright", "plan", settings.model or CONFIG_FILE]
-    for name, text in texts_of(settings).items():
-        if name != "model":
-            words += [f"--{name.replace('_', '-')}", *([] if text == "true" else [text])]
-    return shlex.join([*words, "--output-dir", "plan"])
+    flags = flag_words({name: value for name, value in _stated(settings).items() if name != "model"})
+    return shlex.join(["shardwright", "plan", settings.model or CONFIG_FILE, *flags, "--output-dir", "plan"])
 
 
 @cache

@@ -442,13 +442,6 @@ def _layer_errors(size: int, model: ModelTraits) -> list[ConfigError]:
     return errors
 
 
-def instead_of_context_parallelism(model: ModelTraits) -> str:
-    """Return the fix for a model without context parallelism; it suggests sequence parallelism if that is supported."""
-    if "chunked_attention" in model.layer_types or _layer_errors(2, model):
-        return "use cp = 1"
-    return "use cp = 1, or sp with DeepSpeed" + (" and flash_attention_2" if _is_windowed(model) else "")
-
-
 def _is_windowed(model: ModelTraits) -> bool:
     if model.layer_types:
         return bool(WINDOWED_ATTENTION.intersection(model.layer_types))
@@ -492,7 +485,9 @@ def context_parallel_errors(
         rule = "with dp_replicate > 1 requires dp_shard > 1"
         fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
         errors.append(ConfigError(where="cp", value=size, rule=rule, fix=fix))
-    instead = instead_of_context_parallelism(model)
+    instead = "use cp = 1"
+    if "chunked_attention" not in model.layer_types and not _layer_errors(2, model):
+        instead += ", or sp with DeepSpeed" + (" and flash_attention_2" if _is_windowed(model) else "")
     if model.attention != "sdpa":
         fix = "load the model with attn_implementation='sdpa'"
         rule = "context parallelism requires torch's scaled_dot_product_attention"

@@ -7,7 +7,7 @@ rejected. `axes.py` has the rules about sizes and model families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,7 @@ SETTINGS: Mapping[str, str] = {
     "qat_inputs": "quantization-aware training with per-token input rounding",
     "qat_ranges": "quantization-aware training with stored input ranges",
     "learned_scales": "quantization-aware training with learned scales",
-    "pruning": "magnitude pruning per matrix",
-    "global_pruning": "global magnitude pruning",
+    "pruning": "magnitude pruning",
     "l1": "an L1 penalty on weights",
     "lora": "LoRA adapters",
     "frozen": "frozen parameters",
@@ -105,7 +104,7 @@ _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 _PROVEN: tuple[tuple[str, str, str], ...] = (
     (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
-    (EQUIVALENT, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (EQUIVALENT, "lora", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
     (EQUIVALENT, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),
@@ -364,6 +363,8 @@ class Cell:
     """The test that proves the pair; empty if it is rejected."""
     reason: str = ""
     """Why the pair is rejected; empty if it is proven."""
+    fix: str = ""
+    """What to use instead, where the reason does not say it."""
 
     @property
     def is_proven(self) -> bool:
@@ -371,16 +372,22 @@ class Cell:
         return bool(self.proven_by)
 
 
-def _cells(rows: Iterable[tuple[str, str, str]], key: str) -> Iterator[Cell]:
-    for value, settings, columns in rows:
-        for setting in settings.split():
-            for column in columns.split():
-                yield Cell(setting=setting, column=column, **{key: value})
+Rows = Iterable[tuple[str, str, str]]
+"""Values of several cells, their settings and their columns; a row stands for all pairs of these."""
 
 
-TABLE: Mapping[tuple[str, str], Cell] = {
-    (entry.setting, entry.column): entry for entry in (*_cells(_PROVEN, "proven_by"), *_cells(_REJECTED, "reason"))
-}
+def cells(proven: Rows, rejected: Rows) -> dict[tuple[str, str], Cell]:
+    """Return the cells of rows of tests and of rows of reasons."""
+    return {
+        (setting, column): Cell(setting=setting, column=column, **{name: value})
+        for name, rows in (("proven_by", proven), ("reason", rejected))
+        for value, settings, columns in rows
+        for setting in settings.split()
+        for column in columns.split()
+    }
+
+
+TABLE: Mapping[tuple[str, str], Cell] = cells(_PROVEN, _REJECTED)
 
 
 def cell(setting: str, column: str) -> Cell:

@@ -8,10 +8,10 @@ warning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ..specs.errors import ConfigError
-from .combinations import COLUMNS, EQUIVALENT, TRAINED
+from .combinations import COLUMNS, EQUIVALENT, TRAINED, Cell, cells
 
 SINGLE = "single"
 """The layout of one process, which runs the unmodified Trainer."""
@@ -78,53 +78,14 @@ _REJECTED: tuple[tuple[str, str, str, str], ...] = (
 """Reasons, fixes, parameters and layouts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """One pair of the table."""
-
-    parameter: str
-    layout: str
-    proven_by: str = ""
-    """The test that proves the pair; empty if it is rejected."""
-    reason: str = ""
-    """Why the pair is rejected; empty if it is honored."""
-    fix: str = ""
-
-    @property
-    def is_honored(self) -> bool:
-        """Whether a test proves the pair."""
-        return bool(self.proven_by)
-
-
-def every_decision() -> list[Decision]:
-    """Return all entries of the table in order."""
-    honored = [
-        Decision(parameter=parameter, layout=layout, proven_by=test)
-        for test, parameters, layouts in _HONORED
-        for parameter in parameters.split()
-        for layout in layouts.split()
-    ]
-    rejected = [
-        Decision(parameter=parameter, layout=layout, reason=reason, fix=fix)
-        for reason, fix, parameters, layouts in _REJECTED
-        for parameter in parameters.split()
-        for layout in layouts.split()
-    ]
-    return honored + rejected
-
-
-_TABLE: Mapping[tuple[str, str], Decision] = {(entry.parameter, entry.layout): entry for entry in every_decision()}
-PARAMETERS = tuple(dict.fromkeys(parameter for parameter, _ in _TABLE))
+TABLE: Mapping[tuple[str, str], Cell] = cells(_HONORED, ()) | {
+    pair: replace(entry, fix=fix)
+    for reason, fix, parameters, layouts in _REJECTED
+    for pair, entry in cells((), [(reason, parameters, layouts)]).items()
+}
+"""Each parameter under each layout of `LAYOUTS`."""
+PARAMETERS = tuple(dict.fromkeys(parameter for parameter, _ in TABLE))
 """Every parameter in the table."""
-
-
-def decision(parameter: str, layout: str) -> Decision | None:
-    """Return the entry of a parameter under a layout; `None` for a parameter that is not in the table.
-
-    >>> decision("compute_metrics", "pp").reason
-    'it needs logits, which only the last stage of a pipeline has'
-    """
-    return _TABLE.get((parameter, layout))
 
 
 def parameter_errors(parameters: Iterable[str], layouts: Iterable[str]) -> list[ConfigError]:
@@ -137,8 +98,8 @@ def parameter_errors(parameters: Iterable[str], layouts: Iterable[str]) -> list[
     columns = tuple(layouts) or (SINGLE,)
     errors = []
     for parameter in parameters:
-        entries = [entry for column in columns if (entry := decision(parameter, column)) and not entry.is_honored]
+        entries = [entry for column in columns if (entry := TABLE.get((parameter, column))) and not entry.is_proven]
         if entries:
-            rule = f"is not supported with {COLUMNS[entries[0].layout]}: {entries[0].reason}"
+            rule = f"is not supported with {COLUMNS[entries[0].column]}: {entries[0].reason}"
             errors.append(ConfigError(where=parameter, rule=rule, fix=entries[0].fix))
     return errors

@@ -201,6 +201,10 @@ class Interval:
     high: float
     """Largest published value, used to decide whether a plan fits."""
 
+    def times(self, other: Interval) -> Factors:
+        """Return the product of two factors."""
+        return self.low * other.low, self.middle * other.middle, self.high * other.high
+
 
 CONTEXT_BYTES = Interval(low=350 * _MB, middle=800 * _MB, high=1000 * _MB)
 """CUDA context with kernels: 0.3-0.5 GB (arXiv 2411.06465), 0.80 GB measured in a training process on an H100
@@ -226,11 +230,7 @@ EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
 all complete pages of free blocks (`release_cached_blocks`, c10/cuda/CUDACachingAllocator.cpp), so that a gap between
 tensors wastes less than two pages of 20 MiB: 1.6 GB of 80 GB if all inputs of 40 layers have gaps."""
 
-RESERVED_OVER_PREDICTED = (
-    RESERVED_OVER_ALLOCATED.low * ALLOCATED_OVER_PREDICTED.low,
-    RESERVED_OVER_ALLOCATED.middle * ALLOCATED_OVER_PREDICTED.middle,
-    RESERVED_OVER_ALLOCATED.high * ALLOCATED_OVER_PREDICTED.high,
-)
+RESERVED_OVER_PREDICTED = RESERVED_OVER_ALLOCATED.times(ALLOCATED_OVER_PREDICTED)
 """Product of both; measured runs move this interval."""
 
 
@@ -364,17 +364,50 @@ def estimate_memory(
         UnknownFamilyError: no coefficients are stored, and there is no `activations`.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
-    expandable = expands_segments(job, hardware)
+    reserved = EXPANDABLE_RESERVED if expands_segments(job, hardware) else RESERVED_OVER_ALLOCATED
+    factors = moved_factors(reserved.times(ALLOCATED_OVER_PREDICTED), ratios)
     stages = []
     for share in rank_shares(layout, model, job):
         phases = fullest_by_phase(share_moment_terms(layout, share, job, activations, gpu=hardware.gpu != "CPU"))
-        phase = max(phases, key=lambda name: sum(phases[name].values()))
-        index = None if share.stage is None else share.stage.index
-        stages.append(_with_overheads(layout, hardware, phase, phases, ratios, stage=index, expandable=expandable))
+        stages.append(_with_overheads(layout, hardware, share, phases, factors, calibrated_runs=len(ratios)))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
         host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout), activations),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
+    )
+
+
+def _with_overheads(
+    layout: Layout,
+    hardware: HardwareSpec,
+    share: RankShare,
+    phases: dict[Phase, Terms],
+    factors: Factors,
+    *,
+    calibrated_runs: int,
+) -> GpuMemory:
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    allocated, (low, middle, high) = sum(phases[phase].values()), factors
+    # DeepSpeed makes a communicator for one rank too.
+    communicators = int(layout.world_size > 1 or layout.engine == "deepspeed") + len(layout.axes)
+    communicators += layout.dp_replicate > 1 and layout.dp_shard > 1
+    communicators += layout.zero.hpz_partition_size > 1
+    terms = dict(phases[phase])
+    terms["allocator_fragmentation"] = round(allocated * (middle - 1))
+    terms["runtime_context"] = round(CONTEXT_BYTES.middle)
+    if communicators:
+        terms["communicators"] = round(communicators * COMMUNICATOR_BYTES.middle)
+    return GpuMemory(
+        peak_bytes=sum(terms.values()),
+        low_bytes=round(allocated * low + CONTEXT_BYTES.low + communicators * COMMUNICATOR_BYTES.low),
+        high_bytes=round(allocated * high + CONTEXT_BYTES.high + communicators * COMMUNICATOR_BYTES.high),
+        allocated_bytes=allocated,
+        capacity_bytes=hardware.gpu_bytes,
+        phase=phase,
+        terms=terms,
+        phases={name: sum(parts.values()) for name, parts in phases.items()},
+        calibrated_runs=calibrated_runs,
+        stage=None if share.stage is None else share.stage.index,
     )
 
 
@@ -397,51 +430,6 @@ def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
     """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
     is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})
     return is_cuda and job.seq_len_tokens >= EXPANDABLE_FROM_TOKENS
-
-
-def _with_overheads(
-    layout: Layout,
-    hardware: HardwareSpec,
-    phase: Phase,
-    phases: dict[Phase, Terms],
-    ratios: Sequence[float],
-    *,
-    stage: int | None,
-    expandable: bool,
-) -> GpuMemory:
-    allocated = sum(phases[phase].values())
-    # DeepSpeed makes a communicator for one rank too.
-    communicators = int(layout.world_size > 1 or layout.engine == "deepspeed")
-    communicators += layout.dp_replicate > 1 and layout.dp_shard > 1
-    communicators += layout.zero.hpz_partition_size > 1
-    communicators += sum(getattr(layout, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
-
-    published = RESERVED_OVER_PREDICTED
-    if expandable:
-        reserved, allocated_part = EXPANDABLE_RESERVED, ALLOCATED_OVER_PREDICTED
-        published = (
-            reserved.low * allocated_part.low,
-            reserved.middle * allocated_part.middle,
-            reserved.high * allocated_part.high,
-        )
-    low, middle, high = moved_factors(published, ratios)
-    terms = dict(phases[phase])
-    terms["allocator_fragmentation"] = round(allocated * (middle - 1))
-    terms["runtime_context"] = round(CONTEXT_BYTES.middle)
-    if communicators:
-        terms["communicators"] = round(communicators * COMMUNICATOR_BYTES.middle)
-    return GpuMemory(
-        peak_bytes=sum(terms.values()),
-        low_bytes=round(allocated * low + CONTEXT_BYTES.low + communicators * COMMUNICATOR_BYTES.low),
-        high_bytes=round(allocated * high + CONTEXT_BYTES.high + communicators * COMMUNICATOR_BYTES.high),
-        allocated_bytes=allocated,
-        capacity_bytes=hardware.gpu_bytes,
-        phase=phase,
-        terms=terms,
-        phases={name: sum(parts.values()) for name, parts in phases.items()},
-        calibrated_runs=len(ratios),
-        stage=stage,
-    )
 
 
 def cpu_rank_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Phase, Terms]:

@@ -29,7 +29,7 @@ from .activations import (
 )
 from .loss import with_tiled_loss
 from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import RankShare, RankStep, share_parameters
+from .rank_parameters import RankShare, RankStep, micro_batches_in_flight, share_parameters
 
 TERMS = (
     Term(
@@ -241,12 +241,13 @@ def stage_terms(step: RankStep, moments: Mapping[Moment, Terms]) -> dict[Moment,
     Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
     clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
     """
-    stage, model = step.share.stage, step.model
+    stage, model, layout = step.share.stage, step.model, step.layout
     assert stage is not None, "only a pipeline has stages"
     border = step.job.compute_bytes * step.tokens * model.dimensions.hidden_size
     borders = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
     own = _kept_bytes(step, model.dimensions.num_layers) + step.traced.outside_layer_bytes
-    of_others = (step.share.micro_batches_in_flight - 1) * (own + borders)
+    in_flight = micro_batches_in_flight(layout.pp, stage.index, layout.gradient_accumulation_steps)
+    of_others = (in_flight - 1) * (own + borders)
     by_moment: dict[Moment, Terms] = {}
     for moment, terms in moments.items():
         here = terms | {"stage_borders": border}

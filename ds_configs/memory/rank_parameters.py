@@ -193,8 +193,6 @@ class RankShare:
     """The rank's parameters and dimensions, as a model."""
     stage: PipelineStage | None = None
     """Pipeline stage; `None` without a pipeline."""
-    micro_batches_in_flight: int = 1
-    """Micro-batches whose activations exist at the same time."""
 
     @property
     def has_head(self) -> bool:
@@ -236,41 +234,25 @@ def rank_shares(layout: Layout, model: ModelSpec, job: TrainingJob) -> tuple[Ran
     Raises:
         UsageError: there are fewer layers than stages.
     """
-    return _rank_shares(model, job, layout.tp, layout.ep, layout.pp, layout.gradient_accumulation_steps)
+    return _stage_shares(model, job, layout.tp, layout.ep, layout.pp)
 
 
 @lru_cache(maxsize=1024)
-def _rank_shares(
-    model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
-) -> tuple[RankShare, ...]:
-    return tuple(
-        RankShare(
-            model=share,
-            stage=stage,
-            micro_batches_in_flight=1 if stage is None else micro_batches_in_flight(pp, stage.index, micro_batches),
-        )
-        for stage, share in _stage_shares(model, job, tp, ep, pp)
-    )
-
-
-@lru_cache(maxsize=1024)
-def _stage_shares(
-    model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int
-) -> tuple[tuple[PipelineStage | None, ModelSpec], ...]:
+def _stage_shares(model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int) -> tuple[RankShare, ...]:
     complete = model
     if tp > 1:
         model = tensor_parallel_share(model, tp, divides_head=pp == 1)
     if ep > 1:
         model = expert_parallel_share(model, ep)
     if pp == 1:
-        return ((None, model),)
+        return (RankShare(model=model),)
     shares, most_in_the_middle = [], 0
     for stage in pipeline_stages(complete, job, pp, tensor_parallel_size=tp):
         if not stage.has_embedding and not stage.has_head:
             if stage.num_layers <= most_in_the_middle:
                 continue
             most_in_the_middle = stage.num_layers
-        shares.append((stage, stage_share(model, stage)))
+        shares.append(RankShare(model=stage_share(model, stage), stage=stage))
     return tuple(shares)
 
 

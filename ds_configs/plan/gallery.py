@@ -111,15 +111,15 @@ def gallery_plan(entry: GalleryEntry) -> Plan:
     return make_plan(model, parse_hardware(entry.hardware, nvme=entry.nvme), TrainingJob(**entry.job))
 
 
-def gallery_entry(name: str, *others: str) -> GalleryEntry:
-    """Return an entry by its name; `others` are further names that the user may have meant.
+def gallery_entry(name: str) -> GalleryEntry:
+    """Return an entry by its name.
 
     Raises:
         UsageError: there is no such entry; lists the nearest names.
     """
     entries = {entry.name: entry for entry in GALLERY}
     if name not in entries:
-        near = ", ".join(get_close_matches(name, [*entries, *others], n=3, cutoff=0.3)) or "none"
+        near = ", ".join(get_close_matches(name, entries, n=3, cutoff=0.3)) or "none"
         rule = "is not in the gallery"
         raise UsageError(ConfigError(where="name", value=name, rule=rule, fix=f"nearest names: {near}"))
     return entries[name]

@@ -113,12 +113,12 @@ def scheme_errors(
     shown = ", ".join(f"{layer.name} ({layer.in_features})" for layer in unfit[:_SHOWN_LAYERS])
     more = f" and {len(unfit) - _SHOWN_LAYERS} more" if len(unfit) > _SHOWN_LAYERS else ""
     rule = f"must divide the input width of every layer, but does not divide those of {shown}{more}"
-    if scheme.weights.number_type == "float":
-        fix = f"the format supports only groups of {size}: add these layers to ignore, or use FP8_DYNAMIC"
-        return [*errors, ConfigError(where="group_size", value=size, rule=rule, fix=fix)]
-    legal = ", ".join(str(legal) for legal in legal_group_sizes(chosen))
-    ways = [f"group sizes that divide all: {legal}"] if legal else []
-    fix = "; ".join([*ways, "or -1 for one scale per output channel", "or add these layers to ignore"])
+    fix = f"the format supports only groups of {size}: add these layers to ignore, or use FP8_DYNAMIC"
+    if scheme.weights.number_type == "int":
+        common = gcd(*(layer.in_features for layer in chosen))
+        legal = ", ".join(str(legal) for legal in _KERNEL_GROUP_SIZES if common % legal == 0)
+        ways = [f"group sizes that divide all: {legal}"] if legal else []
+        fix = "; ".join([*ways, "or -1 for one scale per output channel", "or add these layers to ignore"])
     return [*errors, ConfigError(where="group_size", value=size, rule=rule, fix=fix)]
 
 
@@ -144,37 +144,25 @@ def scheme_warnings(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -
             warnings.append(
                 f"vLLM has kernels for packed codes of 4 and 8 bits; {weights.bits} bits run only in Transformers"
             )
-        if weights.strategy == "group" and weights.group_size not in (32, 64, 128):
-            warnings.append(f"vLLM's Marlin kernel supports groups of 32, 64 and 128, but not of {weights.group_size}")
-        elif weights.group_size == 64:
-            warnings.append("vLLM's Machete kernel supports only groups of 128; groups of 64 run with Marlin")
+        elif weights.strategy == "group" and weights.group_size not in (32, 64, 128):
+            warnings.append(f"vLLM's kernels support groups of 32, 64 and 128, but not of {weights.group_size}")
     heads = [layer.name for layer in chosen if layer.is_head]
     if heads:
         warnings.append(f"{', '.join(heads)} is quantized: output heads are the most sensitive layers")
     return warnings
 
 
-def legal_group_sizes(layers: Iterable[LinearLayer]) -> tuple[int, ...]:
-    """Return group sizes that divide the input width of every layer, smallest first.
-
-    These are powers of two from 16 to 1024, which kernels support; if none divides, all divisors from 8 to 1024.
-    """
-    common = gcd(*(layer.in_features for layer in layers))
-    sizes = tuple(size for size in _KERNEL_GROUP_SIZES if common % size == 0)
-    return sizes or tuple(size for size in range(8, min(common, 1024) + 1) if common % size == 0)
-
-
 def _nearest_names(pattern: str, names: Sequence[str]) -> str:
+    example = f"layers have names such as {names[0]}" if names else ""
     if pattern.startswith("re:"):
-        return f"layers have names such as {names[0]}" if names else ""
+        return example
     if any(name.startswith(f"{pattern}.") for name in names):
         escaped = pattern.replace(".", r"\.")
         return rf"names must match completely: use re:{escaped}\. for all layers in it"
-    endings = [name for name in names if name.endswith(f".{pattern}")]
-    if endings:
-        return f"names must match completely: use re:.*{pattern} for {endings[0]} and similar names"
+    if any(name.endswith(f".{pattern}") for name in names):
+        return f"names must match completely: use re:.*{pattern}"
     near = difflib.get_close_matches(pattern, [*names, "Linear"], n=3, cutoff=0.5)
-    return f"did you mean {', '.join(near)}?" if near else f"layers have names such as {names[0]}" if names else ""
+    return f"did you mean {', '.join(near)}?" if near else example
 
 
 DEQUANTIZE = "dequantize"

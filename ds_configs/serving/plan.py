@@ -368,18 +368,88 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
     errors = _setting_errors(model, request, draft)
     if errors:
         raise UsageError(errors)
+    models = [model] if draft is None else [model, draft]
+    positions = min(served.positions or _NO_LENGTH for served in models)
+    wanted = request.max_model_len or positions
+    stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
+    is_fp8 = request.kv_cache_dtype == "fp8" or (request.kv_cache_dtype == "auto" and stored)
+    # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
+    is_latent = any(served.latent for served in models)
+    on_cpu, on_gpu = 16 if is_latent and not request.amx else 128, 64 if is_latent else 16
+    block_tokens = request.block_tokens or (on_cpu if request.on_cpu else on_gpu)
+    in_flight = request.batched_tokens() * (1 if request.on_cpu else _CONCURRENT_STEPS)
     gpus = 1 if request.on_cpu else request.hardware.gpus_per_node
     legal = [size for size in range(1, gpus + 1) if not _division_error(model, size)]
-    sizes = [request.tensor_parallel_size] if request.tensor_parallel_size else legal
-    fitting: list[_Fit] = []
-    for size in sizes:
-        fit = _Fit.of(model, request, draft, size)
-        fitting.append(fit)
-        if fit.longest >= fit.wanted:
+    # The fewest GPUs that hold the requested sequences, else the largest legal number.
+    for size in [request.tensor_parallel_size] if request.tensor_parallel_size else legal:
+        layers = [
+            layer
+            for served in models
+            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size)
+        ]
+        cache = key_value_cache(tuple(layers), number_bytes=1 if is_fp8 else 2, block_tokens=block_tokens)
+        memory = _memory(models, request, size)
+        free = int(request.device_bytes * request.memory_share) - sum(memory.values())
+        left = free if request.kv_cache_bytes is None else request.kv_cache_bytes
+        blocks = cache.blocks(left)
+        usable = (blocks - 1) // (request.max_num_seqs or 1)
+        longest = cache.longest_sequence(usable, limit=wanted, tokens_in_flight=in_flight)
+        if longest >= wanted:
             break
-    best = next((fit for fit in fitting if fit.longest >= fit.wanted), fitting[-1])
-    best.check(request)
-    return best.planned(model, request, draft)
+    if not longest or (request.max_model_len is not None and longest < wanted):
+        count = request.max_num_seqs or 1
+        held = ", ".join(f"{name} {gigabytes(number)}" for name, number in memory.items())
+        needed = (count * cache.sequence_blocks(wanted, tokens_in_flight=in_flight) + 1) * cache.block_bytes
+        fits = f"--max-model-len {longest} fits" if longest else "not even one token fits"
+        raise DoesNotFitError(
+            f"{count} sequence(s) of {wanted:,} tokens need {gigabytes(needed)} GB of cache on each GPU, but "
+            f"{gigabytes(max(0, left))} GB are left of {gigabytes(request.device_bytes)} ({held} GB; {size} GPU(s)): "
+            f"{fits}; use more GPUs (--hardware), a quantized checkpoint or --kv-cache-dtype fp8"
+        )
+    length = min(wanted, longest)
+    per_sequence = cache.sequence_blocks(length, tokens_in_flight=in_flight)
+    notes = []
+    if length < wanted:
+        notes.append(f"sequences are limited to {length:,} of {wanted:,} tokens: a larger cache does not fit")
+    if not model.weights:
+        notes.append("there is no checkpoint: weights are counted in 16 bits from the structure")
+    copies = request.hardware.gpus_per_node // size
+    if copies > 1 and not request.on_cpu:
+        notes.append(f"{size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
+    if request.on_cpu and is_fp8:
+        # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
+        notes.append(
+            "vLLM's CPU engine truncates FP8 keys and values instead of rounding them, which doubles the error"
+        )
+    chosen = replace(
+        request,
+        tensor_parallel_size=size,
+        max_model_len=length,
+        max_num_seqs=request.sequences(),
+        max_num_batched_tokens=request.batched_tokens(),
+    )
+    draft_name = None if draft is None else draft.spec.name
+    unbounded = cache.longest_sequence(blocks - 1, limit=2**31, tokens_in_flight=in_flight)
+    return ServingPlan(
+        model=model.spec.name,
+        hardware=request.hardware.name,
+        tensor_parallel_size=size,
+        memory=memory | {"cache": max(0, left)},
+        token_bytes=cache.token_bytes,
+        kv_cache_dtype="fp8" if is_fp8 else "bf16",
+        block_tokens=block_tokens,
+        block_bytes=cache.block_bytes,
+        blocks=blocks,
+        max_model_len=length,
+        blocks_per_sequence=per_sequence,
+        longest_that_fits=min(unbounded, positions),
+        sequences=round(blocks / per_sequence, 2),
+        max_num_seqs=request.sequences(),
+        max_num_batched_tokens=request.batched_tokens(),
+        draft=draft_name,
+        line=serving_line(model.spec.name, chosen, draft=draft_name, revision=model.spec.revision),
+        notes=tuple(notes),
+    )
 
 
 def _division_error(model: ServedModel, size: int) -> ConfigError | None:
@@ -423,130 +493,6 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
             fix = "use a draft model with the same tokenizer"
             errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix=fix))
     return errors
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fit:
-    """Memory of a model and its cache on each of `size` GPUs."""
-
-    size: int
-    memory: dict[str, int]
-    number_bytes: int
-    block_tokens: int
-    cache: KeyValueCache
-    blocks: int
-    wanted: int
-    """Requested sequence length, or that of the model."""
-    longest: int
-    """Sequence length that fits for the requested number of sequences."""
-    positions: int
-    """Positions that all models have."""
-    unbounded: int
-    """Length of one sequence that fits, even beyond the model's positions."""
-    in_flight: int
-
-    @classmethod
-    def of(cls, model: ServedModel, request: ServingRequest, draft: ServedModel | None, size: int) -> _Fit:
-        models = [model] if draft is None else [model, draft]
-        layers = [
-            layer
-            for served in models
-            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size)
-        ]
-        stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
-        cache_dtype = request.kv_cache_dtype
-        number_bytes = 1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored) else 2
-        # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
-        is_latent = any(served.latent for served in models)
-        on_cpu, on_gpu = 16 if is_latent and not request.amx else 128, 64 if is_latent else 16
-        tokens = request.block_tokens or (on_cpu if request.on_cpu else on_gpu)
-        cache = key_value_cache(tuple(layers), number_bytes=number_bytes, block_tokens=tokens)
-        memory = _memory(models, request, size)
-        left = request.kv_cache_bytes
-        if left is None:
-            left = int(request.device_bytes * request.memory_share) - sum(memory.values())
-        blocks = cache.blocks(left)
-        in_flight = request.batched_tokens() * (1 if request.on_cpu else _CONCURRENT_STEPS)
-        positions = min(served.positions or _NO_LENGTH for served in models)
-        wanted = request.max_model_len or positions
-        usable = (blocks - 1) // (request.max_num_seqs or 1)
-        limits = {"tokens_in_flight": in_flight}
-        return cls(
-            size=size,
-            memory=memory | {"cache": max(0, left)},
-            number_bytes=number_bytes,
-            block_tokens=tokens,
-            cache=cache,
-            blocks=blocks,
-            wanted=wanted,
-            longest=cache.longest_sequence(usable, limit=wanted, **limits),
-            positions=positions,
-            unbounded=cache.longest_sequence(blocks - 1, limit=2**31, **limits),
-            in_flight=in_flight,
-        )
-
-    def check(self, request: ServingRequest) -> None:
-        """Raise an error if no sequence fits, or not the requested one."""
-        count = request.max_num_seqs or 1
-        if self.longest > 0 and (request.max_model_len is None or self.longest >= self.wanted):
-            return
-        held = ", ".join(f"{name} {gigabytes(number)}" for name, number in self.memory.items() if name != "cache")
-        needed = count * self.cache.sequence_blocks(self.wanted, tokens_in_flight=self.in_flight) + 1
-        short = (
-            f"{count} sequence(s) of {self.wanted:,} tokens need {gigabytes(needed * self.cache.block_bytes)} GB of "
-            f"cache on each GPU, but {gigabytes(self.memory['cache'])} GB are left of "
-            f"{gigabytes(request.device_bytes)} ({held} GB; {self.size} GPU(s))"
-        )
-        fits = f"--max-model-len {self.longest} fits" if self.longest else "not even one token fits"
-        fix = "use more GPUs (--hardware), a quantized checkpoint or --kv-cache-dtype fp8"
-        raise DoesNotFitError(f"{short}: {fits}; {fix}")
-
-    def planned(self, model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> ServingPlan:
-        """Return the plan for this number of GPUs."""
-        length = min(self.wanted, self.longest)
-        per_sequence = self.cache.sequence_blocks(length, tokens_in_flight=self.in_flight)
-        notes = []
-        if length < self.wanted:
-            notes.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
-        if not model.weights:
-            notes.append("there is no checkpoint: weights are counted in 16 bits from the structure")
-        copies = request.hardware.gpus_per_node // self.size
-        if copies > 1 and not request.on_cpu:
-            notes.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
-        if request.on_cpu and self.number_bytes == 1:
-            # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
-            notes.append(
-                "vLLM's CPU engine truncates FP8 keys and values instead of rounding them, which doubles the error"
-            )
-        chosen = replace(
-            request,
-            tensor_parallel_size=self.size,
-            max_model_len=length,
-            max_num_seqs=request.sequences(),
-            max_num_batched_tokens=request.batched_tokens(),
-        )
-        numbers = "fp8" if self.number_bytes == 1 else "bf16"
-        draft_name = None if draft is None else draft.spec.name
-        return ServingPlan(
-            model=model.spec.name,
-            hardware=request.hardware.name,
-            tensor_parallel_size=self.size,
-            memory=self.memory,
-            token_bytes=self.cache.token_bytes,
-            kv_cache_dtype=numbers,
-            block_tokens=self.block_tokens,
-            block_bytes=self.cache.block_bytes,
-            blocks=self.blocks,
-            max_model_len=length,
-            blocks_per_sequence=per_sequence,
-            longest_that_fits=min(self.unbounded, self.positions),
-            sequences=round(self.blocks / per_sequence, 2),
-            max_num_seqs=request.sequences(),
-            max_num_batched_tokens=request.batched_tokens(),
-            draft=draft_name,
-            line=serving_line(model.spec.name, chosen, draft=draft_name, revision=model.spec.revision),
-            notes=tuple(notes),
-        )
 
 
 def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> dict[str, int]:

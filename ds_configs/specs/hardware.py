@@ -79,7 +79,7 @@ class HardwareSpec:
         options = {"hardware": counts + self.gpu}
         if self.name.endswith("(local)"):
             options = {"hardware": "local"} | ({"num_processes": str(self.world_size)} if self.gpu == "CPU" else {})
-        elif self.file or "+" in self.name or self.gpu not in gpu_catalog():
+        elif self.file or self.gpu not in gpu_catalog():
             options = {"hardware": self.file or self.name}
         # Measured CPU ranks and their host share the memory of this machine.
         if "host_bytes_per_node" not in self.assumed and (self.gpu != "CPU" or options["hardware"] != "local"):
@@ -189,6 +189,8 @@ def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | Non
     match = _NAME.fullmatch(text.strip())
     if match is None or (match["gpu"][0].isdigit() and match["gpus"] is None):
         rule, fix = "must have the form [[NODESx]GPUSx]GPU", _rewritten(text) or "for example 8xA100-80GB"
+        if "+" in text:
+            rule, fix = "must be equal nodes", "describe the slowest node in a YAML file, with the number of all nodes"
         raise UsageError(ConfigError(where="hardware", value=text, rule=rule, fix=fix))
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"] or 1)
     errors = _count_errors(nodes=nodes, gpus_per_node=gpus)

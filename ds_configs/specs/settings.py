@@ -138,13 +138,6 @@ Decimals = Annotated[tuple[float, ...], BeforeValidator(lambda value: _items(val
 """Numbers, separated by commas or as a list."""
 Paths = Annotated[tuple[Path, ...], BeforeValidator(lambda value: _items(value, lambda text: [text]))]
 """Paths: a list, or a flag that is repeated, because a path can contain commas."""
-JoinedNames = Annotated[
-    str,
-    BeforeValidator(
-        lambda value: ",".join(map(str, items)) if isinstance(items := _items(value, _words), tuple) else items
-    ),
-]
-"""Names as one text, separated by commas."""
 NamedValues = Annotated[dict[str, Any], BeforeValidator(_named_values)]
 """Values by name."""
 
@@ -179,7 +172,7 @@ class HardwareSettings(Settings):
 
     hardware: str | None = Field(
         None,
-        description="[[NODESx]GPUSx]GPU (e.g. 4x8xH100-80GB; join unequal nodes with +), a YAML file, or local",
+        description="[[NODESx]GPUSx]GPU (e.g. 4x8xH100-80GB), a YAML file, or local",
     )
     host_memory: str | None = Field(None, description="Host memory per node (e.g. 1TB)")
     nvme: str | None = Field(None, description="NVMe per node as PATH:SIZE (e.g. /local_nvme:3.5TB)")

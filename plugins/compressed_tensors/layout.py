@@ -38,10 +38,6 @@ _PACKED_PARTS = (
     "weight_format",
 )
 """Suffixes of tensor names that only quantized layers have."""
-_ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "block_structure")
-"""Arguments in `config.json` that affect what a loader computes."""
-_DEFAULTS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-"""Defaults of compressed-tensors 0.19.0 for missing arguments (`quantization/quant_args.py`)."""
 
 
 def layout_differences(
@@ -113,7 +109,7 @@ def _stray_errors(stored: Mapping[str, TensorShape], quantized: set[str]) -> lis
 
 
 def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:
-    """Return where `quantization_config` would make a loader compute other numbers than the scheme's."""
+    """Return where `quantization_config` has another format; wrong numbers in it change the reloaded logits."""
     where = "config.json: quantization_config"
     if not isinstance(stated, dict):
         return [f"{where} is missing"]
@@ -123,31 +119,10 @@ def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[Lin
         wanted_flag = "load_in_4bit" if scheme.weights.bits == 4 else "load_in_8bit"
         return [] if stated.get(wanted_flag) else [f"{where}.{wanted_flag} is not set"]
     wanted = quantization_config(scheme, layers)
-    errors = [
+    return [
         f"{where}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
         for key in ("format", "quantization_status")
         if stated.get(key) != wanted[key]
-    ]
-    groups = stated.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        return [*errors, f"{where}.config_groups is missing"]
-    if len(wanted["config_groups"]) > 1 and groups.keys() != wanted["config_groups"].keys():
-        return [*errors, f"{where}.config_groups are {sorted(groups)}, not {sorted(wanted['config_groups'])}"]
-    for name, group in groups.items():
-        for numbers in ("weights", "input_activations"):
-            place = f"{where}.config_groups.{name}.{numbers}"
-            wanted_group = wanted["config_groups"].get(name, wanted["config_groups"]["group_0"])
-            errors += _argument_errors(place, group.get(numbers), wanted_group[numbers])
-    return errors
-
-
-def _argument_errors(place: str, stated: Any, wanted: Any) -> list[str]:
-    if stated is None or wanted is None:
-        return [] if stated is wanted else [f"{place} is {stated!r}, not {wanted!r}"]
-    return [
-        f"{place}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
-        for key in _ARGUMENTS
-        if stated.get(key, _DEFAULTS.get(key)) != wanted[key]
     ]
 
 

@@ -192,44 +192,6 @@ def split_revision(model: str, revision: str | None = None) -> tuple[str, str | 
     return name, named
 
 
-def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None:
-    """Return the commit of a Hub repository with an adapter and without a model; `None` for any other name.
-
-    A repository or revision that does not exist is left to the functions that read models.
-
-    Raises:
-        ShardwrightError: the Hub cannot be reached or denies access.
-    """
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def request() -> str | None:
-        repository = HfApi().model_info(model, revision=revision)
-        files = {file.rfilename for file in repository.siblings or ()}
-        if _ADAPTER_CONFIG not in files or "config.json" in files:
-            return None
-        # As for models, offline mode finds the commit of a branch only if a file was downloaded by its name.
-        return commit_of(Path(hf_hub_download(model, _ADAPTER_CONFIG, revision=revision))) or repository.sha
-
-    if not HUB_ID.fullmatch(model):
-        return None
-    try:
-        if not is_offline():
-            return within_limit(request, f"model {model}")
-        for file in ("config.json", _ADAPTER_CONFIG):
-            with suppress(LocalEntryNotFoundError):
-                cached = hf_hub_download(model, file, revision=revision, local_files_only=True)
-                return commit_of(Path(cached)) if file == _ADAPTER_CONFIG else None
-        return None
-    except ShardwrightError:
-        raise
-    except hub_errors() as error:
-        explained = explain_hub_error(model, revision, error)
-        if isinstance(explained, UsageError):
-            return None
-        raise explained from None
-
-
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):

@@ -289,12 +289,12 @@ def read_hardware(
     """Return the cluster for a name, a YAML file or `local`.
 
     Args:
-        text: The name. Names joined by `+` are unequal nodes; the plan uses the smallest values of all nodes.
+        text: The name.
         host_memory: Memory per node.
         nvme: NVMe per node as `PATH:SIZE`.
         num_processes: Number of accelerators, for a name without one such as `T4`; of ranks for `local` without one.
         measures_cpu: Whether `local` measures CPU ranks on a machine without accelerators.
-        tell: Function that receives the values that limit unequal nodes, and what was measured.
+        tell: Function that receives what was measured.
 
     Raises:
         UsageError: The name, the file or one of its values is invalid, or has another number of processes.
@@ -304,13 +304,15 @@ def read_hardware(
 
         ranks = (num_processes or DEFAULT_RANKS) if measures_cpu else None
         cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks, tell=tell)
-    elif "+" in text and not text.endswith((".yaml", ".yml")):
-        parts = [parse_hardware(part, host_memory=host_memory, nvme=nvme) for part in text.split("+")]
-        cluster, held_back = slowest_node(parts)
-        for note in held_back:
-            tell(note)
     elif text.endswith((".yaml", ".yml")):
-        stated = read_yaml_mapping(Path(text), what="hardware")
+        stated = yaml_mapping(read_small_file(Path(text), what="hardware"), name=text, what="hardware")
+        errors = [
+            ConfigError(where=f"{text}: {key}", rule="must be a single value")
+            for key, value in stated.items()
+            if isinstance(value, dict | list | set | tuple) or (isinstance(value, int) and abs(value) > _LARGEST_NUMBER)
+        ]
+        if errors:
+            raise UsageError(errors)
         stated = {"source": text} | stated | parse_overrides(host_memory=host_memory, nvme=nvme)
         cluster = hardware_from_mapping(stated, name=text)
     else:
@@ -320,57 +322,6 @@ def read_hardware(
         rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
         raise UsageError(ConfigError(where="num_processes", value=num_processes, rule=rule, fix="omit it"))
     return cluster
-
-
-def slowest_node(nodes: list[HardwareSpec]) -> tuple[HardwareSpec, tuple[str, ...]]:
-    """Return one hardware specification for unequal nodes, and what each node limits.
-
-    Every step waits for the slowest rank and every layout must fit the smallest accelerator, so each rate and each
-    memory is the lowest. All nodes use as many accelerators as the node with the fewest.
-    """
-    per_node = min(node.gpus_per_node for node in nodes)
-    names = (
-        "gpu_bytes",
-        "flops_per_s",
-        "memory_bytes_per_s",
-        "link_bytes_per_s",
-        "network_bytes_per_s",
-        "host_bytes_per_node",
-        "nvme_bytes_per_node",
-    )
-    lowest = {name: min(getattr(node, name) for node in nodes) for name in names}
-    notes = []
-    for name, value in lowest.items():
-        faster = sum(node.nodes for node in nodes if getattr(node, name) > value)
-        if faster:
-            slow = next(node for node in nodes if getattr(node, name) == value)
-            notes.append(f"{name}: limited to {value:.4g} by {slow.gpu}; nodes with more: {faster}")
-    idle = sum((node.gpus_per_node - per_node) * node.nodes for node in nodes)
-    if idle:
-        notes.append(f"gpus_per_node: {idle} accelerators stay idle, because every node uses {per_node}")
-    weakest = min(nodes, key=lambda node: (node.flops_per_s, node.gpu_bytes))
-    total = sum(node.nodes for node in nodes)
-    name = " + ".join(node.name for node in nodes)
-    bf16 = all(node.supports_bf16 for node in nodes)
-    cluster = replace(weakest, name=name, nodes=total, gpus_per_node=per_node, supports_bf16=bf16, **lowest)
-    return cluster, tuple(notes)
-
-
-def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
-    """Return the mapping in a small YAML file.
-
-    Raises:
-        UsageError: The file cannot be read, is too large, is not valid YAML, or is not a mapping.
-    """
-    data = yaml_mapping(read_small_file(path, what=what), name=str(path), what=what)
-    errors = [
-        ConfigError(where=f"{path}: {key}", rule="must be a single value")
-        for key, value in data.items()
-        if isinstance(value, dict | list | set | tuple) or (isinstance(value, int) and abs(value) > _LARGEST_NUMBER)
-    ]
-    if errors:
-        raise UsageError(errors)
-    return data
 
 
 def detect_hardware(

@@ -250,7 +250,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
 
 
 def _teacher(case: Case, run: Run, directory: Path) -> Any:
-    from shardwright.plugins.transformers.teacher_placement import load_teacher
+    from shardwright.plugins.transformers.second_model import load_second_model
 
     made = make_teacher(case, run)
     if run.teacher == "replica":
@@ -258,7 +258,7 @@ def _teacher(case: Case, run: Run, directory: Path) -> Any:
     path = _saved(made, directory / "teacher")
     engine: Any = case.strategy.engine
     placement: Any = run.teacher
-    return load_teacher(str(path), revision=None, placement=placement, dtype=torch.float32, engine=engine)
+    return load_second_model(str(path), placement=placement, dtype=torch.float32, engine=engine)
 
 
 def _saved(model: Any, path: Path) -> Path:

@@ -639,7 +639,6 @@ SETTINGS: dict[str, Change] = {
     "verified": lambda run: None,
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
-    "global_pruning": _pruned(scope="global"),
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
     "l1": _set(callbacks=_l1),
     "lora": _set(change_model=_lora),
@@ -733,7 +732,7 @@ SWITCHES = (
     *("bf16", "dropout", "last_batch"),
 )
 METHODS = (
-    *("qat", "qat_inputs", "qat_ranges", "learned_scales", "pruning", "global_pruning", "l1", "lora", "frozen"),
+    *("qat", "qat_inputs", "qat_ranges", "learned_scales", "pruning", "l1", "lora", "frozen"),
     *("distillation", "distilled_features"),
 )
 """A drawn run has at most one of each group."""

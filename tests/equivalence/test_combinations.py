@@ -22,7 +22,7 @@ REJECTED = {
     ("adafactor", "zero1"): "other updates",
     ("dropout", "cp"): "DTensors",
     ("balance_loss", "cp"): "only a part",
-    ("learned_scales", "tp"): "neither shards nor keeps the scales",
+    ("learned_scales", "tp"): "replaces or splits the layers that round",
     ("label_smoothing", "fsdp2"): "which FSDP2 renames",
     ("sgd", "zero_offload"): "CPU Adam",
     ("compile", "zero3"): "released",

@@ -125,8 +125,8 @@ CASES = [
     # Codes: no number lies on the border of two, where the last bit decides (docs/explain/qat_borders.md).
     *_cases("zero3 fsdp2", "w4_off_borders", "distillation"),
     # Zeros in weights
-    *_cases("ddp fsdp2", "global_pruning", "sgd"),
-    *_cases("zero3 tp2-zero1 pp2-zero0", "global_pruning", "sgd", "resumed"),
+    *_cases("ddp fsdp2", "pruning", "sgd"),
+    *_cases("zero3 tp2-zero1 pp2-zero0", "pruning", "sgd", "resumed"),
     *_cases("fsdp2 zero3", "l1", "sgd"),
     *_cases("fsdp2", "pattern_pruning"),
     *_cases("zero2 zero3-offload zero3", "pattern_pruning", "bf16"),
@@ -163,7 +163,7 @@ CASES = [
     # ZeRO-3 partitions a student before it is copied.
     *_cases("zero3", "frozen_copy"),
     *_cases("tp2-zero1", "frozen"),
-    *_cases("ep2-zero2", "global_pruning"),
+    *_cases("ep2-zero2", "pruning"),
     *_cases("zero3", "label_smoothing", "balance_loss", accumulation=2),
     *_cases("fsdp2", "adafactor", accumulation=2),
     *_cases("fsdp2 zero2", "muon"),

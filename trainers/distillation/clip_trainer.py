@@ -19,9 +19,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins.launching.messages import note_on_first_rank
-from ..losses.features import projectors
 from ..losses.fused_loss import accepted_inputs, replaced_forward
-from .feature_matching import load_projectors, save_projectors
+from .feature_matching import load_projectors, projectors, save_projectors
 
 
 def task_loss(images_BD: torch.Tensor, texts_BD: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
@@ -29,24 +28,6 @@ def task_loss(images_BD: torch.Tensor, texts_BD: torch.Tensor, log_scale: torch.
     similarities_BB = _similarities(images_BD, texts_BD, log_scale)
     pairs = torch.arange(len(similarities_BB), device=similarities_BB.device)
     return 0.5 * (functional.cross_entropy(similarities_BB, pairs) + functional.cross_entropy(similarities_BB.T, pairs))
-
-
-def similarity_loss(
-    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Return ``½ τ² Σ KL(teacher's similarities | student's)`` over both directions, a mean over rows.
-
-    A model is (images, texts, log scale); embeddings of the two models may differ in width.
-    """
-    own_BB, taught_BB = (_similarities(*model) / temperature for model in (student, teacher))
-    total: Any = 0.0
-    for own, taught in ((own_BB, taught_BB), (own_BB.T, taught_BB.T)):
-        log_q, log_p = own.log_softmax(dim=-1), taught.detach().log_softmax(dim=-1)
-        total = total + functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
-    loss: torch.Tensor = 0.5 * temperature**2 * total
-    return loss
 
 
 def interactive_loss(
@@ -112,18 +93,14 @@ INITIAL_LOG_SCALE = math.log(1 / 0.07)
 
 @dataclass(frozen=True, kw_only=True)
 class ClipDistillationConfig:
-    """``task · L_task + similarity · L_KL + interactive · L_ICL + features · L_FD``."""
+    """``task · L_task + interactive · L_ICL + features · L_FD``."""
 
     task: float = 1.0
     """Weight of `task_loss`, the student's contrastive loss."""
-    similarity: float = 1.0
-    """Weight of `similarity_loss`."""
     interactive: float = 1.0
     """Weight of `interactive_loss`, the contrastive loss against the teacher's embeddings."""
     features: float = 8.0
     """Weight of `feature_loss`; corresponds to 2000 in CLIP-KD, which takes the mean over 512 elements."""
-    temperature: float = 1.0
-    """τ of `similarity_loss`."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
@@ -132,9 +109,7 @@ class ClipDistillationConfig:
             for field in fields(self)
             if not 0 <= getattr(self, field.name) < math.inf
         ]
-        if self.temperature == 0:
-            errors.append(ConfigError(where="temperature", value=0, rule="must be above 0"))
-        if not any((self.task, self.similarity, self.interactive, self.features)):
+        if not any((self.task, self.interactive, self.features)):
             errors.append(ConfigError(where="weights", rule="at least one must be above 0"))
         if errors:
             raise UsageError(errors)
@@ -254,11 +229,6 @@ class CLIPDistillationTrainer(Trainer):
         joined_images, joined_texts = (gather_rows(value) for value in joined)
         terms: dict[str, Callable[[], torch.Tensor]] = {
             "task": lambda: task_loss(images, texts, student.logit_scale),
-            "similarity": lambda: similarity_loss(
-                (images, texts, student.logit_scale),
-                (taught_images, taught_texts, self.teacher.logit_scale),
-                self.distillation.temperature,
-            ),
             "interactive": lambda: interactive_loss(
                 joined_images, joined_texts, taught_images, taught_texts, alignment.log_scale
             ),

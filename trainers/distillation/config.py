@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ..losses.objective import Divergence, TokenObjective
+from ...ds_configs.specs.synonyms import REMOVED
+from ..losses.token_objective import Divergence, TokenObjective
 
 if TYPE_CHECKING:
     from .feature_matching import AttentionTerm, HiddenStateTerm
@@ -29,7 +30,7 @@ class SelfTeacher:
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicy:
-    """Batches with completions that the student generates (GKD, arXiv 2306.13649)."""
+    """Batches with completions that are sampled from the student's full distribution (GKD, arXiv 2306.13649)."""
 
     fraction: float = 1.0
     """Share of micro-batches with generated completions, 0 to 1; the others keep the dataset's."""
@@ -37,12 +38,6 @@ class OnPolicy:
     """Maximum tokens of a completion."""
     prompt_tokens: int | None = None
     """Length of the prompt in each sample; `None`: the tokens before the first label."""
-    temperature: float = 1.0
-    """Sampling temperature; other values than 1 change the student's distribution."""
-    top_p: float = 1.0
-    """Nucleus sampling; values below 1 change the student's distribution."""
-    top_k: int = 0
-    """Likeliest tokens to sample from; 0: all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +51,7 @@ class DistillationConfig:
     divergence: Divergence = "forward_kl"
     """D between the softened distributions of teacher and student."""
     mixture: float = 0.5
-    """JSD: weight of the teacher in the mixture; skewed divergences: λ."""
+    """JSD: weight of the teacher in the mixture."""
     implementation: Implementation = "auto"
     """`fused` never holds the logits of all tokens, `plain` does; both give the same numbers. `auto`: fused if the
     model has an output head and no caller needs its logits."""
@@ -70,8 +65,6 @@ class DistillationConfig:
     """Let the student generate completions."""
     cross_tokenizer: bool = False
     """Compare models with different tokenizers over spans of the text; the trainer wraps the collator for it."""
-    telemetry: bool = True
-    """Log KL, agreement, overlap and both cross-entropies."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
@@ -84,11 +77,10 @@ class DistillationConfig:
         check("alpha", self.alpha, 0 <= self.alpha <= 1, "must be from 0 to 1")
         check("temperature", self.temperature, 0 < self.temperature < math.inf, "must be above 0")
         kinds = get_args(Divergence)
-        check("divergence", self.divergence, self.divergence in kinds, f"must be one of {', '.join(kinds)}")
-        if self.divergence == "jsd":
-            rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
-            check("mixture", self.mixture, 0 < self.mixture < 1, rule)
-        check("mixture", self.mixture, 0 <= self.mixture <= 1, "must be from 0 to 1")
+        fix = REMOVED.get(f"loss={self.divergence}", "")
+        check("divergence", self.divergence, self.divergence in kinds, f"must be one of {', '.join(kinds)}", fix)
+        rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
+        check("mixture", self.mixture, 0 < self.mixture < 1, rule)
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
         own, policy = self.self_teacher, self.on_policy
         if own is not None:
@@ -98,7 +90,6 @@ class DistillationConfig:
             check("on_policy.fraction", policy.fraction, 0 <= policy.fraction <= 1, "must be from 0 to 1")
             tokens = policy.max_new_tokens
             check("on_policy.max_new_tokens", tokens, tokens >= 1, "must be at least 1")
-            check("on_policy.temperature", policy.temperature, policy.temperature > 0, "must be above 0")
         has_features = self.hidden_states is not None or self.attention is not None
         aligns = self.cross_tokenizer
         check("cross_tokenizer", aligns, isinstance(aligns, bool), "must be True or False; True aligns spans")

@@ -7,32 +7,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.safetensors.reading import load_tensors
 from ...plugins.safetensors.writing import save_tensors
 from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
-from ..losses.features import (
-    HiddenStateKind,
-    LayerMapKind,
-    LayerMatch,
-    LayerPairs,
-    hidden_state_sum,
-    layer_map,
-    pair_errors,
-    paired_layers,
-    projectors,
-    relation_sum,
-    score_sum,
-    visibility,
-)
+from ..losses.objective import divergence_and_gradient
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 Captured = Mapping[int, LayerAttention]
+LayerPairs = tuple[tuple[int, int], ...]
+LayerMatch = tuple[int, tuple[tuple[int, float], ...]]
+"""A student layer, and the teacher layers whose weighted mean it is compared with; their weights add up to 1."""
+RELATION_TENSORS: tuple[AttentionTensor, ...] = ("query", "key", "value")
+BLOCK_ELEMENTS = 2**24
+"""Elements of the largest tensor of one block; about eight such fp32 tensors exist at the same time."""
+_INVISIBLE = -1e9
+"""Logit of a masked position: its probability is 0 in fp32, and its differences are finite."""
+_LEAST_POWER = 1e-12
+"""Lower limit of the mean square of a teacher's vector, a divisor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +39,9 @@ class HiddenStateTerm:
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    kind: HiddenStateKind = "mse"
+    kind: Literal["mse", "cosine"] = "mse"
     """`mse`: mean squared error over the width; `cosine`: 1 - cosine similarity."""
-    layers: LayerMapKind | LayerPairs = "uniform"
+    layers: Literal["uniform", "interpolate"] | LayerPairs = "uniform"
     """`uniform`: every student layer with the teacher layer of the nearest relative depth; `interpolate`: with a mean
     of two; or pairs of (student layer, teacher layer), where 0 is the embedding and l the output of block l."""
     normalize: bool = True
@@ -51,45 +49,47 @@ class HiddenStateTerm:
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        if errors := _term_errors("hidden_states", self, {"kind": HiddenStateKind}, get_args(LayerMapKind)):
+        errors = _term_errors("hidden_states", self, ("uniform", "interpolate"))
+        if self.kind not in ("mse", "cosine"):
+            errors.append(ConfigError(where="hidden_states.kind", value=self.kind, rule="must be mse or cosine"))
+        if errors:
             raise UsageError(errors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerm:
-    """Match attention; both models keep their attention kernels."""
+    """Match the relations among queries, keys and values (MiniLM); both models keep their attention kernels."""
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    kind: Literal["relations", "scores"] = "relations"
-    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys, where the teacher's
-    heads are interpolated if their numbers differ."""
-    relations: tuple[AttentionTensor, ...] = ("query", "key", "value")
-    """`relations`: tensors to relate with themselves; the loss is the mean over them."""
-    relation_heads: int | None = None
-    """`relations`: heads that the joined width is split into; `None`: the teacher's heads, or their greatest divisor
-    that divides the student's width."""
     layers: Literal["last", "uniform"] | LayerPairs = "last"
     """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
     (student layer, teacher layer), counted from 1."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        errors = _term_errors("attention", self, {"kind": Literal["relations", "scores"]}, ("last", "uniform"))
-        tensors, relations = get_args(AttentionTensor), self.relations
-        is_set = isinstance(relations, tuple) and relations and len({*relations}) == len(relations)
-        if not is_set or not {*relations} <= {*tensors}:
-            rule = f"must be a tuple of one or more of {', '.join(tensors)}, each once"
-            errors.append(ConfigError(where="attention.relations", value=relations, rule=rule))
-        if self.relation_heads is not None and self.relation_heads < 1:
-            rule = "must be at least 1"
-            errors.append(ConfigError(where="attention.relation_heads", value=self.relation_heads, rule=rule))
-        if errors:
+        if errors := _term_errors("attention", self, ("last", "uniform")):
             raise UsageError(errors)
 
-    @property
-    def tensors(self) -> tuple[AttentionTensor, ...]:
-        return self.relations if self.kind == "relations" else ("query", "key")
+
+def _term_errors(name: str, term: HiddenStateTerm | AttentionTerm, layer_kinds: tuple[str, ...]) -> list[ConfigError]:
+    errors = []
+    if not 0 < term.weight < math.inf:
+        errors.append(ConfigError(where=f"{name}.weight", value=term.weight, rule="must be above 0"))
+    pairs: Any = term.layers
+    if isinstance(pairs, str):
+        if pairs not in layer_kinds:
+            rule = f"must be {', '.join(layer_kinds)}, or pairs of layers"
+            errors.append(ConfigError(where=f"{name}.layers", value=pairs, rule=rule))
+        return errors
+    # `type`, because `isinstance` accepts booleans as integers.
+    valid = isinstance(pairs, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair) for pair in pairs
+    )
+    if not valid or not pairs or len({*pairs}) < len(pairs):
+        rule = "must be a tuple of pairs (student layer, teacher layer), each once"
+        errors.append(ConfigError(where=f"{name}.layers", value=pairs, rule=rule))
+    return errors
 
 
 class FeatureMatching:
@@ -117,45 +117,55 @@ class FeatureMatching:
                 rule = "layers of encoder-decoder models cannot be matched, because they have two stacks"
                 fix = "omit hidden_states and attention"
                 errors.append(ConfigError(where=side, value=config.model_type, rule=rule, fix=fix))
-            elif not isinstance(depth, int):
-                rule = "its configuration has no num_hidden_layers"
+            elif depths[-1] < 1:
+                rule = f"has num_hidden_layers = {depth}; matching needs at least one layer"
                 errors.append(ConfigError(where=f"{side} {config.model_type}", rule=rule))
         if errors:
             raise UsageError(errors)
         self._depths = student_depth, teacher_depth = depths[0], depths[1]
         self._hidden_matches: tuple[LayerMatch, ...] = ()
-        self._attention_matches: tuple[LayerMatch, ...] = ()
+        self._attention_pairs: LayerPairs = ()
         if attention_term is not None:
-            pairs, where = attention_term.layers, "attention.layers"
+            pairs = attention_term.layers
             if pairs == "last":
                 pairs = ((student_depth, teacher_depth),)
             elif pairs == "uniform":
-                matches = layer_map(student_depth, teacher_depth)[1:]
-                pairs = tuple((match.student, max(1, match.teacher[0][0])) for match in matches)
-            self._attention_matches = paired_layers(pairs, student_depth, teacher_depth, first=1, where=where)
+                matches = layer_map(student_depth, teacher_depth, "uniform")[1:]
+                pairs = tuple((student, max(1, teachers[0][0])) for student, teachers in matches)
+            errors += self._pair_errors("attention.layers", pairs, first=1)
+            self._attention_pairs = pairs
         if hidden_term is not None:
             if isinstance(hidden_term.layers, tuple):
-                where = "hidden_states.layers"
-                self._hidden_matches = paired_layers(hidden_term.layers, student_depth, teacher_depth, where=where)
+                errors += self._pair_errors("hidden_states.layers", hidden_term.layers, first=0)
+                self._hidden_matches = tuple((student, ((teacher, 1.0),)) for student, teacher in hidden_term.layers)
             else:
                 self._hidden_matches = layer_map(student_depth, teacher_depth, hidden_term.layers)
             own, taught = (config.get_text_config().hidden_size for config in (student_config, teacher_config))
             if own != taught:
                 self.projectors = projectors(own, taught, len(self._hidden_matches))
+        if errors:
+            raise UsageError(errors)
+
+    def _pair_errors(self, where: str, pairs: LayerPairs, *, first: int) -> list[ConfigError]:
+        return [
+            ConfigError(where=where, value=pair, rule=f"{side} layers are {first} to {depth}")
+            for pair in pairs
+            for side, number, depth in zip(("student", "teacher"), pair, self._depths, strict=True)
+            if not first <= number <= depth
+        ]
 
     def capture_student(self, model: Any) -> AbstractContextManager[Captured | None]:
         """Record the student's attention, with its graph; gives `None` without an attention term."""
-        return self._capture(model, {match.student for match in self._attention_matches}, with_graph=True)
+        return self._capture(model, {student for student, _ in self._attention_pairs}, with_graph=True)
 
     def capture_teacher(self, model: Any) -> AbstractContextManager[Captured | None]:
         """Record the teacher's attention; gives `None` without an attention term."""
-        layers = {layer for match in self._attention_matches for layer, _ in match.teacher}
-        return self._capture(model, layers, with_graph=False)
+        return self._capture(model, {teacher for _, teacher in self._attention_pairs}, with_graph=False)
 
     def _capture(self, model: Any, layers: set[int], *, with_graph: bool) -> AbstractContextManager[Captured | None]:
         if self.attention_term is None:
             return nullcontext()
-        return captured_attention(model, sorted(layers), self.attention_term.tensors, with_graph=with_graph)
+        return captured_attention(model, sorted(layers), RELATION_TENSORS, with_graph=with_graph)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor
@@ -167,8 +177,6 @@ class FeatureMatching:
         Raises:
             UsageError: the models returned other numbers of layers or positions than their configurations.
         """
-        import torch
-
         term = self.hidden_term
         assert term is not None
         for side, states, depth in zip(("student", "teacher"), (student, teacher), self._depths, strict=True):
@@ -179,11 +187,10 @@ class FeatureMatching:
         weights = row_weights_BS.reshape(-1)
         rows = weights.nonzero().squeeze(1)
         distances = []
-        for index, match in enumerate(self._hidden_matches):
-            own = student[match.student].flatten(0, 1).index_select(0, rows)
+        for index, (layer, teachers) in enumerate(self._hidden_matches):
+            own = student[layer].flatten(0, 1).index_select(0, rows)
             taught: Any = sum(
-                share * teacher[layer].detach().flatten(0, 1).index_select(0, rows).float()
-                for layer, share in match.teacher
+                share * teacher[other].detach().flatten(0, 1).index_select(0, rows).float() for other, share in teachers
             )
             if self.projectors is not None:
                 own = self.projectors[index](own)
@@ -198,26 +205,18 @@ class FeatureMatching:
         The attention mask and position ids in the models' `inputs` determine which positions are visible.
 
         Raises:
-            UsageError: the models read different positions, or `relation_heads` does not divide the widths.
+            UsageError: the models read different positions.
         """
-        import torch
-
-        term = self.attention_term
-        assert term is not None
         distances = []
-        for match in self._attention_matches:
-            own, taught = student[match.student], teacher[match.teacher[0][0]]
-            shapes = [layer.tensor(term.tensors[0]).shape for layer in (own, taught)]
+        for layer, other in self._attention_pairs:
+            own, taught = student[layer], teacher[other]
+            shapes = [each.tensor("query").shape for each in (own, taught)]
             _check_positions((shapes[0][0], shapes[0][2]), (shapes[1][0], shapes[1][2]))
-            windows = [layer.window for layer in (own, taught) if layer.window is not None]
+            windows = [each.window for each in (own, taught) if each.window is not None]
             causal, window = own.causal or taught.causal, min(windows, default=None)
             visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
-            if term.kind == "scores":
-                distances.append(score_sum(own, taught, row_weights_BS, visible))
-                continue
-            for name in term.relations:
-                pair, heads = (own.tensor(name), taught.tensor(name)), term.relation_heads
-                distances.append(relation_sum(*pair, row_weights_BS, visible, relation_heads=heads))
+            for name in RELATION_TENSORS:
+                distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
         return torch.stack(distances).mean()
 
 
@@ -227,23 +226,74 @@ def _check_positions(student: Sequence[int], teacher: Sequence[int]) -> None:
         raise UsageError(ConfigError(where="feature terms", rule=rule, fix="pass full sequences to both"))
 
 
-def _term_errors(
-    name: str, term: HiddenStateTerm | AttentionTerm, choices: dict[str, Any], layer_kinds: tuple[str, ...]
-) -> list[ConfigError]:
-    errors = []
-    if not 0 < term.weight < math.inf:
-        errors.append(ConfigError(where=f"{name}.weight", value=term.weight, rule="must be above 0"))
-    for field, choice in choices.items():
-        value, allowed = getattr(term, field), get_args(choice)
-        if value not in allowed:
-            rule = f"must be one of {', '.join(allowed)}"
-            errors.append(ConfigError(where=f"{name}.{field}", value=value, rule=rule))
-    if not isinstance(term.layers, str):
-        errors += pair_errors(f"{name}.layers", term.layers)
-    elif term.layers not in layer_kinds:
-        rule = f"must be {', '.join(layer_kinds)}, or pairs of layers"
-        errors.append(ConfigError(where=f"{name}.layers", value=term.layers, rule=rule))
-    return errors
+def layer_map(
+    student_layers: int, teacher_layers: int, kind: Literal["uniform", "interpolate"]
+) -> tuple[LayerMatch, ...]:
+    """Match layers 0 to L_s of a student with layers of a teacher: embedding with embedding, last with last.
+
+    ``uniform``: φ(l) = round(l · L_t / L_s), halves rounded up. ``interpolate``: the two teacher layers around
+    l · L_t / L_s, weighted linearly.
+    """
+    matches: list[LayerMatch] = []
+    for student in range(student_layers + 1):
+        position = student * teacher_layers
+        lower, remainder = divmod(position, student_layers)
+        if kind == "uniform":
+            matches.append((student, (((2 * position + student_layers) // (2 * student_layers), 1.0),)))
+        elif remainder:
+            share = remainder / student_layers
+            matches.append((student, ((lower, 1.0 - share), (lower + 1, share))))
+        else:
+            matches.append((student, ((lower, 1.0),)))
+    return tuple(matches)
+
+
+def hidden_state_sum(
+    student_TD: torch.Tensor,
+    teacher_TD: torch.Tensor,
+    weights_T: torch.Tensor,
+    *,
+    kind: Literal["mse", "cosine"] = "mse",
+    normalize: bool = True,
+) -> torch.Tensor:
+    """Return ``Σ_t w_t · |h_s - h_t|² / D``, or ``Σ_t w_t · (1 - cos(h_s, h_t))``, as an fp32 scalar.
+
+    ``normalize`` divides each token's term by the mean square of that token's teacher vector, so that the huge
+    activations of some tokens do not outweigh all others, and sums over parts of a batch still add up. Squared error:
+    FitNets (arXiv 1412.6550), TinyBERT (arXiv 1909.10351); cosine: DistilBERT (arXiv 1910.01108).
+    """
+    with torch.autocast(student_TD.device.type, enabled=False):
+        student, teacher, weights = student_TD.float(), teacher_TD.detach().float(), weights_T.float()
+        if kind == "cosine":
+            return (weights * (1.0 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1))).sum()
+        distance_T = (student - teacher).square().mean(dim=-1)
+        if normalize:
+            distance_T = distance_T / teacher.square().mean(dim=-1).clamp(min=_LEAST_POWER)
+        return (weights * distance_T).sum()
+
+
+def projectors(student_width: int, teacher_width: int, count: int) -> torch.nn.ModuleList:
+    """Return `count` linear maps without bias from the student's width to the teacher's, as a ModuleList in fp32.
+
+    All start as the same semi-orthogonal matrix, since a residual stream has one basis for all layers, scaled so that
+    a random vector keeps its root mean square. The matrix has a fixed seed; the global seed is not changed.
+    """
+    weight_DH = torch.empty(teacher_width, student_width)
+    torch.nn.init.orthogonal_(weight_DH, generator=torch.Generator().manual_seed(0))
+    weight_DH *= max(1.0, teacher_width / student_width) ** 0.5
+    return torch.nn.ModuleList(Projector(weight_DH.clone()) for _ in range(count))
+
+
+class Projector(torch.nn.Module):
+    """Linear map in fp32 for any dtype of the weight; a module, so that engines can gather it."""
+
+    def __init__(self, weight_DH: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight_DH)
+
+    def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden_TH.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden_TH.float(), self.weight.float())
 
 
 FILE_NAME = "distillation_projectors.safetensors"
@@ -264,3 +314,102 @@ def load_projectors(projectors: torch.nn.Module, directory: str) -> None:
     file = Path(directory) / FILE_NAME
     if file.is_file():
         projectors.load_state_dict(load_tensors(file))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Positions that a position attends to, computed for some rows at a time."""
+
+    size: int
+    causal: bool
+    window: int | None = None
+    """Positions that a position attends to, itself included; `None`: all."""
+    real_BS: torch.Tensor | None = None
+    """False at padding; `None`: no padding."""
+    documents_BS: torch.Tensor | None = None
+    """Number of the packed document of each position; `None`: one per row."""
+
+    def rows(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """Return the visible positions of some rows, bool [B or 1, R, S]."""
+        keys_S = torch.arange(self.size, device=rows_R.device)
+        ahead_RS = keys_S - rows_R[:, None]
+        visible = (ahead_RS <= 0 if self.causal else torch.ones_like(ahead_RS, dtype=torch.bool))[None]
+        if self.window is not None:
+            visible = visible & (ahead_RS.abs() < self.window)
+        if self.real_BS is not None:
+            visible = visible & self.real_BS[:, None, :]
+        if self.documents_BS is not None:
+            visible = visible & (self.documents_BS[:, rows_R, None] == self.documents_BS[:, None, :])
+        return visible
+
+
+def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: int | None = None) -> Visibility:
+    """Read padding from ``attention_mask``, and packed documents from the jumps in ``position_ids``.
+
+    Raises:
+        UsageError: the attention mask is not [B, S].
+    """
+    mask: Any = inputs.get("attention_mask")
+    positions: Any = inputs.get("position_ids")
+    if mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2):
+        shape = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
+        rule = "attention can only be matched with masks [B, S]"
+        raise UsageError(ConfigError(where="attention_mask", value=shape, rule=rule))
+    documents = None
+    if torch.is_tensor(positions) and positions.dim() == 2 and positions.shape[1] == size:
+        jumps = positions.diff(dim=1) != 1
+        documents = torch.nn.functional.pad(jumps.cumsum(dim=1), (1, 0))
+    return Visibility(
+        size=size,
+        causal=causal,
+        window=window,
+        real_BS=None if mask is None else mask.bool(),
+        documents_BS=documents,
+    )
+
+
+def relation_sum(
+    student_BHSD: torch.Tensor, teacher_BHSD: torch.Tensor, weights_BS: torch.Tensor, visible: Visibility
+) -> torch.Tensor:
+    """Return ``Σ_t w_t · 1/A · Σ_a KL(R^T_at | R^S_at)``, an fp32 scalar, with ``R_a = softmax(M_a M_aᵀ / √d)``.
+
+    M are queries, keys or values: their heads are joined into one width W and split again into A relation heads of
+    width d = W / A, so that heads and widths of the two models may differ (MiniLMv2, arXiv 2012.15828, section 3.1).
+    A is the number of the teacher's heads, or its greatest divisor that divides the student's width. The softmax is
+    over visible positions. The gradient is computed here, block by block: ``∂/∂m_i = Σ_j (g_ij + g_ji) m_j`` with g
+    the gradient by ``m_i · m_j``.
+    """
+    heads = math.gcd(student_BHSD.shape[1] * student_BHSD.shape[3], teacher_BHSD.shape[1])
+    with torch.autocast(student_BHSD.device.type, enabled=False):
+        # Heads joined and split into relation heads [B, A, S, d], scaled by d^-¼, so that products carry 1/√d.
+        joined = (tensor.transpose(1, 2).flatten(2).float() for tensor in (student_BHSD, teacher_BHSD.detach()))
+        split = (tensor_BSW.unflatten(2, (heads, -1)).transpose(1, 2) for tensor_BSW in joined)
+        student, teacher = (vectors_BASd * vectors_BASd.shape[-1] ** -0.25 for vectors_BASd in split)
+        gradient = torch.zeros_like(student) if torch.is_grad_enabled() and student.requires_grad else None
+        with torch.no_grad():
+            batch, _, size, _ = student.shape
+            weights_BS = weights_BS.float()
+            total = weights_BS.new_zeros(())
+            for rows_R in row_blocks(weights_BS, batch * heads * size):
+                seen = visible.rows(rows_R)[:, None]
+                products = (vectors.index_select(2, rows_R) @ vectors.transpose(2, 3) for vectors in (teacher, student))
+                taught, learned = (
+                    torch.log_softmax(product.masked_fill(~seen, _INVISIBLE), dim=-1) for product in products
+                )
+                weights_BAR = (weights_BS[:, None, rows_R] / heads).expand(batch, heads, -1)
+                distance_BAR, slope_BARS = divergence_and_gradient("forward_kl", learned, taught, 0.0)
+                total += (weights_BAR * distance_BAR).sum()
+                if gradient is not None:
+                    slope_BARS.mul_(weights_BAR[..., None])
+                    gradient.index_add_(2, rows_R, slope_BARS @ student)
+                    gradient += slope_BARS.transpose(2, 3) @ student.index_select(2, rows_R)
+        if gradient is not None:
+            product = (student * gradient).sum()
+            total = total + (product - product.detach())
+        return total
+
+
+def row_blocks(weights_BS: torch.Tensor, elements: int) -> tuple[torch.Tensor, ...]:
+    """Split the rows that have a weight in any sample; ``elements`` is the size of the largest tensor per row."""
+    rows = weights_BS.ne(0).any(dim=0).nonzero().squeeze(1)
+    return tuple(rows.split(max(1, BLOCK_ELEMENTS // elements))) if len(rows) else ()

@@ -82,7 +82,7 @@ def generate(
     """
     import torch
 
-    sampling = {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
+    sampling = {"max_new_tokens": config.max_new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}

@@ -1,27 +1,27 @@
-"""The teacher of a distillation: checks, placement, teachers made of the student, batches, and the forward pass."""
+"""The teacher of a distillation: checks, teachers made of the student, batches, and the forward pass."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.second_models import Placement
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead, base_model
+from ...plugins.transformers.output_heads import base_model
+from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.fused_loss import accepted_inputs, captured_head_input
+from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 
 if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
     from transformers import (
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
     )
 
     from ..losses.cross_tokenizer import CrossTokenizerLoss
-    from .cache.teacher_cache import TeacherCache
     from .feature_matching import Captured, FeatureMatching
 
 TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS = "token_weights", "teacher_rows", "shift_labels"
-
-
-# Checks, each once, before and after the Trainer is made.
 
 
 def check_arguments(
@@ -52,8 +48,7 @@ def check_arguments(
         UsageError: all errors together.
     """
     errors = []
-    # A Transformers model has a `model` too: itself without its head.
-    model = teacher.model if hasattr(teacher, "gathered_head") else teacher
+    model = teacher.model if isinstance(teacher, PlacedModel) else teacher
 
     def reject(where: str, rule: str, fix: str = "", value: object = None) -> None:
         errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
@@ -75,7 +70,7 @@ def check_arguments(
             reject("teacher", rule, "pass a teacher, or set self_teacher")
         if teacher is not None and distillation.self_teacher is not None:
             reject("teacher", "self_teacher makes the student its own teacher", "pass only one of the two")
-        if hasattr(teacher, "rows_of"):
+        if isinstance(teacher, TeacherCache):
             if distillation.hidden_states is not None or distillation.attention is not None:
                 reject("teacher", "a cache has no hidden states", "use a live teacher")
             if distillation.on_policy is not None:
@@ -103,27 +98,6 @@ def check_arguments(
             note_on_first_rank(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
 
 
-def check_accelerator(accelerator: Accelerator, distillation: DistillationConfig) -> None:
-    """Reject layouts whose losses would not be exact.
-
-    Raises:
-        UsageError: context parallelism, FSDP1, or attention terms under sequence parallelism.
-    """
-    errors = []
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and parallelism.cp_enabled:
-        rule = "context parallelism reorders positions inside a step, which a teacher cannot follow"
-        errors.append(ConfigError(where="cp_size", value=parallelism.cp_size, rule=rule, fix="use sp_size"))
-    if parallelism is not None and parallelism.sp_enabled and distillation.attention is not None:
-        rule = "requires the attention of full sequences, which no rank has under sequence parallelism"
-        errors.append(ConfigError(where="attention", rule=rule, fix="use hidden_states instead, or set sp_size to 1"))
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 1:
-        errors.append(ConfigError(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2"))
-    if errors:
-        raise UsageError(errors)
-
-
 def cross_tokenizer_loss(
     distillation: DistillationConfig,
     trainer_arguments: dict[str, Any],
@@ -148,9 +122,6 @@ def cross_tokenizer_loss(
     return CrossTokenizerLoss(own, teacher_tokenizer)
 
 
-# Models.
-
-
 def inner_model(trainer: Trainer) -> PreTrainedModel:
     """Return the Transformers model inside PEFT and wrappers."""
     inner: PreTrainedModel = base_model(trainer.accelerator.unwrap_model(trainer.model))
@@ -168,97 +139,13 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
     return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-class Teacher(Protocol):
-    """A frozen model, however it is placed."""
-
-    model: PreTrainedModel
-    """The inner Transformers model."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Run it without gradients."""
-
-    def gathered_head(self) -> AbstractContextManager[OutputHead]:
-        """Return a context manager that gives its `OutputHead` with gathered weights."""
-
-
-def place(trainer: Trainer, teacher: Any, placement: Placement) -> tuple[Any, TeacherCache | None]:
-    """Return the placed teacher and the cache; one or both are `None`.
-
-    Raises:
-        UsageError: the student cannot be its own teacher in the requested way.
-    """
-    own = trainer.distillation.self_teacher
-    if own is not None:
-        if own.kind == "deeper_exit":
-            return None, None
-        if own.kind == "adapter_off":
-            return AdapterOff(trainer), None
-        return _placed(trainer, frozen_copy(inner_model(trainer)), "replica"), None
-    if hasattr(teacher, "rows_of"):
-        return None, teacher
-    placed = teacher if hasattr(teacher, "gathered_head") else _placed(trainer, teacher, placement)
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallelism is not None and parallelism.sp_enabled:
-        from ...plugins.deepspeed.ulysses import keep_own_attention
-
-        keep_own_attention(placed.model)
-    return placed, None
-
-
-def _placed(trainer: Trainer, teacher: Any, placement: Placement) -> Teacher:
-    """Place a Transformers model; weights that ZeRO-3 partitioned while loading stay partitioned."""
-    from ...plugins.transformers.teacher_placement import place_teacher
-
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in teacher.parameters())
-    return place_teacher(
-        teacher,
-        "sharded" if partitioned and placement == "replica" else placement,
-        accelerator=trainer.accelerator,
-        micro_batch_size=trainer.args.per_device_train_batch_size,
-    )
-
-
-# Teachers made of the student.
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model that is not wrapped yet, in evaluation mode and without gradients.
-
-    Weights that ZeRO-3 partitioned while loading are gathered one at a time; every rank must call.
-
-    Raises:
-        UsageError: weights are partitioned, and the model differs from what its class builds.
-    """
-    import torch
-
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return copy.deepcopy(model).requires_grad_(False).eval()
-    import deepspeed
-
-    from ...plugins.transformers.checkpoint_tensors import without_zero3
-
-    with without_zero3():
-        teacher = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-    source, target = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, teacher))
-    if source.keys() != target.keys():
-        name = min(source.keys() ^ target.keys())
-        rule = f"ZeRO-3 has partitioned the student's weights, and {name} is not a weight that its class builds"
-        fix = "load the teacher from the same checkpoint, or use a lower ZeRO stage"
-        raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
-    with torch.no_grad():
-        for name, tensor in target.items():
-            # Gathers nothing of a buffer.
-            with deepspeed.zero.GatheredParameters([source[name]]):
-                tensor.copy_(source[name])
-    return teacher.requires_grad_(False).eval()
-
-
 class AdapterOff:
     """Use the student's base model as the teacher, run through the student's own wrapper."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._wrapped: torch.nn.Module | None = None
+        self.wrapped: torch.nn.Module | None = None
+        """The student's wrapper in this step."""
         if not hasattr(trainer.model, "disable_adapter"):
             rule = "the student has no PEFT adapter to switch off"
             raise UsageError(ConfigError(where="self_teacher", value="adapter_off", rule=rule, fix="use frozen_copy"))
@@ -267,30 +154,17 @@ class AdapterOff:
     def model(self) -> PreTrainedModel:
         return inner_model(self._trainer)
 
-    def running(self, wrapped: torch.nn.Module) -> AdapterOff:
-        """Return this teacher, run through a wrapper of the student."""
-        self._wrapped = wrapped
-        return self
-
     def __call__(self, **inputs: Any) -> Any:
         """Run the base model in evaluation mode, without gradients."""
-        import torch
-
         student = self._trainer.model
         training = student.training
         student.eval()
         try:
             with torch.no_grad(), student.disable_adapter():
-                assert self._wrapped is not None, "`running` sets it"
-                return self._wrapped(**inputs)
+                assert self.wrapped is not None, "every step sets it"
+                return self.wrapped(**inputs)
         finally:
             student.train(training)
-
-    def gathered_head(self) -> AbstractContextManager[OutputHead]:
-        """Give the head without its adapter."""
-        from ...plugins.transformers.teacher_placement import gathered_head
-
-        return gathered_head(self.model)
 
 
 class EarlyExit:
@@ -338,9 +212,6 @@ class EarlyExit:
         return hidden
 
 
-# Batches.
-
-
 @dataclass(frozen=True, kw_only=True)
 class DistillationBatch:
     """One micro-batch, split into what models read and what losses read."""
@@ -381,8 +252,6 @@ class DistillationBatch:
 
     def position_weights(self) -> torch.Tensor:
         """Return the weight of every position [B, S]; a classified sequence spreads its weight over its tokens."""
-        import torch
-
         if self.labels.dim() > 1:
             return self.weights
         mask_BS = self.model_inputs.get("attention_mask")
@@ -396,8 +265,6 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
     Raises:
         UsageError: no labels, labels that are not classes, or token weights with labels that are sharded already.
     """
-    import torch
-
     inputs = dict(inputs)
     labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
     if labels is None and shifted is None:
@@ -447,9 +314,6 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[
     return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED_LABEL, model.config.pad_token_id)}
 
 
-# The forward pass.
-
-
 @dataclass(frozen=True, kw_only=True)
 class TeacherOutput:
     """Results of one forward pass of the teacher."""
@@ -464,7 +328,7 @@ class TeacherOutput:
 
 
 def run_teacher(
-    teacher: Teacher,
+    teacher: PlacedModel | AdapterOff,
     batch: DistillationBatch,
     *,
     fused: bool,
@@ -496,7 +360,7 @@ def run_teacher(
     )
 
 
-def run_teacher_on_own_tokens(teacher: Teacher, batch: DistillationBatch) -> TeacherOutput:
+def run_teacher_on_own_tokens(teacher: PlacedModel | AdapterOff, batch: DistillationBatch) -> TeacherOutput:
     """Run the teacher on its own tokens of the same texts.
 
     Raises:

@@ -10,20 +10,23 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import Trainer
 from transformers.utils import ModelOutput
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.second_models import Placement
-from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence
+from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence, keep_own_attention
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
 from ...plugins.transformers.run_settings import own_class, trainer_errors
+from ...plugins.transformers.second_model import PlacedModel, frozen_copy, gathered_head, place_second_model
 from ..counting.estimates import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
-from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, plain_token_loss
+from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks, has_balance_loss
+from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
 from .on_policy import completed_by_student, is_generated
@@ -31,15 +34,13 @@ from .teacher import (
     SHIFT_LABELS,
     TEACHER_ROWS,
     TOKEN_WEIGHTS,
+    AdapterOff,
     DistillationBatch,
     EarlyExit,
-    Teacher,
     TeacherOutput,
-    check_accelerator,
     check_arguments,
     cross_tokenizer_loss,
     inner_model,
-    place,
     predicts_next_token,
     run_teacher,
     run_teacher_on_own_tokens,
@@ -48,11 +49,9 @@ from .teacher import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-    from .cache.teacher_cache import TeacherCache
 
 PROJECTORS = "distillation_projectors"
 NAMES = {
@@ -79,7 +78,7 @@ class DistillationTrainer(Trainer):
     Args:
         model: Student.
         args: `TrainingArguments`.
-        teacher: A Transformers model, a placed teacher (`plugins.transformers.teacher_placement`) or a `TeacherCache`.
+        teacher: A Transformers model, a `PlacedModel` or a `TeacherCache`.
             `None` with ``distillation.self_teacher``, and if no term needs a teacher.
         teacher_placement: How a Transformers model is placed: replicated on every rank, sharded, offloaded, quantized.
         teacher_tokenizer: Required by ``distillation.cross_tokenizer``; `processing_class` is the student's tokenizer.
@@ -116,26 +115,50 @@ class DistillationTrainer(Trainer):
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
         self._checked_first_step = self._checked_head = self._other_logits = self._omits_logits = False
         self._step_weight: torch.Tensor | None = None
-        self.teacher: Teacher | None = None
+        self.teacher: PlacedModel | AdapterOff | None = None
         self.teacher_cache: TeacherCache | None = None
         self._features: FeatureMatching | None = None
-        own = self.distillation.self_teacher
-        self._exits_early = own is not None and own.kind == "deeper_exit"
+        self._early_exit: EarlyExit | None = None
         if self.distillation.is_plain_training:
             return
         self.model_accepts_loss_kwargs = True
         inner = inner_model(self)
         self._loss_shifts_labels = predicts_next_token(inner)
-        check_accelerator(self.accelerator, self.distillation)
-        if errors := trainer_errors(self):
+        errors, fsdp = trainer_errors(self), getattr(self.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version == 1:
+            errors.append(
+                ConfigError(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2")
+            )
+        if errors:
             raise UsageError(errors)
-        self.teacher, self.teacher_cache = place(self, teacher, teacher_placement)
+        own = self.distillation.self_teacher
+        if own is not None and own.kind == "deeper_exit":
+            self._early_exit = EarlyExit(inner, own.exit_layer)
+        elif isinstance(teacher, TeacherCache):
+            self.teacher_cache = teacher
+        else:
+            self.teacher = self._placed_teacher(teacher, teacher_placement)
         terms = self.distillation.hidden_states, self.distillation.attention
         if terms != (None, None):
             assert self.teacher is not None, "feature terms are rejected without a model as teacher"
             self._features = FeatureMatching(inner.config, self.teacher.model.config, *terms)
             if self._features.projectors is not None:
                 inner.add_module(PROJECTORS, self._features.projectors.to(self.args.device))
+
+    def _placed_teacher(self, teacher: Any, placement: Placement) -> PlacedModel | AdapterOff:
+        own = self.distillation.self_teacher
+        if own is not None and own.kind == "adapter_off":
+            return AdapterOff(self)
+        if own is not None:
+            return place_second_model(frozen_copy(inner_model(self)), "replica", accelerator=self.accelerator)
+        if isinstance(teacher, PlacedModel):
+            placed = teacher
+        else:
+            placed = place_second_model(teacher, placement, accelerator=self.accelerator)
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        if parallelism is not None and parallelism.sp_enabled:
+            keep_own_attention(placed.model)
+        return placed
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -163,12 +186,12 @@ class DistillationTrainer(Trainer):
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         keeps_logits = return_outputs and not self._omits_logits
-        if self._exits_early and keeps_logits:
+        if self._early_exit is not None and keeps_logits:
             rule = "replaces the output head, so compute_loss cannot return logits"
             fix = "omit return_outputs=True; evaluate without compute_metrics, or with prediction_loss_only=True"
             raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
-        if self._exits_early or self._other_logits or keeps_logits:
-            fused = self._exits_early
+        if self._early_exit is not None or self._other_logits or keeps_logits:
+            fused = self._early_exit is not None
         elif self.distillation.implementation != "auto":
             fused = self.distillation.implementation == "fused"
         else:
@@ -177,7 +200,7 @@ class DistillationTrainer(Trainer):
         try:
             return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=fused)
         except UnknownLogitsError as error:
-            if self.distillation.implementation == "fused" or self._exits_early:
+            if self.distillation.implementation == "fused" or self._early_exit is not None:
                 raise
             # Every rank gets the same error in its first step, before any gradient.
             self._other_logits = True
@@ -193,43 +216,20 @@ class DistillationTrainer(Trainer):
         *,
         fused: bool,
     ) -> Any:
-        import torch
-
         inner = inner_model(self)
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
-        objective = self.distillation.objective
-        early_exit = None
-        if self._exits_early:
-            assert self.distillation.self_teacher is not None
-            early_exit = EarlyExit(inner, self.distillation.self_teacher.exit_layer)
-        if self.teacher is None:
-            taught = TeacherOutput()
-        else:
-            teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
-            if self._cross_tokenizer is not None:
-                taught = run_teacher_on_own_tokens(teacher, batch)
-            else:
-                taught = run_teacher(
-                    teacher,
-                    batch,
-                    fused=fused,
-                    features=self._features,
-                    sequence_sharded=self._ranks_of_a_sequence() > 1,
-                    check_head=not self._checked_head,
-                )
-        with self._targets(taught, batch, objective.temperature) as targets:
-            step = _StudentStep(
-                batch=batch,
-                objective=objective,
-                teacher_output=taught,
-                targets=targets,
-                early_exit=early_exit,
-                fused=fused,
-                num_items_in_batch=num_items_in_batch,
-                returns_logits=return_outputs and not fused,
-            )
-            with replaced_forward(inner, partial(self._student_forward, inner, step)):
-                outputs = model(**accepted_inputs(inner, batch.model_inputs))
+        step = _StudentStep(
+            batch=batch,
+            teacher_output=self._run_teacher(model, batch, fused=fused),
+            fused=fused,
+            num_items_in_batch=num_items_in_batch,
+            returns_logits=return_outputs and not fused,
+        )
+        with (
+            self._targets(step.teacher_output, batch) as step.targets,
+            replaced_forward(inner, partial(self._student_forward, inner, step)),
+        ):
+            outputs = model(**accepted_inputs(inner, batch.model_inputs))
         if step.unknown_logits is not None:
             raise step.unknown_logits
         assert step.loss is not None, "the student's forward has run"
@@ -265,20 +265,34 @@ class DistillationTrainer(Trainer):
         share = self._normalised(loss_sum.float(), labelled_tokens, num_items_in_batch)
         return share + share.detach() * (self._ranks_with_added_gradients() - 1)
 
+    def _run_teacher(self, model: PreTrainedModel, batch: DistillationBatch, *, fused: bool) -> TeacherOutput:
+        if self.teacher is None:
+            return TeacherOutput()
+        if isinstance(self.teacher, AdapterOff):
+            self.teacher.wrapped = model
+        if self._cross_tokenizer is not None:
+            return run_teacher_on_own_tokens(self.teacher, batch)
+        return run_teacher(
+            self.teacher,
+            batch,
+            fused=fused,
+            features=self._features,
+            sequence_sharded=self._ranks_of_a_sequence() > 1,
+            check_head=not self._checked_head,
+        )
+
     @contextmanager
-    def _targets(
-        self, taught: TeacherOutput, batch: DistillationBatch, temperature: float
-    ) -> Iterator[TeacherTargets | None]:
+    def _targets(self, taught: TeacherOutput, batch: DistillationBatch) -> Iterator[TeacherTargets | None]:
         """Give what the student's distributions are compared with; a sharded head is gathered inside the block."""
         if self.teacher_cache is not None:
             if batch.teacher_rows_N is None:
                 rule = "a cached teacher needs `teacher_rows` in its batches"
                 fix = "wrap the dataset in CachedTeacherDataset"
                 raise UsageError(ConfigError(where=TEACHER_ROWS, rule=rule, fix=fix))
-            yield self.teacher_cache.read(batch.teacher_rows_N, temperature)
+            yield self.teacher_cache.read(batch.teacher_rows_N, self.distillation.temperature)
         elif taught.hidden_NH is not None:
             assert self.teacher is not None
-            with self.teacher.gathered_head() as head:
+            with gathered_head(self.teacher.model) as head:
                 yield HiddenTargets(hidden_NH=taught.hidden_NH, head=_detached(head))
         elif taught.logits is not None:
             yield LogitTargets(logits_NV=batch.rows_of(taught.logits))
@@ -303,20 +317,14 @@ class DistillationTrainer(Trainer):
                 head = stack.enter_context(HeadReplacement(inner, partial(self._loss_at_head, inner, step))())
             if features is not None:
                 attention = stack.enter_context(features.capture_student(inner))
-            if step.early_exit is not None:
-                stack.enter_context(step.early_exit())
+            if self._early_exit is not None:
+                stack.enter_context(self._early_exit())
             outputs = original(*args, **kwargs)
         if head is None:
             assert not isinstance(step.targets, HiddenTargets)
-            objective = step.objective
-            sums = plain_token_loss(
-                batch.rows_of(outputs.logits),
-                batch.labels_N,
-                step.targets,
-                objective,
-                weights_N=batch.weights_N,
-                telemetry=self.distillation.telemetry,
-            )
+            objective, logits_NV = self.distillation.objective, batch.rows_of(outputs.logits)
+            sums = plain_token_loss(logits_NV, batch.labels_N, step.targets, objective, weights_N=batch.weights_N)
+            loss = sums.loss
             if self._cross_tokenizer is not None:
                 divergence = self._cross_tokenizer(
                     outputs.logits,
@@ -326,9 +334,8 @@ class DistillationTrainer(Trainer):
                     batch.labels,
                     objective.temperature,
                 )
-                loss = sums.loss + objective.alpha * objective.temperature**2 * divergence
-                sums = replace(sums, loss=loss, divergence=divergence.detach())
-            loss = sums.loss
+                step.sums["divergence"] = divergence.detach()
+                loss = loss + objective.alpha * objective.temperature**2 * divergence
         else:
             try:
                 loss = head.result
@@ -340,8 +347,7 @@ class DistillationTrainer(Trainer):
                 return {"loss": outputs.logits.sum()}
             assert step.token_sums is not None, "the head has run"
             sums = step.token_sums
-        values = {name: getattr(sums, name, None) for name in (*NAMES, WEIGHT, NONFINITE)}
-        step.sums = {name: value.detach() for name, value in values.items() if value is not None}
+        step.sums |= sums.sums | {WEIGHT: sums.weight}
         if not inner.training:
             step.sample_sums = batch.by_sample({**sums.rows, WEIGHT: batch.weights_N})
         if features is not None and features.hidden_term is not None:
@@ -369,22 +375,17 @@ class DistillationTrainer(Trainer):
 
     def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Compute the loss in place of the output head, from the head's input."""
-        batch, head = step.batch, output_head(inner)
-        token_loss = partial(
-            fused_token_loss,
-            labels_N=batch.labels_N,
-            weights_N=batch.weights_N,
-            telemetry=self.distillation.telemetry,
-        )
+        batch, head, objective = step.batch, output_head(inner), self.distillation.objective
+        token_loss = partial(fused_token_loss, labels_N=batch.labels_N, weights_N=batch.weights_N)
         hidden_NH = batch.rows_of(hidden_BSH)
-        if step.early_exit is None:
-            step.token_sums = token_loss(hidden_NH, head, teacher=step.targets, objective=step.objective)
+        if self._early_exit is None:
+            step.token_sums = token_loss(hidden_NH, head, teacher=step.targets, objective=objective)
         else:
             # The output learns from the labels only, and teaches the exit: CE(output) + (1 - α) CE(exit) + α τ² D.
-            output = token_loss(hidden_NH, head, teacher=None, objective=replace(step.objective, alpha=0.0))
+            output = token_loss(hidden_NH, head, teacher=None, objective=replace(objective, alpha=0.0))
             targets = HiddenTargets(hidden_NH=hidden_NH.detach(), head=_detached(head))
-            exit_NH = batch.rows_of(step.early_exit.hidden)
-            exit_sums = token_loss(exit_NH, head, teacher=targets, objective=step.objective)
+            exit_NH = batch.rows_of(self._early_exit.hidden)
+            exit_sums = token_loss(exit_NH, head, teacher=targets, objective=objective)
             step.token_sums = replace(exit_sums, loss=output.loss + exit_sums.loss)
         return step.token_sums.loss
 
@@ -395,8 +396,6 @@ class DistillationTrainer(Trainer):
 
         Over the ranks that share a sequence some engines add instead (`gradients_are_added_over_a_sequence`).
         """
-        import torch
-
         counted = num_items_in_batch is not None
         ranks = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
         parallelism = getattr(self.accelerator, "parallelism_config", None)
@@ -431,8 +430,6 @@ class DistillationTrainer(Trainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        import torch
-
         if self.distillation.is_plain_training or not batch_samples:
             return super()._get_num_items_in_batch(batch_samples, device)
         own = [split_batch(batch, shifts=self._loss_shifts_labels).weights.sum() for batch in batch_samples]
@@ -508,13 +505,11 @@ class _StudentStep:
     """Inputs and results of one forward pass of the student."""
 
     batch: DistillationBatch
-    objective: TokenObjective
     teacher_output: TeacherOutput
-    targets: TeacherTargets | None
-    early_exit: EarlyExit | None
     fused: bool
     num_items_in_batch: torch.Tensor | int | None
     returns_logits: bool
+    targets: TeacherTargets | None = None
     token_sums: TokenSums | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -563,8 +558,6 @@ class Telemetry:
 
     def means(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the means over all ranks and reset the sums; a collective."""
-        import torch
-
         names = (*NAMES, WEIGHT, NONFINITE)
         zero = torch.zeros((), dtype=torch.float64, device=accelerator.device)
         # A rank whose labels are all masked has fewer sums; all ranks reduce the same number of them.

@@ -7,25 +7,23 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.huggingface_hub.hub import split_revision
+from ...plugins.huggingface_hub.hub import model_directory, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ..counting.estimates import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
-from ..formats.merge import merged_directory, opened_if_adapter
 from ..reports.runs import evaluation_table, verdict
 from .loading import (
     EvalModel,
     StoredSizes,
     load_eval_model,
-    local_directory,
     read_eval_model,
     shared_tokenizer,
     stored_sizes,
@@ -165,7 +163,7 @@ def evaluate_model(
     head itself, so that both models are never in memory together. Notes and progress are logged.
 
     Args:
-        source: Hub id or directory of the model, or of a LoRA adapter, which is merged into its base.
+        source: Hub id or directory of the model.
         baseline: Hub id or directory of the model to compare with, usually the original of `source`.
         dataset: Dataset as for `--dataset`: `ID[:config][#N]` of the Hub (split `test`), a file or directory of rows,
             or `python-help`. The first 64 windows are read. Default: `python-help`.
@@ -186,109 +184,99 @@ def evaluate_model(
     import torch
 
     start = time.perf_counter()
-    with ExitStack() as merged:
-        request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
-        window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
-        errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
-        if text is not None and dataset is not None:
-            rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
-            errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
-        if batch_size < 1:
-            errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
-        if device is not None:
-            try:
-                torch.empty(0, device=device)
-            except (RuntimeError, AssertionError) as error:
-                rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
-                fix = "pass a device such as cpu or cuda:0"
-                errors.append(ConfigError(where="--device", value=device, rule=rule, fix=fix))
-        models = []
-        for name, role, commit in ((source, "model", revision), (baseline, "baseline", baseline_revision)):
-            if name is None:
-                continue
-            try:
-                name, commit = split_revision(name, commit)
-                if (adapter := opened_if_adapter(name, revision=commit)) is None:
-                    models.append(read_eval_model(name, role, revision=commit))
-                else:
-                    # Merged below, after all other checks.
-                    base = adapter.source
-                    models.append(replace(read_eval_model(base.name, role, revision=base.revision), adapter=adapter))
-            except UsageError as error:
-                errors += error.errors
-        for model in models:
-            if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
-                rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
-                errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
-        errors += [] if tasks is None else task_errors(tasks)
-        if errors:
-            raise UsageError(errors)
+    request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
+    window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
+    errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
+    if text is not None and dataset is not None:
+        rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
+        errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
+    if batch_size < 1:
+        errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
+            fix = "pass a device such as cpu or cuda:0"
+            errors.append(ConfigError(where="--device", value=device, rule=rule, fix=fix))
+    models = []
+    for name, role, commit in ((source, "model", revision), (baseline, "baseline", baseline_revision)):
+        if name is None:
+            continue
+        try:
+            name, commit = split_revision(name, commit)
+            models.append(read_eval_model(name, role, revision=commit))
+        except UsageError as error:
+            errors += error.errors
+    for model in models:
+        if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
+            rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
+            errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
+    errors += [] if tasks is None else task_errors(tasks)
+    if errors:
+        raise UsageError(errors)
 
-        tokenizer = shared_tokenizer(models)
-        if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
-            logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
-        if isinstance(request, TextWindows):
-            windows = request
-        else:
-            limits = [model.longest for model in models if model.longest is not None]
-            windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
-        for index, model in enumerate(models):
-            if model.adapter is not None:
-                directory = merged.enter_context(merged_directory(model.adapter))
-                complete = read_eval_model(str(directory), model.role, revision=None)
-                models[index] = replace(complete, adapter=model.adapter)
-        device = device or default_device()
-        batches = batches_of(windows.windows, batch_size)
+    tokenizer = shared_tokenizer(models)
+    if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
+        logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+    if isinstance(request, TextWindows):
+        windows = request
+    else:
+        limits = [model.longest for model in models if model.longest is not None]
+        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+    device = device or default_device()
+    batches = batches_of(windows.windows, batch_size)
 
-        def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
-            """Return a loaded model, and the fields of its result that do not depend on the text."""
-            directory = local_directory(model)
-            log_progress(f"loading of the {model.role}", 0, 1)
-            loaded = load_eval_model(model, directory, dtype=dtype, device=device)
-            log_progress(f"loading of the {model.role}", 1, 1)
-            scores: tuple[TaskScore, ...] = ()
-            if tasks is not None:
-                log_progress(f"tasks of the {model.role}", 0, 1)
-                scores = run_tasks(loaded, tokenizer, tasks, batch_size=batch_size)
-                log_progress(f"tasks of the {model.role}", 1, 1)
-            sizes = stored_sizes(model, directory)
-            return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes, "tasks": scores}
+    def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
+        """Return a loaded model, and the fields of its result that do not depend on the text."""
+        log_progress(f"loading of the {model.role}", 0, 1)
+        directory = model_directory(model.source.name, revision=model.source.revision)
+        loaded = load_eval_model(model, directory, dtype=dtype, device=device)
+        log_progress(f"loading of the {model.role}", 1, 1)
+        scores: tuple[TaskScore, ...] = ()
+        if tasks is not None:
+            log_progress(f"tasks of the {model.role}", 0, 1)
+            scores = run_tasks(loaded, tokenizer, tasks, batch_size=batch_size)
+            log_progress(f"tasks of the {model.role}", 1, 1)
+        sizes = stored_sizes(model, directory)
+        return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes, "tasks": scores}
 
-        answers, baseline_fields = None, dict[str, Any]()
-        if len(models) > 1:
-            loaded, baseline_fields = load(models[1])
-            answers = read_baseline(ModelReader(loaded, batches, name=models[1].name), batches)
-            del loaded
-            gc.collect()
-        loaded, fields = load(models[0])
-        measures = measure_tokens(ModelReader(loaded, batches, name=models[0].name), answers, batches)
-        sums = measures.window_sums(measures.loss_N)
-        evaluated_baseline, comparison = None, None
-        if measures.baseline_loss_N is not None:
-            baseline_sums = measures.window_sums(measures.baseline_loss_N)
-            evaluated_baseline = _model_result(models[1], baseline_sums, measures.counts, **baseline_fields)
-            comparison = _comparison(measures)
-        versions = {}
-        for package in _PACKAGES:
-            with suppress(PackageNotFoundError):
-                versions[package] = version(package)
-        return Evaluation(
-            text=TextFacts(
-                source=windows.source,
-                seq_len_tokens=windows.seq_len_tokens,
-                stride_tokens=windows.stride_tokens,
-                windows=len(windows.windows),
-                available_windows=windows.available_windows,
-                predicted_tokens=windows.predicted_tokens,
-            ),
-            model=_model_result(models[0], sums, measures.counts, **fields),
-            baseline=evaluated_baseline,
-            comparison=comparison,
-            window_losses_nats_per_token=_means(sums, measures.counts),
-            settings={"batch_size": batch_size, "device": device, "dtype": dtype},
-            versions=versions,
-            seconds=round(time.perf_counter() - start, 3),
-        )
+    answers, baseline_fields = None, dict[str, Any]()
+    if len(models) > 1:
+        loaded, baseline_fields = load(models[1])
+        answers = read_baseline(ModelReader(loaded, batches, name=models[1].name), batches)
+        del loaded
+        gc.collect()
+    loaded, fields = load(models[0])
+    reader = ModelReader(loaded, batches, name=models[0].name)
+    measures = measure_tokens(reader, answers, batches, baseline_name=models[-1].name)
+    sums = measures.window_sums(measures.loss_N)
+    evaluated_baseline, comparison = None, None
+    if measures.baseline_loss_N is not None:
+        baseline_sums = measures.window_sums(measures.baseline_loss_N)
+        evaluated_baseline = _model_result(models[1], baseline_sums, measures.counts, **baseline_fields)
+        comparison = _comparison(measures)
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return Evaluation(
+        text=TextFacts(
+            source=windows.source,
+            seq_len_tokens=windows.seq_len_tokens,
+            stride_tokens=windows.stride_tokens,
+            windows=len(windows.windows),
+            available_windows=windows.available_windows,
+            predicted_tokens=windows.predicted_tokens,
+        ),
+        model=_model_result(models[0], sums, measures.counts, **fields),
+        baseline=evaluated_baseline,
+        comparison=comparison,
+        window_losses_nats_per_token=_means(sums, measures.counts),
+        settings={"batch_size": batch_size, "device": device, "dtype": dtype},
+        versions=versions,
+        seconds=round(time.perf_counter() - start, 3),
+    )
 
 
 def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
@@ -298,8 +286,8 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
 def _model_result(model: EvalModel, sums: Sequence[float], counts: Sequence[int], **fields: Any) -> ModelResult:
     loss = token_mean(sums, counts)
     return ModelResult(
-        name=model.title,
-        revision=model.source.revision if model.adapter is None else model.adapter.revision,
+        name=model.source.name,
+        revision=model.source.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
         quantization=model.quantization,
         loss_nats_per_token=loss,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.compressed_tensors.layout import load_packed_zero_points
@@ -16,15 +16,13 @@ from ...plugins.planning.models import load_model_spec
 from ...plugins.safetensors.reading import read_checkpoint
 from ...plugins.transformers.sound_model import (
     check_weights,
-    loading_errors,
+    load_causal_lm,
     refuse_code,
     refuse_other_formats,
-    refused_by_name,
 )
 from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
 from ..data.tokenizers import agreed_vocab_size
-from ..formats.merge import OpenedAdapter
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 
 if TYPE_CHECKING:
@@ -40,17 +38,10 @@ class EvalModel:
     source: ModelSource
     config: PretrainedConfig
     """The configuration as Transformers reads it."""
-    adapter: OpenedAdapter | None = None
-    """Adapter whose base model, or merged model, is `source`; `None` for a complete model."""
-
-    @property
-    def title(self) -> str:
-        """Hub id or directory of the model, or of its adapter."""
-        return self.source.name if self.adapter is None else self.adapter.name
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.title}"
+        return f"{self.role} {self.source.name}"
 
     @property
     def longest(self) -> int | None:
@@ -88,8 +79,6 @@ class EvalModel:
 
     @property
     def _tokenizer_source(self) -> StartingModel:
-        if self.adapter is not None:
-            return self.adapter.tokenizer
         return StartingModel(model=self.source.name, revision=self.source.revision)
 
 
@@ -125,7 +114,10 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
             refuse_other_formats(directory, where=role)
             fix = "pass a trained model"
             raise UsageError(ConfigError(where=role, value=source.name, rule="has no weights", fix=fix))
-        _check_stored(directory, source)
+        quantization = source.config.get("quantization_config") or source.config.get("compression_config") or {}
+        # Files of the SpQR and low-rank format are checked while they are read.
+        if quantization.get("quant_method") != QUANT_METHOD:
+            check_weights(directory, quantized=bool(quantization))
     try:
         configuration = model_directory(source.name, revision=source.revision, weights=False)
         config = AutoConfig.from_pretrained(str(configuration), trust_remote_code=False)
@@ -139,29 +131,6 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
         fix = "pass a model such as LlamaForCausalLM"
         raise UsageError(ConfigError(where=role, value=name, rule=rule, fix=fix))
     return EvalModel(role=role, source=source, config=config)
-
-
-def _check_stored(directory: Path, source: ModelSource) -> None:
-    quantization = source.config.get("quantization_config") or source.config.get("compression_config")
-    # Files of the SpQR and low-rank format are checked while they are read.
-    if not (isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD):
-        check_weights(directory, quantized=bool(quantization))
-
-
-def local_directory(model: EvalModel) -> Path:
-    """Return the directory with a model's weights; download those of a Hub repository.
-
-    Raises:
-        ShardwrightError: the Hub does not provide the files.
-        RefusedInputError: the repository has no safetensors.
-    """
-    name = model.source.name
-    directory = model_directory(name, revision=model.source.revision)
-    if model.source.revision is not None and not any(directory.glob("*.safetensors")):
-        rule = "has no safetensors weights; other formats can run code"
-        raise RefusedInputError(ConfigError(where=model.role, value=name, rule=rule, fix="convert them"))
-    _check_stored(directory, model.source)
-    return directory
 
 
 def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
@@ -195,7 +164,6 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
         ShardwrightError: Transformers cannot load the model; contains its reason.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     if model.quant_method == QUANT_METHOD:
         from ..formats.spqr import load_spqr
@@ -205,22 +173,13 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
     if model.quant_method == "compressed-tensors":
         load_packed_zero_points()
     try:
-        with without_bars(), refused_by_name(model.name):
-            loaded: PreTrainedModel
-            loaded, info = AutoModelForCausalLM.from_pretrained(
-                str(directory),
-                dtype=dtype,
-                device_map={"": device},
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-            if errors := loading_errors(info, model.name):
-                raise RefusedInputError(errors)
-            loaded.eval()
+        with without_bars():
+            # An evaluation names the first token whose loss is not finite.
+            name, revision = model.source.name, model.source.revision
+            options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+            loaded = load_causal_lm(name, revision=revision, allow_nonfinite=True, **options)
             with torch.inference_mode():
-                loaded(input_ids=torch.zeros(1, 1, dtype=torch.long, device=loaded.device))
+                loaded.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=loaded.device))
     except ShardwrightError:
         raise
     except Exception as error:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, not_a_count
 from ...ds_configs.specs.units import gigabytes
@@ -165,15 +165,8 @@ Answers = tuple["torch.Tensor", Head]
 """Rows [N, D] for the N judged tokens of a batch, and what turns some of them into logits [n, V]: inputs and head."""
 
 
-class AnswerSource(Protocol):
-    """A model that reads batches, or what one answered before."""
-
-    @property
-    def name(self) -> str:
-        """Name in messages."""
-
-    def answers(self, index: int) -> Answers:
-        """Return the answers to one batch."""
+AnswersOf = Callable[[int], Answers]
+"""Returns the answers to the batch with this number."""
 
 
 def batches_of(windows: Sequence[Window], size: int) -> list[Batch]:
@@ -190,7 +183,7 @@ class ModelReader:
     """A causal LM that reads batches.
 
     The head runs on a chunk of its kept inputs at a time, so [S, V] logits never exist. If the head cannot be
-    separated, or gives other logits than the model, the model's logits are used.
+    separated, the model's logits are used.
     """
 
     def __init__(self, model: Any, batches: Sequence[Batch], *, name: str) -> None:
@@ -206,78 +199,43 @@ class ModelReader:
         import torch
 
         batch = self._batches[index]
+        read = {name: batch[name].to(self._model.device) for name in ("input_ids", "attention_mask")}
         with torch.inference_mode():
             if self.head is not None:
-                kept = self._hidden_states(batch)
-                if kept is not None:
-                    return kept[:, :-1][judged(batch).to(kept.device)], self.head
-                self.head = None
-            logits = self._run(batch).logits
+                try:
+                    with captured_head_input(self._model) as captured:
+                        outputs = self._model(**read, use_cache=False)
+                    captured.check(self.name, outputs.logits)
+                    (states_BSD,) = captured.inputs
+                    return states_BSD[:, :-1][judged(batch).to(states_BSD.device)], self.head
+                except UsageError:
+                    self.head = None
+            logits = self._model(**read, use_cache=False).logits
             return logits[:, :-1][judged(batch).to(logits.device)], lambda rows: rows
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        device: torch.device = self._model.device
-        return device
 
-    def _run(self, batch: Batch) -> Any:
-        read = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
-        return self._model(**read, use_cache=False)
+def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswersOf:
+    """Read everything with the baseline; the model stays in memory only if its head cannot be separated.
 
-    def _hidden_states(self, batch: Batch) -> torch.Tensor | None:
-        """Return the input of the head; `None` where the head on its own gives other logits than the model does."""
-        import torch
-
-        assert self.head is not None
-        with captured_head_input(self._model) as kept:
-            outputs = self._run(batch)
-        if len(kept.inputs) != 1 or kept.inputs[0].shape[:2] != batch["input_ids"].shape:
-            return None
-        try:
-            kept.check(self.name, outputs.logits)
-        except UsageError:
-            return None
-        states = kept.inputs[0]
-        own, expected = self.head(states.reshape(-1, states.shape[-1])[:1]), outputs.logits[0, :1]
-        agree = own.shape == expected.shape and torch.allclose(
-            own.float(), expected.float(), rtol=1e-3, atol=1e-3, equal_nan=True
-        )
-        return states if agree else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredAnswers:
-    """Earlier answers of a model, kept on the host; the model itself is no longer needed."""
-
-    name: str
-    rows: Sequence[torch.Tensor]
-    """Inputs of the head for each batch."""
-    head: Head
-    device: Any
-
-    def answers(self, index: int) -> Answers:
-        return self.rows[index].to(self.device), self.head
-
-
-def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswerSource:
-    """Read everything with the baseline; the model stays in memory only if its head cannot be separated."""
-    rows: list[torch.Tensor] = []
+    Otherwise the inputs of its head wait on the host.
+    """
+    inputs: list[torch.Tensor] = []
+    device: Any = None
     for index in range(len(batches)):
-        rows_ND, _ = reader.answers(index)
+        rows_ND, head = reader.answers(index)
         if reader.head is None:
             logger.info(f"{reader.name}: its output head cannot run separately, so both models stay in memory")
-            return reader
-        rows.append(rows_ND.cpu())
+            return reader.answers
+        inputs.append(rows_ND.cpu())
+        device = rows_ND.device
         log_progress("reading by the baseline", index + 1, len(batches))
-    stored_bytes = sum(states.nbytes for states in rows)
+    stored_bytes = sum(states.nbytes for states in inputs)
     if stored_bytes >= _LARGE_BYTES:
         logger.info(
             f"{reader.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
             "to reduce that"
         )
-    assert reader.head is not None, "every batch was read by the head"
-    return StoredAnswers(name=reader.name, rows=rows, head=reader.head, device=reader.device)
+    return lambda index: (inputs[index].to(device), head)
 
 
 @dataclass(kw_only=True)
@@ -302,7 +260,9 @@ class TokenMeasures:
         return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
 
 
-def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: Sequence[Batch]) -> TokenMeasures:
+def measure_tokens(
+    model: ModelReader, baseline: AnswersOf | None, batches: Sequence[Batch], *, baseline_name: str = "baseline"
+) -> TokenMeasures:
     """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
 
     Raises:
@@ -314,7 +274,7 @@ def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: S
     vocabulary = None
     for index, batch in enumerate(batches):
         rows_ND, head = model.answers(index)
-        other_rows_ND, other_head = (None, head) if baseline is None else baseline.answers(index)
+        other_rows_ND, other_head = (None, head) if baseline is None else baseline(index)
         labels_N = batch["labels"][:, 1:][judged(batch)]
         parts: dict[str, list[torch.Tensor]] = {}
         start, count = 0, 1
@@ -327,9 +287,9 @@ def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: S
             for name, values_n in values.items():
                 parts.setdefault(name, []).append(values_n.float().cpu())
             start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
-        for key, source in (("loss", model), ("baseline_loss", baseline)):
-            if source is not None and key in parts:
-                check_finite(source.name, torch.cat(parts[key]), batch, first_window=index * len(batches[0]["labels"]))
+        for key, name in (("loss", model.name), ("baseline_loss", baseline_name)):
+            if key in parts:
+                check_finite(name, torch.cat(parts[key]), batch, first_window=index * len(batches[0]["labels"]))
         for name, chunks in parts.items():
             measured.setdefault(name, []).extend(chunks)
         log_progress("reading by the model", index + 1, len(batches))

@@ -1,15 +1,12 @@
-"""Packed codes, sparse matrices, and the error feedback of GPTQ, for SpQR and low-rank correction."""
+"""Packed codes, and the error feedback of GPTQ, for SpQR and low-rank correction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError
-
-if TYPE_CHECKING:
-    import torch
 
 # While packed, a code takes a byte per bit. A multiple of 8, so that each block ends at a byte.
 _BLOCK_CODES = 1 << 20
@@ -27,7 +24,6 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     [209, 0]
     """
     import numpy
-    import torch
 
     flat_N, blocks = codes.reshape(-1).to("cpu", torch.uint8).numpy(), []
     for start in range(0, len(flat_N), _BLOCK_CODES):
@@ -39,7 +35,6 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the first `count` codes of a stream of bits as uint8."""
     import numpy
-    import torch
 
     bytes_N, size, blocks = packed.cpu().numpy(), packed_size(_BLOCK_CODES, bits), []
     for start in range(0, len(bytes_N), size):
@@ -49,63 +44,9 @@ def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return torch.from_numpy(numpy.concatenate([bytes_N[:0], *blocks])[:count]).to(packed.device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseRows:
-    """A sparse matrix [O, I] in CSR form."""
-
-    offsets: torch.Tensor
-    """Start of each row, int32 [O + 1]; the last is the number of elements."""
-    columns: torch.Tensor
-    """Column of each element: int16 read as unsigned (up to 65,536 columns), else int32."""
-    values: torch.Tensor
-    """Value of each element, 16 bit."""
-
-    @property
-    def count(self) -> int:
-        """Number of stored elements."""
-        return int(self.values.numel())
-
-    def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows and columns of all elements, int64."""
-        import torch
-
-        offsets = self.offsets.long()
-        rows = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=offsets.device), offsets.diff())
-        columns = self.columns.long()
-        return rows, columns & 0xFFFF if self.columns.dtype == torch.int16 else columns
-
-    def check(self, shape: tuple[int, int], where: str) -> None:
-        """Check that all indices are inside a matrix of this shape.
-
-        Raises:
-            RefusedInputError: offsets or columns are invalid.
-        """
-        offsets = self.offsets.long()
-        is_valid = offsets.numel() == shape[0] + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == self.count
-        is_valid = is_valid and self.columns.numel() == self.count and bool((offsets.diff() >= 0).all())
-        if is_valid and self.count:
-            columns = self.positions()[1]
-            is_valid = int(columns.min()) >= 0 and int(columns.max()) < shape[1]
-        if not is_valid:
-            raise damaged(where, f"offsets or columns are invalid for a matrix {list(shape)}")
-
-
 def damaged(where: str, rule: str) -> RefusedInputError:
     """Return the error of a file that does not contain what quantization wrote."""
     return RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
-
-
-def sparse_rows(values_OI: torch.Tensor, mask_OI: torch.Tensor, dtype: torch.dtype) -> SparseRows:
-    """Return the masked elements of a matrix as a sparse matrix."""
-    import torch
-
-    rows, columns = mask_OI.nonzero(as_tuple=True)
-    counts = torch.bincount(rows, minlength=mask_OI.shape[0])
-    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    narrow = mask_OI.shape[1] <= 1 << 16
-    # Through int32: columns above 32,767 must wrap around in int16, keeping their bits.
-    stored = columns.int().to(torch.int16) if narrow else columns.int()
-    return SparseRows(offsets=offsets, columns=stored, values=values_OI[rows, columns].to(dtype))
 
 
 _FEWEST_COLUMNS = 128
@@ -161,8 +102,6 @@ def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
     Row j of U is the correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323,
     section 3.3).
     """
-    import torch
-
     while True:
         factor_II, failed = torch.linalg.cholesky_ex(damped(hessian_II, dampening))
         if not int(failed):
@@ -178,8 +117,6 @@ class ErrorFeedback:
     """Iterates over the columns of a weight, and distributes each column's error over later columns, as in GPTQ."""
 
     def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, *, group_size: int = 1) -> None:
-        import torch
-
         self.weight_IO = weight_OI.t().float().contiguous()
         self.upper_II = upper_II
         # Whole groups, so that all columns of a group have the same corrections when its first one is visited.

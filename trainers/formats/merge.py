@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...plugins.huggingface_hub.hub import (
     ModelSource,
     commit_of,
-    hub_adapter_commit,
     is_offline,
     model_directory,
     read_model_source,
@@ -26,11 +22,11 @@ from ...plugins.huggingface_hub.hub import (
 )
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_adapter, read_adapter
+from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read_adapter
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
-from ..data.models import StartingModel, has_tokenizer, load_config, load_model
+from ..data.models import StartingModel, load_config, load_model
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
 from .model_directory import copy_companions
@@ -95,6 +91,8 @@ def merge(
         RefusedInputError: files are missing or damaged, or the adapter is of another base.
         ShardwrightError: the Hub cannot be reached.
     """
+    import torch
+
     output, sources = Path(output_dir), {"the adapter": str(adapter), "the base model": base}
     name, revision = split_revision(str(adapter))
     with redirect_stdout(sys.stderr):
@@ -109,54 +107,46 @@ def merge(
         if errors or read is None:
             raise UsageError(errors)
         commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
-        opened = open_adapter(read, name=name, revision=commit, base=base, base_revision=base_revision, qlora=qlora)
-        with reserved(output, force=force), pushed(output, push_to_hub, private=private):
-            return _merged(opened, output)
+        source = _checked_base(read, name=name, base=base, base_revision=base_revision)
+        qlora = trained_as_qlora(read, qlora)
+        with reserved(output, force=force), pushed(output, push_to_hub, private=private), without_bars():
+            directory = model_directory(source.name, revision=source.revision)
+            origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
+            config = load_config(origin)
+            dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+            model = load_model(origin, config, dtype, seed=0)
+            # It warns about the type in which it dequantizes, which is that of the model.
+            logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
+            model, rounding_error = merge_adapter(model.dequantize() if qlora else model, read)
+            refuse_nonfinite_weights(model, what="the merged model")
+            report = MergeReport(
+                adapter=name,
+                adapter_revision=commit,
+                base=base or read.base or "",
+                base_revision=source.revision,
+                qlora=qlora,
+                dtype=str(dtype).removeprefix("torch."),
+                rounding_error=rounding_error,
+                output_dir=str(output),
+            )
+            with appearing_directory(output) as unfinished:
+                model.save_pretrained(unfinished)
+                # The tokenizer of the adapter has the chat template that it was trained with.
+                copy_companions(directory, unfinished)
+                copy_companions(read.directory, unfinished)
+                write_files({CARD_FILE: _card(report)}, unfinished, force=True)
+        return report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedAdapter:
-    """An adapter that was checked against its base model; no weights were read."""
-
-    name: str
-    """Directory as the user wrote it, or Hub id."""
-    revision: str | None
-    """Commit of an adapter on the Hub."""
-    files: LoraAdapter
-    base: str
-    """Base model, as the user or the adapter names it."""
-    source: ModelSource
-    """The base model."""
-    qlora: bool
-    """Whether to merge into dequantized NF4 weights."""
-
-    @property
-    def tokenizer(self) -> StartingModel:
-        """Origin of the tokenizer: the adapter's directory, or the base model if the adapter has none."""
-        if has_tokenizer(self.files.directory):
-            return StartingModel(model=str(self.files.directory))
-        return StartingModel(model=self.source.name, revision=self.source.revision)
-
-
-def open_adapter(
-    adapter: LoraAdapter,
-    *,
-    name: str,
-    revision: str | None = None,
-    base: str | None = None,
-    base_revision: str | None = None,
-    qlora: bool | None = None,
-    fix: str = "pass --base MODEL",
-) -> OpenedAdapter:
-    """Check that an adapter fits its base model, from configurations and headers.
-
-    `fix` says how to select another base.
+def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_revision: str | None) -> ModelSource:
+    """Check that an adapter fits its base model, from configurations and headers; no weights are read.
 
     Raises:
         UsageError: the base is unknown, does not exist, or has no weights that an adapter can be added to.
         RefusedInputError: the adapter is of another base, or tensors are missing.
         ShardwrightError: the Hub cannot be reached.
     """
+    fix = "pass --base MODEL"
     if base is None and adapter.base is None:
         rule = "does not name its base model"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
@@ -178,47 +168,7 @@ def open_adapter(
         rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
-    return OpenedAdapter(
-        name=name,
-        revision=revision,
-        files=adapter,
-        base=base_name,
-        source=source,
-        qlora=trained_as_qlora(adapter, qlora),
-    )
-
-
-def opened_if_adapter(model: str, *, revision: str | None = None) -> OpenedAdapter | None:
-    """Return the checked adapter of a local directory or a Hub id; `None` for a complete model.
-
-    Raises:
-        UsageError: a revision of a local directory is requested, or as `open_adapter`.
-        RefusedInputError: as `open_adapter`.
-        ShardwrightError: the Hub cannot be reached.
-    """
-    directory, commit = Path(model).expanduser(), None
-    if directory.exists():
-        if not is_adapter(directory):
-            return None
-        if revision is not None:
-            rule, fix = "only a Hub model has revisions", "omit it for a local path"
-            raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
-    elif (commit := hub_adapter_commit(model, revision=revision)) is None:
-        return None
-    else:
-        directory = model_directory(model, revision=commit)
-    merged = shlex.quote(model if commit is None else f"{model}@{commit}")
-    fix = f"run shardwright merge {merged} --base MODEL --output-dir MERGED, and pass MERGED"
-    return open_adapter(read_adapter(directory), name=model, revision=commit, fix=fix)
-
-
-@contextmanager
-def merged_directory(adapter: OpenedAdapter) -> Iterator[Path]:
-    """Yield a temporary directory with the merged model."""
-    with tempfile.TemporaryDirectory(prefix="shardwright-merged-") as temporary:
-        report = _merged(adapter, Path(temporary) / "model")
-        logger.info(f"{adapter.name} is an adapter: merged into {report.base} in a temporary directory")
-        yield Path(report.output_dir)
+    return source
 
 
 def trained_as_qlora(adapter: LoraAdapter, requested: bool | None = None) -> bool:
@@ -227,39 +177,6 @@ def trained_as_qlora(adapter: LoraAdapter, requested: bool | None = None) -> boo
     if requested is not None or not (plan / "plan.json").is_file():
         return bool(requested)
     return Plan.load(plan).job.method == "qlora"
-
-
-@without_bars()
-def _merged(opened: OpenedAdapter, output: Path) -> MergeReport:
-    import torch
-
-    adapter, source, qlora = opened.files, opened.source, opened.qlora
-    directory = model_directory(source.name, revision=source.revision)
-    origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
-    config = load_config(origin)
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    model = load_model(origin, config, dtype, seed=0)
-    # It warns about the type in which it dequantizes, which is that of the model.
-    logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
-    model, rounding_error = merge_adapter(model.dequantize() if qlora else model, adapter)
-    refuse_nonfinite_weights(model, what="the merged model")
-    report = MergeReport(
-        adapter=opened.name,
-        adapter_revision=opened.revision,
-        base=opened.base,
-        base_revision=source.revision,
-        qlora=qlora,
-        dtype=str(dtype).removeprefix("torch."),
-        rounding_error=rounding_error,
-        output_dir=str(output),
-    )
-    with appearing_directory(output) as unfinished:
-        model.save_pretrained(unfinished)
-        # The tokenizer of the adapter has the chat template that it was trained with.
-        copy_companions(directory, unfinished)
-        copy_companions(adapter.directory, unfinished)
-        write_files({CARD_FILE: _card(report)}, unfinished, force=True)
-    return report
 
 
 def _card(report: MergeReport) -> str:

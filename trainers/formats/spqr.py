@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
 from pydantic import Field
 
 from ...ds_configs.plan.output import write_files
@@ -18,19 +19,14 @@ from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, sav
 from ...plugins.transformers.sound_model import loading_errors
 from .bit_packing import (
     ErrorFeedback,
-    SparseRows,
     check_matrix,
     damaged,
     inverse_factor,
     pack_bits,
     packed_size,
-    sparse_rows,
     unpack_bits,
     weighted_error,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 # A group of equal weights has no range: a scale above zero avoids codes that are NaN.
 _SMALLEST_RANGE = 1e-30
@@ -68,8 +64,6 @@ class _PackedMatrix:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by name."""
-        import torch
-
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {f"{self.prefix}{name}": value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -109,14 +103,25 @@ class SpQRMatrix(_PackedMatrix):
     levels: torch.Tensor
     """Lowest scale, step of scales, lowest zero, step of zeros: [4, B, G] in bf16."""
     outlier_offsets: torch.Tensor
+    """Start of each row's outliers, int32 [O + 1]; the last is their number."""
     outlier_columns: torch.Tensor
+    """Column of each outlier: int16 read as unsigned (up to 65,536 columns), else int32."""
     outlier_values: torch.Tensor
-    """Weights in 16 bit, which replace the values of their codes, as `SparseRows`."""
+    """Weights in 16 bit, which replace the values of their codes."""
 
-    @property
-    def outliers(self) -> SparseRows:
-        """Weights in 16 bit, which replace the values of their codes."""
-        return SparseRows(offsets=self.outlier_offsets, columns=self.outlier_columns, values=self.outlier_values)
+    def outlier_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows and columns of all outliers, int64."""
+        offsets, columns = self.outlier_offsets.long(), self.outlier_columns.long()
+        rows = torch.repeat_interleave(torch.arange(offsets.numel() - 1, device=offsets.device), offsets.diff())
+        return rows, columns & 0xFFFF if self.outlier_columns.dtype == torch.int16 else columns
+
+    def has_valid_outliers(self) -> bool:
+        """Return whether all outliers are inside the matrix."""
+        offsets, count = self.outlier_offsets.long(), self.outlier_values.numel()
+        if int(offsets[0]) != 0 or int(offsets[-1]) != count or bool((offsets.diff() < 0).any()):
+            return False
+        columns = self.outlier_positions()[1]
+        return columns.numel() == count and bool(((columns >= 0) & (columns < self.shape[1])).all())
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         rows, columns = self.shape
@@ -130,8 +135,6 @@ class SpQRMatrix(_PackedMatrix):
 
     def dequantize(self) -> torch.Tensor:
         """Return the dense matrix: `scale·(code - zero)` in fp32, then the outliers, converted to `dtype`."""
-        import torch
-
         rows, groups = self.shape[0], self.levels.shape[2]
 
         def values(packed: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor) -> torch.Tensor:
@@ -143,7 +146,7 @@ class SpQRMatrix(_PackedMatrix):
         group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         codes_OI = self.weight_codes().float()
         dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
-        dense_OI[self.outliers.positions()] = self.outlier_values.to(self.dtype)
+        dense_OI[self.outlier_positions()] = self.outlier_values.to(self.dtype)
         return dense_OI
 
 
@@ -178,8 +181,6 @@ def spqr_quantize(
     Raises:
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
-    import torch
-
     options = options or settings_of(SpQROptions, {})
     check_matrix(weight_OI, hessian_II)
     weight_OI = weight_OI.detach()
@@ -197,8 +198,6 @@ class _Quantization:
     """State of one matrix during SpQR."""
 
     def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, options: SpQROptions) -> None:
-        import torch
-
         self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.feedback = ErrorFeedback(weight_OI, upper_II, group_size=options.group_size)
@@ -210,8 +209,6 @@ class _Quantization:
             self.threshold = options.outlier_threshold * float((variance_I * self.cost_I).mean())
 
     def run(self) -> SpQRMatrix:
-        import torch
-
         options, (rows, size) = self.options, self.shape
         codes_IO = torch.empty(size, rows, dtype=torch.uint8, device=self.cost_I.device)
         mask_IO = torch.zeros_like(codes_IO, dtype=torch.bool)
@@ -241,7 +238,8 @@ class _Quantization:
                 stored_O = torch.where(mask_O, weight_O.to(self.stored_dtype).float(), stored_O)
             codes_IO[column] = codes_O.to(torch.uint8)
             self.feedback.settle(column, stored_O)
-        outliers = sparse_rows(self.feedback.weight_IO.t(), mask_IO.t(), self.stored_dtype)
+        rows_N, columns_N = mask_IO.t().nonzero(as_tuple=True)
+        counts_O = torch.bincount(rows_N, minlength=rows)
         return SpQRMatrix(
             shape=self.shape,
             bits=options.bits,
@@ -253,15 +251,13 @@ class _Quantization:
             scale_codes=pack_bits(torch.stack(scale_codes, dim=1), options.scale_bits),
             zero_codes=pack_bits(torch.stack(zero_codes, dim=1), options.scale_bits),
             levels=torch.stack(levels, dim=2),
-            outlier_offsets=outliers.offsets,
-            outlier_columns=outliers.columns,
-            outlier_values=outliers.values,
+            outlier_offsets=torch.nn.functional.pad(counts_O.cumsum(0), (1, 0)).int(),
+            outlier_columns=stored_columns(columns_N, size),
+            outlier_values=self.feedback.weight_IO.t()[rows_N, columns_N].to(self.stored_dtype),
         )
 
     def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
         """Return by how much the group's cost decreases if a weight is removed from it, [C, O]."""
-        import torch
-
         cost_C = self.cost_I[columns.start : columns.stop].unsqueeze(1)
         bits = self.options.bits
         error_CO = _rounding_error(weight_CO, *_range(weight_CO, None), bits) * cost_C
@@ -274,6 +270,11 @@ class _Quantization:
             gain_CO[index] = all_O - (without_CO.sum(dim=0) - without_CO[index])
             removed_CO[index] = False
         return gain_CO
+
+
+def stored_columns(columns_N: torch.Tensor, width: int) -> torch.Tensor:
+    """Return columns as they are stored. In int16, those above 32,767 wrap around and keep their bits."""
+    return columns_N.int().to(torch.int16) if width <= 1 << 16 else columns_N.int()
 
 
 def _range(weight_CO: torch.Tensor, removed_CO: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -300,8 +301,6 @@ def _rounding_error(weight_CO: torch.Tensor, low_O: torch.Tensor, high_O: torch.
 
 def _to_level(value_O: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, ...]:
     """Quantize scales or zeros of a group; return stored values, codes, and lowest value and step of each block."""
-    import torch
-
     rows = value_O.numel()
     padded = torch.cat([value_O, value_O[-1:].expand(-rows % block)]).view(-1, block)
     low_B, high_B = padded.aminmax(dim=1)
@@ -315,8 +314,6 @@ def _to_level(value_O: torch.Tensor, bits: int, block: int) -> tuple[torch.Tenso
 
 
 def _from_level(codes_OG: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor, block: int) -> torch.Tensor:
-    import torch
-
     block_O = torch.arange(codes_OG.shape[0], device=codes_OG.device) // block
     return low_BG.float()[block_O] + step_BG.float()[block_O] * codes_OG.float()
 
@@ -357,8 +354,6 @@ class LowRankMatrix(_PackedMatrix):
 
     def quantized(self) -> torch.Tensor:
         """Return Q, fp32 [O, I]."""
-        import torch
-
         codes_OI = self.weight_codes().float()
         if self.symmetric:
             zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=codes_OI.device)
@@ -400,8 +395,6 @@ def low_rank_residual(
     Raises:
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
-    import torch
-
     options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
@@ -428,8 +421,6 @@ class _Fit:
     """One matrix with the constants of fitting Q and L·R."""
 
     def __init__(self, weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions) -> None:
-        import torch
-
         self.options, self.dtype = options, weight_OI.dtype
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.weight_OI = weight_OI.float()
@@ -450,8 +441,6 @@ class _Fit:
 
     def product(self, rest_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the L and R that minimize `‖(rest - L·R)·root‖`."""
-        import torch
-
         rank = min(self.options.rank, *rest_OI.shape)
         weighted_OI = rest_OI if self.root_II is None else rest_OI @ self.root_II
         if min(rest_OI.shape) <= _EXACT_SVD_SIZE:
@@ -488,8 +477,6 @@ class _Fit:
 
     def _round(self, target_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes, scales and zeros; scales are those of the range before error feedback."""
-        import torch
-
         most = 2**self.options.bits - 1
         groups = target_OI.split(self.group_size, dim=1)
         low_OG = torch.stack([group.amin(dim=1) for group in groups], dim=1).clamp(max=0)
@@ -606,8 +593,6 @@ def read_matrix(
     Raises:
         RefusedInputError: settings or tensors are missing or inconsistent.
     """
-    import torch
-
     where = f"{where}: {layer}"
     kind: type[SmallMatrix] = SpQRMatrix if settings.get("kind") == "spqr" else LowRankMatrix
     names = [name for name in tensors if name.startswith(f"{layer}.{kind.prefix}")]
@@ -630,8 +615,8 @@ def read_matrix(
     wrong = [name for name, shape in expected.items() if tuple(stored[name].shape) != shape]
     if wrong or not is_valid:
         raise damaged(where, f"shapes of tensors do not match its settings: {', '.join(wrong) or settings}")
-    if isinstance(matrix, SpQRMatrix):
-        matrix.outliers.check(matrix.shape, where)
+    if isinstance(matrix, SpQRMatrix) and not matrix.has_valid_outliers():
+        raise damaged(where, f"offsets or columns of outliers are invalid for a matrix {list(matrix.shape)}")
     return matrix
 
 

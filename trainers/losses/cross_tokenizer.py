@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..data.chat import IGNORED_LABEL
 from ..data.tokenizers import aligned_spans, boundaries, shared_vocabulary, token_offsets
 from .objective import divergence_rows
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
 TEACHER_IDS, TEACHER_MASK, SPANS = "teacher_input_ids", "teacher_attention_mask", "alignment_spans"
@@ -43,8 +44,6 @@ class CrossTokenizerCollator:
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the student's batch with `teacher_input_ids`, `teacher_attention_mask` and `alignment_spans`."""
-        import torch
-
         batch = self._collate(samples)
         ids, spans = [], []
         for index, sample in enumerate(samples):
@@ -86,8 +85,6 @@ class CrossTokenizerLoss:
     """
 
     def __init__(self, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
-        import torch
-
         shared = shared_vocabulary(student_tokenizer, teacher_tokenizer)
         self._shared = tuple(torch.tensor(ids, dtype=torch.long) for ids in shared)
         if not len(self._shared[0]):
@@ -104,8 +101,6 @@ class CrossTokenizerLoss:
         temperature: float,
     ) -> torch.Tensor:
         """Return the sum over the spans whose student tokens all have a label, an fp32 scalar."""
-        import torch
-
         spans = labelled_spans(inputs[SPANS], shifted_labels_BS)
         if not len(spans):
             return student_logits_BSV.sum().float() * 0.0
@@ -131,8 +126,6 @@ class CrossTokenizerLoss:
         return total
 
     def _shared_rows(self, own_NV: torch.Tensor, taught_NW: torch.Tensor, temperature: float) -> torch.Tensor:
-        import torch
-
         bins = []
         has_rest = all(
             len(ids) < logits.shape[1] for ids, logits in zip(self._shared, (own_NV, taught_NW), strict=True)
@@ -151,8 +144,6 @@ class CrossTokenizerLoss:
 
 def labelled_spans(spans_BA4: torch.Tensor, shifted_labels_BS: torch.Tensor) -> torch.Tensor:
     """Return the spans [N, 5] (sample first) whose student tokens are all labelled."""
-    import torch
-
     valid = spans_BA4[..., 0] > 0
     sample = torch.arange(len(spans_BA4), device=spans_BA4.device)[:, None].expand_as(valid)[valid]
     spans_N4 = spans_BA4[valid]
@@ -171,7 +162,6 @@ def _chunked(
     temperature: float,
 ) -> torch.Tensor:
     """Compute some rows at a time, and again in the backward pass: fp32 copies exist for one chunk only."""
-    import torch
     from torch.utils.checkpoint import checkpoint
 
     parts = [
@@ -190,8 +180,6 @@ def _span_log_probability(
     temperature: float,
 ) -> torch.Tensor:
     """Return log P(tokens of each span | preceding tokens) by the chain rule; position t predicts token t + 1."""
-    import torch
-
     lengths_N = end_N - first_N
     owner_M = torch.arange(len(first_N), device=first_N.device).repeat_interleave(lengths_N)
     begin_M = torch.cumsum(lengths_N, 0) - lengths_N
@@ -208,7 +196,5 @@ def _span_log_probability(
 
 def _with_rest(log_p_N: torch.Tensor) -> torch.Tensor:
     """Return [log P, log (1 - P)]; for P = 1 the rest is fp32's resolution."""
-    import torch
-
     log_p_N = log_p_N.clamp(max=-1e-7)
     return torch.stack([log_p_N, torch.log(-torch.expm1(log_p_N))], dim=1)

@@ -12,8 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
 
 from ...ds_configs.memory.loss import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
 from ...ds_configs.memory.loss import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
@@ -24,7 +27,6 @@ from .objective import (
     HiddenTargets,
     LogitTargets,
     TeacherTargets,
-    TokenObjective,
     TokenSums,
     TopKTargets,
     check_targets,
@@ -32,13 +34,12 @@ from .objective import (
     row_losses,
     row_weights,
     shared_columns,
-    summed,
     valid_rows,
     weighted_rows,
 )
+from .token_objective import TokenObjective
 
 if TYPE_CHECKING:
-    import torch
     from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedModel
 
@@ -62,7 +63,6 @@ def fused_token_loss(
     *,
     weights_N: torch.Tensor | None = None,
     chunk_rows: int | None = None,
-    telemetry: bool = True,
 ) -> TokenSums:
     """Return the result of `plain_token_loss` for the heads' logits, without ever holding the logits of all rows.
 
@@ -72,8 +72,6 @@ def fused_token_loss(
     Raises:
         UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
-    import torch
-
     rows = valid_rows(labels_N, student_head.vocab_size)
     weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
@@ -93,12 +91,11 @@ def fused_token_loss(
         teacher=teacher,
         objective=objective,
         chunk_rows=chunk_rows or most_chunk_rows(student_head.vocab_size * dtype.itemsize + taught_bytes),
-        telemetry=telemetry,
         dtype=dtype,
         differentiates=torch.is_grad_enabled(),
     )
-    loss = _autograd_function().apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
-    return TokenSums(loss=loss, weight=weights_N.sum(), rows=work.rows, **summed(work.rows))
+    loss = _FusedTokenLoss.apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
+    return TokenSums(loss=loss, weight=weights_N.sum(), rows=work.rows)
 
 
 @dataclass(kw_only=True)
@@ -111,7 +108,6 @@ class _Work:
     teacher: TeacherTargets | None
     objective: TokenObjective
     chunk_rows: int
-    telemetry: bool
     dtype: torch.dtype
     """Of the products: the dtype of the hidden states, or autocast's."""
     differentiates: bool
@@ -123,66 +119,58 @@ class _Work:
         return _FP16_GRADIENT_SCALE if str(self.dtype) == "torch.float16" else 1.0
 
 
-@cache
-def _autograd_function() -> Any:
-    """Return the autograd function; importing this module must not import torch."""
-    import torch
-    from torch.autograd.function import once_differentiable
+class _FusedTokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
+    ) -> torch.Tensor:
+        needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
+        gradients = [
+            torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
+            torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
+            torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
+        ]
+        ctx.gradients, ctx.scale = gradients, 1.0 / work.gradient_scale
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NH, weight_VH, bias_V)]
+        values: list[dict[str, torch.Tensor]] = []
+        count = len(work.labels_N)
+        size = even_chunk_rows(count, work.chunk_rows)
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            cast_VH = weight_VH.to(work.dtype)
+            cast_V = None if bias_V is None else bias_V.to(work.dtype)
+            for first in range(0, count, size):
+                chunk = slice(first, first + size)
+                hidden = hidden_NH[chunk].to(work.dtype)
+                product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
+                values += _chunk_values(product, chunk, work, gradient=any(needs))
+                _add_gradients(gradients, product, hidden, cast_VH, chunk)
+                del product
+        rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
+        work.rows.update(weighted_rows(rows_N, work.weights_N))
+        if not values:
+            return hidden_NH.new_zeros((), dtype=torch.float32)
+        loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
+        return (work.weights_N * loss_N).sum()
 
-    class FusedTokenLoss(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
-        ) -> torch.Tensor:
-            needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
-            gradients = [
-                torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
-                torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
-                torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
-            ]
-            ctx.gradients, ctx.scale = gradients, 1.0 / work.gradient_scale
-            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NH, weight_VH, bias_V)]
-            values: list[dict[str, torch.Tensor]] = []
-            count = len(work.labels_N)
-            size = even_chunk_rows(count, work.chunk_rows)
-            with torch.autocast(hidden_NH.device.type, enabled=False):
-                cast_VH = weight_VH.to(work.dtype)
-                cast_V = None if bias_V is None else bias_V.to(work.dtype)
-                for first in range(0, count, size):
-                    chunk = slice(first, first + size)
-                    hidden = hidden_NH[chunk].to(work.dtype)
-                    product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
-                    values += _chunk_values(product, chunk, work, gradient=any(needs))
-                    _add_gradients(gradients, product, hidden, cast_VH, chunk)
-                    del product
-            rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
-            work.rows.update(weighted_rows(rows_N, work.weights_N))
-            if not values:
-                return hidden_NH.new_zeros((), dtype=torch.float32)
-            loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
-            return (work.weights_N * loss_N).sum()
-
-        @staticmethod
-        @once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            if ctx.gradients is None:
-                rule = "the fused loss frees its gradients in the first backward pass; a second one is impossible"
-                raise RuntimeError(rule)
-            gradients, ctx.gradients = ctx.gradients, None
-            factor = gradient.float() * ctx.scale
-            scaled: list[torch.Tensor | None] = []
-            for index, dtype in enumerate(ctx.dtypes):
-                own, gradients[index] = gradients[index], None
-                # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
-                if own is not None and own.dtype == torch.float32:
-                    own.mul_(factor)
-                elif own is not None:
-                    for rows in own.split(SCALED_ROWS):
-                        rows.copy_(rows.float().mul_(factor))
-                scaled.append(None if own is None else own.to(dtype))
-            return (*scaled, None)
-
-    return FusedTokenLoss
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.gradients is None:
+            rule = "the fused loss frees its gradients in the first backward pass; a second one is impossible"
+            raise RuntimeError(rule)
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = gradient.float() * ctx.scale
+        scaled: list[torch.Tensor | None] = []
+        for index, dtype in enumerate(ctx.dtypes):
+            own, gradients[index] = gradients[index], None
+            # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
+            if own is not None and own.dtype == torch.float32:
+                own.mul_(factor)
+            elif own is not None:
+                for rows in own.split(SCALED_ROWS):
+                    rows.copy_(rows.float().mul_(factor))
+            scaled.append(None if own is None else own.to(dtype))
+        return (*scaled, None)
 
 
 def _chunk_values(
@@ -193,8 +181,6 @@ def _chunk_values(
     The product of a teacher that gives hidden states is computed for the full chunk, in the dtype of its head. A GPU
     runs compiled kernels on the full chunk; without them, blocks bound the temporaries.
     """
-    import torch
-
     objective = work.objective
     teacher = None if work.teacher is None else work.teacher.select(chunk)
     shapes = [(work.head.scale, work.head.soft_cap)]
@@ -211,7 +197,7 @@ def _chunk_values(
     if objective.alpha not in (0.0, 0.5):
         # Only whether it is 0 matters below: a weight that a schedule changes must not be compiled as a constant.
         objective = replace(objective, alpha=0.5)
-    constants = {"shapes": shapes, "objective": objective, "telemetry": work.telemetry, "gradient": gradient}
+    constants = {"shapes": shapes, "objective": objective, "gradient": gradient}
 
     def values_of(rows_of: Callable[..., dict[str, torch.Tensor]], rows: slice) -> dict[str, torch.Tensor]:
         targets = targets_n.select(rows) if isinstance(targets_n, TopKTargets) else targets_n
@@ -222,7 +208,8 @@ def _chunk_values(
     if product_nV.device.type in _COMPILED_DEVICES and _kernels.usable:
         try:
             return [values_of(_kernels.block_values, slice(None))]
-        except _kernels.errors() as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            # No tensor has changed.
             _kernels.usable = False
             logger.warning("The fused loss runs uncompiled, about four times slower: %s", error)
     block = block_rows(work.head.vocab_size, BLOCK_BYTES.get(product_nV.device.type, ACCELERATOR_BLOCK_BYTES))
@@ -238,7 +225,6 @@ def block_values(
     *,
     shapes: Sequence[tuple[float, float | None]],
     objective: TokenObjective,
-    telemetry: bool,
     gradient: bool,
 ) -> dict[str, torch.Tensor]:
     """Return the values of each row by name; with `gradient`, replace the product by the gradient of the loss.
@@ -246,8 +232,6 @@ def block_values(
     `hard_b` and `soft_b` weight the gradients of cross-entropy and divergence; `shapes` are scale and soft-cap of the
     student's logits, and of those of a teacher that gives hidden states.
     """
-    import torch
-
     logits = shaped_logits(product_bV, *shapes[0]).float()
     log_q = torch.log_softmax(logits, dim=-1)
     rows, soft = {"student_cross_entropy": -log_q.gather(1, labels_b[:, None]).squeeze(1)}, None
@@ -259,7 +243,6 @@ def block_values(
             targets,
             labels_b,
             objective,
-            telemetry=telemetry,
             log_q_at_one_NV=log_q,
             gradient=gradient and objective.alpha != 0.0,
         )
@@ -288,27 +271,16 @@ class _Kernels:
 
     @cached_property
     def _compiled(self) -> Callable[..., dict[str, torch.Tensor]]:
-        import torch
-
         # Which of two forms of the softmax Inductor selects is no concern of a user.
         warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
         compiled: Callable[..., dict[str, torch.Tensor]] = torch.compile(block_values, fullgraph=True)
         return compiled
 
-    def errors(self) -> tuple[type[Exception], ...]:
-        """Return the errors of a compilation, after which no tensor has changed."""
-        import torch
-
-        exceptions = torch._dynamo.exc
-        return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit
-
     def block_values(self, *inputs: Any, **constants: Any) -> dict[str, torch.Tensor]:
-        import torch
-
         for tensor in inputs:
             if isinstance(tensor, torch.Tensor):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        # One compilation per divergence, temperature, shape of the logits, telemetry and with or without gradient.
+        # One compilation per divergence, temperature, shape of the logits, and with or without gradient.
         with torch._dynamo.config.patch(recompile_limit=64):
             return self._compiled(*inputs, **constants)
 
@@ -324,8 +296,6 @@ def _add_gradients(
     chunk: slice,
 ) -> None:
     """Add the gradients of one chunk: dh = dz W, dW += dzᵀ h and db += Σ dz, with sums over chunks in fp32."""
-    import torch
-
     hidden_gradient, weight_gradient, bias_gradient = gradients
     if hidden_gradient is not None:
         torch.mm(dz_nV, weight_VH, out=hidden_gradient[chunk])
@@ -385,8 +355,6 @@ class HeadReplacement:
             return output.clone()
 
         def work(original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-            import torch
-
             self.head = original
             loss = self._work(hidden)
             # Known numbers after the loss, as wide as logits, so that biases and masks of a vocabulary meet them too.
@@ -453,8 +421,6 @@ def _probes(count: int, like: torch.Tensor) -> torch.Tensor:
 
 def _check_probes(name: str, model: PreTrainedModel, logits: torch.Tensor, *, first: int) -> None:
     """Check [1, 1, V] logits that a model computed from `_probes`, from column `first` on."""
-    import torch
-
     actual = logits.detach().reshape(-1).float().cpu()
     probes = _probes(len(actual), actual)
     scale, soft_cap = logit_shape(model)
@@ -480,8 +446,6 @@ def captured_head_input(model: PreTrainedModel) -> Iterator[CapturedHead]:
     Raises:
         UsageError: the model has no output embeddings.
     """
-    import torch
-
     head, captured = head_module(model), CapturedHead(model)
 
     def work(original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> Any:

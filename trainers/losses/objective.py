@@ -1,35 +1,17 @@
-"""Token losses: objective, divergences with gradients, top-K targets, telemetry, and the loss from full logits."""
+"""Token losses: divergences with gradients, top-K targets, telemetry, and the loss from full logits."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+
+import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.transformers.output_heads import OutputHead
 from ..data.chat import IGNORED_LABEL
-
-if TYPE_CHECKING:
-    import torch
-
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "total_variation"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenObjective:
-    """Loss of each row: ``(1 - α) · CE + α · τ² · D``, with the divergence D between distributions softened by τ."""
-
-    alpha: float = 0.5
-    """Weight of the divergence, 0 to 1; the cross-entropy with the labels has weight 1 - α."""
-    temperature: float = 1.0
-    """τ, which divides both models' logits inside the divergence; the cross-entropy uses τ = 1."""
-    divergence: Divergence = "forward_kl"
-    mixture: float = 0.5
-    """JSD: the teacher's weight in the mixture M. Skewed: λ, the share of the first distribution in the mixture."""
-    vocab_size: int | None = None
-    """Real tokens V*, without padding: D compares the first V* columns only; `None`: the narrower of the two models."""
+from .token_objective import Divergence, TokenObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,31 +61,29 @@ TeacherTargets = LogitTargets | HiddenTargets | TopKTargets
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSums:
-    """Sums over the valid rows of a batch, fp32 scalars; only `loss` carries a gradient.
+    """Sums over the valid rows of a batch, in fp32; only `loss` carries a gradient.
 
-    Divide by the global sum of weights to get means. A sum is `None` if the teacher's targets do not determine it.
+    Divide by the global sum of weights to get means.
     """
 
     loss: torch.Tensor
     """Σ w · ((1 - α) CE + α τ² D)."""
     weight: torch.Tensor
     """Σ w over valid rows; the number of valid rows without weights."""
-    divergence: torch.Tensor | None = None
-    """Σ w · D at the objective's temperature, without τ²."""
-    forward_kl: torch.Tensor | None = None
-    """Σ w · KL(teacher | student) at τ = 1."""
-    agreement: torch.Tensor | None = None
-    """Σ w · [both models' likeliest tokens are the same]."""
-    overlap: torch.Tensor | None = None
-    """Σ w · Σ_v min(p_v, q_v) at τ = 1: the expected acceptance of speculative decoding."""
-    student_cross_entropy: torch.Tensor | None = None
-    """Σ w · CE of the student with the labels."""
-    teacher_cross_entropy: torch.Tensor | None = None
-    """Σ w · CE of the teacher with the labels; `None` for top-k targets."""
-    nonfinite_teacher_rows: torch.Tensor | None = None
-    """Number of rows with NaN or infinite teacher logits; the caller must not train on them."""
-    rows: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """[N] detached contributions of the valid rows to the sums, by name."""
+    rows: Mapping[str, torch.Tensor]
+    """[N] detached values of the valid rows, times w, by name. What the teacher's targets do not determine is missing.
+
+    `student_cross_entropy`, `teacher_cross_entropy` (not for top-k targets): with the labels. `divergence`: D at the
+    objective's temperature, without τ². `forward_kl`: KL(teacher | student) at τ = 1. `agreement`: whether both
+    models' likeliest tokens are the same. `overlap`: Σ_v min(p_v, q_v) at τ = 1, the expected acceptance of speculative
+    decoding. `nonfinite_teacher_rows`, without w: whether the teacher's logits are NaN or infinite; the caller must not
+    train on them.
+    """
+
+    @property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The sum of the rows by name."""
+        return {name: values_N.sum() for name, values_N in self.rows.items()}
 
 
 LOWEST = -1e4
@@ -138,17 +118,9 @@ def divergence_and_gradient(
         return value_N, q.sub_(log_p.exp_())
     if kind == "reverse_kl":
         slope = log_q.sub_(log_p)
-    elif kind == "total_variation":
-        slope = log_p.exp_().neg_().add_(q).sign_().mul_(0.5)
     else:
-        assert log_m is not None, "all other kinds compare with a mixture"
-        if kind == "jsd":
-            slope = log_q.sub_(log_m).mul_(1.0 - mixture)
-        elif kind == "skewed_kl":
-            slope = log_p.sub_(log_m).exp_().mul_(mixture - 1.0)
-        else:
-            ratio = log_q.sub_(log_m)
-            slope = ratio.sub(ratio.exp(), alpha=mixture)
+        assert log_m is not None, "a JSD compares with a mixture"
+        slope = log_q.sub_(log_m).mul_(1.0 - mixture)
     slope.sub_((q * slope).sum(dim=-1, keepdim=True))
     return value_N, q.mul_(slope)
 
@@ -157,26 +129,15 @@ def _rows(
     kind: Divergence, log_q: torch.Tensor, log_p: torch.Tensor, mixture: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the divergence of each row, and the log-probabilities of student, teacher and mixture, clamped."""
-    import torch
-
     log_q, log_p, log_m = log_q.clamp(min=LOWEST), log_p.clamp(min=LOWEST), None
-    if kind == "total_variation":
-        elements = 0.5 * (log_p.exp() - log_q.exp()).abs()
-    elif kind == "forward_kl":
+    if kind == "forward_kl":
         elements = _relative_entropy(log_p, log_q)
     elif kind == "reverse_kl":
         elements = _relative_entropy(log_q, log_p)
     else:
-        teacher_share = 1.0 - mixture if kind == "skewed_reverse_kl" else mixture
-        log_p_share, log_q_share = (
-            math.log(share) if share > 0 else 2 * LOWEST for share in (teacher_share, 1.0 - teacher_share)
-        )
-        log_m = torch.logaddexp(log_p + log_p_share, log_q + log_q_share)
-        if kind == "jsd":
-            from_teacher, from_student = _relative_entropy(log_p, log_m), _relative_entropy(log_q, log_m)
-            elements = mixture * from_teacher + (1.0 - mixture) * from_student
-        else:
-            elements = _relative_entropy(log_p if kind == "skewed_kl" else log_q, log_m)
+        log_m = torch.logaddexp(log_p + math.log(mixture), log_q + math.log(1.0 - mixture))
+        from_teacher, from_student = _relative_entropy(log_p, log_m), _relative_entropy(log_q, log_m)
+        elements = mixture * from_teacher + (1.0 - mixture) * from_student
     return elements.sum(dim=-1), log_q, log_p, log_m
 
 
@@ -186,8 +147,6 @@ def _relative_entropy(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
     Each element is 0 or more, so rounding cannot make a sum negative. An error in a row's normalisation has an effect
     of second order only; in ``a (log a - log b)`` it would be of first order.
     """
-    import torch
-
     counts = log_a > _VANISHING
     difference = torch.where(counts, log_a - log_b, torch.zeros_like(log_a))
     inside = log_a.exp() * (torch.expm1(-difference) + difference)
@@ -212,8 +171,6 @@ def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int)
 
 def binned(log_q_NV: torch.Tensor, targets: TopKTargets) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities of student and teacher over K + 1 bins, [N, K + 1]."""
-    import torch
-
     student = log_q_NV.gather(1, targets.ids_NK)
     if targets.ids_NK.shape[1] >= log_q_NV.shape[1]:
         tail_N = log_q_NV.new_full(log_q_NV.shape[:1], float("-inf"))
@@ -253,11 +210,6 @@ def weighted_rows(rows: dict[str, torch.Tensor], weights_N: torch.Tensor) -> dic
     }
 
 
-def summed(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sum of the rows by name."""
-    return {name: values_N.sum() for name, values_N in rows.items()}
-
-
 def dense_rows(
     log_q_NV: torch.Tensor, log_p_NV: torch.Tensor, *, forward_kl_N: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
@@ -265,8 +217,6 @@ def dense_rows(
 
     ``forward_kl_N`` is the KL, if it is known already.
     """
-    import torch
-
     if forward_kl_N is None:
         forward_kl_N = divergence_rows("forward_kl", log_q_NV, log_p_NV, 0.5)
     return {
@@ -282,8 +232,6 @@ def teacher_cross_entropy(log_p_NV: torch.Tensor, labels_N: torch.Tensor) -> tor
     The student's is over all of its tokens too, so both match `evaluate`. A label that is not a token of the teacher
     counts 0.
     """
-    import torch
-
     known_N = labels_N < log_p_NV.shape[1]
     taught_N = log_p_NV.gather(1, torch.where(known_N, labels_N, 0)[:, None]).squeeze(1)
     return torch.where(known_N, -taught_N, 0.0)
@@ -306,7 +254,6 @@ def plain_token_loss(
     objective: TokenObjective,
     *,
     weights_N: torch.Tensor | None = None,
-    telemetry: bool = True,
 ) -> TokenSums:
     """Return ``Σ w ((1 - α) CE + α τ² D)`` over the rows whose label is not -100, in fp32 for any dtype, by autograd.
 
@@ -316,8 +263,6 @@ def plain_token_loss(
     Raises:
         UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
-    import torch
-
     rows = valid_rows(labels_N, student_logits_NV.shape[1])
     weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
@@ -332,11 +277,11 @@ def plain_token_loss(
         if isinstance(teacher, TopKTargets):
             check_targets(teacher, objective, shared_columns(logits_NV.shape[1], logits_NV.shape[1], objective))
         targets = teacher.logits_NV.detach() if isinstance(teacher, LogitTargets) else teacher
-        divergence_N, _, values = compared_rows(logits_NV, targets, labels_N, objective, telemetry=telemetry)
+        divergence_N, _, values = compared_rows(logits_NV, targets, labels_N, objective)
         rows_by_name |= values
     loss_N = row_losses(cross_entropy_N, divergence_N, objective)
     shares = weighted_rows(rows_by_name, weights_N)
-    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), rows=shares, **summed(shares))
+    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), rows=shares)
 
 
 def row_losses(
@@ -367,8 +312,6 @@ def valid_rows(labels_N: torch.Tensor, columns: int) -> torch.Tensor | None:
 
 def row_weights(labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
     """Return fp32 weights, 1 by default."""
-    import torch
-
     return torch.ones_like(labels_N, dtype=torch.float32) if weights_N is None else weights_N.float()
 
 
@@ -383,17 +326,14 @@ def compared_rows(
     labels_N: torch.Tensor,
     objective: TokenObjective,
     *,
-    telemetry: bool,
     log_q_at_one_NV: torch.Tensor | None = None,
     gradient: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return the divergence of each row, its gradient, and detached values of each row by name.
 
-    `telemetry` adds the values that the loss does not need. `log_q_at_one_NV` are the student's log-probabilities at
+    `log_q_at_one_NV` are the student's log-probabilities at
     τ = 1, if they are known. With `gradient`, the gradient is by logits / τ on the shared columns.
     """
-    import torch
-
     vocabulary, at_one = logits_NV.shape[1], objective.temperature == 1.0
     taught_columns = vocabulary if isinstance(targets, TopKTargets) else targets.shape[1]
     columns = shared_columns(vocabulary, taught_columns, objective)
@@ -413,7 +353,7 @@ def compared_rows(
         nonfinite_N = ~((largest_N < math.inf) & (targets.tail_log_probability_N < math.inf))
         rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_N.float()}
         with torch.no_grad():
-            return divergence_N, slope, rows | (top_k_rows(log_q, targets) if telemetry else {})
+            return divergence_N, slope, rows | top_k_rows(log_q, targets)
     taught = targets[:, :columns].float()
     log_p = torch.log_softmax(taught / objective.temperature, dim=-1)
     if gradient:
@@ -423,14 +363,13 @@ def compared_rows(
     # NaN or infinite logits: a log-softmax turns the whole row into NaN.
     nonfinite_N = torch.isnan(log_p[:, 0]).float()
     rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_N}
-    if telemetry:
-        with torch.no_grad():
-            known_N = rows["divergence"] if at_one and kind == "forward_kl" else None
-            own, theirs = log_q, log_p
-            if not at_one:
-                own = logits_NV[:, :columns].log_softmax(dim=-1) if log_q_at_one_NV is None else log_q_at_one_NV
-                theirs = taught.log_softmax(dim=-1)
-            rows |= dense_rows(own, theirs, forward_kl_N=known_N)
-            all_theirs = theirs if columns == taught_columns else targets.float().log_softmax(dim=-1)
-            rows["teacher_cross_entropy"] = teacher_cross_entropy(all_theirs, labels_N)
+    with torch.no_grad():
+        known_N = rows["divergence"] if at_one and kind == "forward_kl" else None
+        own, theirs = log_q, log_p
+        if not at_one:
+            own = logits_NV[:, :columns].log_softmax(dim=-1) if log_q_at_one_NV is None else log_q_at_one_NV
+            theirs = taught.log_softmax(dim=-1)
+        rows |= dense_rows(own, theirs, forward_kl_N=known_N)
+        all_theirs = theirs if columns == taught_columns else targets.float().log_softmax(dim=-1)
+        rows["teacher_cross_entropy"] = teacher_cross_entropy(all_theirs, labels_N)
     return divergence_N, slope, rows

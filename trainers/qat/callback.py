@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,7 @@ from ...plugins.transformers.run_settings import run_errors
 from ...plugins.transformers.zero3_modules import share_with_zero3
 from ..checkpoints.record import RECORD, on_first_rank
 from ..checkpoints.resume import checkpoints, newest_whole
-from .rounding.attach import attach
-from .rounding.attachment import Attachment, attachment_of
+from .rounding.attach import Attachment, attach, attachment_of
 from .rounding.config import QATOptions
 from .rounding.observers import synchronise
 
@@ -327,31 +326,14 @@ class QATCallback(TrainerCallback, ExportableState):
         record = {} if self.attachment is None else checkpoint_record(self.attachment)
         return {"args": {}, "attributes": {"resumed": record}}
 
-    def export(
-        self,
-        trainer: Any,
-        output_dir: str | Path,
-        *,
-        tokenizer: Any = None,
-        source: str | Path | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool = True,
-        probe: Sequence[Sequence[int]] | None = None,
-        tolerance: float = 0.0,
-        force: bool = False,
-    ) -> ExportResult:
+    def export(self, trainer: Any, output_dir: str | Path, *, tokenizer: Any = None, **options: Any) -> ExportResult:
         """Write the trained codes as a compressed-tensors checkpoint; every rank must call it.
 
         Args:
             trainer: The Trainer after training.
             output_dir: Directory of the checkpoint.
             tokenizer: Tokenizer to write; default: the Trainer's `processing_class`.
-            source: As for `export`, like the other arguments.
-            dtype: Dtype of unquantized tensors.
-            verify: Whether to compare the written files with the trained model.
-            probe: Rows of token ids for the comparison.
-            tolerance: Largest allowed difference of a logit.
-            force: Replace the model in a directory that is not empty.
+            options: `source`, `dtype`, `verify`, `probe`, `tolerance` and `force`, as for `export`.
 
         Raises:
             UsageError: the model was not trained with these number formats, or the directory is in use.
@@ -359,18 +341,8 @@ class QATCallback(TrainerCallback, ExportableState):
         """
         from .export.checkpoint import export
 
-        return export(
-            trainer.model,
-            self._attached(),
-            Path(output_dir),
-            tokenizer=tokenizer or getattr(trainer, "processing_class", None),
-            source=source,
-            dtype=dtype,
-            verify=verify,
-            probe=probe,
-            tolerance=tolerance,
-            force=force,
-        )
+        tokenizer = tokenizer or getattr(trainer, "processing_class", None)
+        return export(trainer.model, self._attached(), output_dir, tokenizer=tokenizer, **options)
 
     def _attached(self) -> Attachment:
         if self.attachment is None:

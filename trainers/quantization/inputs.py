@@ -11,12 +11,11 @@ from typing import Any
 
 from ...ds_configs.plan.output import disk_errors, output_errors
 from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.recipe import (
+from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
+from ...ds_configs.quantization.settings import (
     QuantizeSettings,
     ResolvedQuantization,
-    quantize_settings,
 )
-from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
 from ...ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
@@ -179,7 +178,7 @@ def suggested_command(directory: Path) -> list[str]:
     except ShardwrightError:
         return []
     for values in _SUGGESTED:
-        resolved = quantize_settings(values).resolved()
+        resolved = QuantizeSettings(**values).resolved()
         resolved = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
         unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in resolved.layers)
         missing = missing_engine_errors(resolved.method, resolved.scheme, resolved.layers)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.output import reserved, write_files
-from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.quantization.scheme import METHODS
+from ...ds_configs.quantization.settings import QuantizeSettings
 from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
@@ -183,7 +184,6 @@ def quantize(
     model: str,
     output_dir: str | Path,
     *,
-    recipe: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     force: bool = False,
@@ -200,14 +200,13 @@ def quantize(
     Args:
         model: Hub id or directory of a model.
         output_dir: Directory of the checkpoint.
-        recipe: Name of a recipe, or a YAML file.
         revision: Branch, tag or commit of a Hub model.
         device: Such as `cuda:0`; default: an accelerator if there is one.
         force: Replace the model in a directory that is not empty.
         evaluate: Compare the checkpoint with its model.
         push_to_hub: Hub repository to upload the checkpoint to.
         private: Create the repository as private.
-        settings: Fields of `QuantizeSettings`, which override the recipe.
+        settings: Fields of `QuantizeSettings`, which are flags of `shardwright quantize`.
 
     Raises:
         UsageError: all errors in the settings.
@@ -216,9 +215,10 @@ def quantize(
         ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     check_push(push_to_hub)
-    stated = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     output = Path(output_dir)
-    prepared = prepare(model, stated, output, revision=revision, device=device, force=force)
+    prepared = prepare(
+        model, settings_of(QuantizeSettings, settings), output, revision=revision, device=device, force=force
+    )
     with pushed(output, push_to_hub, private=private):
         return run_prepared(prepared, output, force=force, device=device, evaluate=evaluate)
 

@@ -310,12 +310,12 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
     """Return a frozen teacher with the plan's placement, in the compute type."""
     import torch
 
-    from ...plugins.transformers.teacher_placement import load_teacher
+    from ...plugins.transformers.second_model import load_second_model
     from ...plugins.transformers.tiled_compute import share_tiled_mlps, tile_mlps, untiled_experts
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
-    teacher = load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
+    teacher = load_second_model(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
     if context.plan.chosen.strategy.tiled_mlp and not untiled_experts(teacher):
         tile_mlps(teacher, None)
         share_tiled_mlps(teacher)

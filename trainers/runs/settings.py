@@ -23,7 +23,7 @@ from ...ds_configs.specs.settings import (
 from ...plugins.huggingface_hub.push import push_errors
 from ...plugins.transformers.training_arguments import tracker_errors
 from ..data.sources import DataSettings
-from ..losses.objective import Divergence
+from ..losses.token_objective import Divergence
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Default learning rates after warm-up, by method."""
@@ -39,7 +39,7 @@ class ObjectiveSettings(TeacherPlacementSettings):
     group = "Objective"
 
     loss: Divergence = Field("forward_kl", description="Distance between teacher and student")
-    mixture: float = Field(0.5, description="Teacher's weight in JSD, lambda of the skewed divergences")
+    mixture: float = Field(0.5, description="Teacher's weight in JSD")
     alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
     temperature: float = Field(1.0, description="Softens both distributions")
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.engine import named_linear_layers, stages_of
 from ...plugins.deepspeed.parameters import WeightEditor, edit_errors
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import run_errors
-from .masks import target_layers
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -91,3 +92,56 @@ class SparsityCallback(TrainerCallback):
     def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
         """Return why the settings of the run contradict those of the callback."""
         return []
+
+
+def target_layers(
+    model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
+) -> dict[str, Any]:
+    """Return linear layers by their names in the checkpoint, without adapters and a tied output head.
+
+    Args:
+        model: Transformers model, or any module.
+        targets: Module names, `re:` patterns of names, or `Linear` for all, as in a quantization scheme.
+        ignore: Names or patterns of layers that stay dense.
+
+    Raises:
+        UsageError: a target or an entry of `ignore` matches no layer, or no layer is left; all errors together.
+    """
+    import torch
+
+    layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}
+    errors = []
+    for where, pattern in [*(("targets", target) for target in targets), *(("ignore", pattern) for pattern in ignore)]:
+        if pattern in DEFAULT_IGNORE or any(is_match(name, pattern) for name in layers):
+            continue
+        fix = "the model has none (Conv1D of GPT-2 and quantized layers do not count)"
+        if layers:
+            near = difflib.get_close_matches(pattern, [*layers, "Linear"], n=3, cutoff=0.5)
+            fix = f"did you mean {', '.join(near)}?" if near else f"layers have names such as {next(iter(layers))}"
+        errors.append(ConfigError(where=where, value=pattern, rule="matches no linear layer of the model", fix=fix))
+    embeddings = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
+    embedded = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or type(module).__name__ in embeddings
+    }
+    selected = {}
+    for name, module in layers.items():
+        is_target = any(is_match(name, target) for target in targets)
+        if not is_target or any(is_match(name, pattern) for pattern in ignore):
+            continue
+        if id(module.weight) not in embedded:
+            selected[name] = module
+        elif name in targets:
+            rule = "shares its weight with the token embedding"
+            errors.append(ConfigError(where="targets", value=name, rule=rule, fix="remove it from targets"))
+    if not selected and not errors:
+        from transformers.pytorch_utils import Conv1D
+
+        transposed = sum(isinstance(module, Conv1D) for module in model.modules())
+        rule = "selects no linear layer of the model"
+        rule += f", which stores {transposed} matrices in Conv1D" if transposed else ""
+        errors.append(ConfigError(where="targets", value=", ".join(targets), rule=rule))
+    if errors:
+        raise UsageError(errors)
+    return selected

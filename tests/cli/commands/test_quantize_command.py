@@ -15,7 +15,7 @@ import pytest
 from cards import read_card
 from session import warm_command
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.recipe import quantize_settings
+from shardwright.ds_configs.quantization.settings import QuantizeSettings
 from shardwright.trainers.quantization.inputs import prepare
 from small_models import llama
 
@@ -96,9 +96,7 @@ def test_a_base_model_is_calibrated_on_chats_with_a_template(model, tmp_path, ch
     from transformers import AutoTokenizer
 
     flags = ("--scheme", "W4A16", "--dataset", str(chats), "--seq-len", "64", "--num-samples", "8", "--no-evaluate")
-    settings = quantize_settings(
-        {"scheme": "W4A16", "dataset": str(chats), "seq_len": 64, "num_samples": 8, "chat_template": "alpaca"}
-    )
+    settings = QuantizeSettings(scheme="W4A16", dataset=str(chats), seq_len=64, num_samples=8, chat_template="alpaca")
     prepared = prepare(str(model), settings, None)
     assert len(prepared.calibration) == 8
     for sample in prepared.calibration:

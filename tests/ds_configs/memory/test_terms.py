@@ -8,20 +8,21 @@ from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
-import pytest
-from planning import llama, no_activations, public_model
+from planning import llama, public_model
 from shardwright.cli.main import run
-from shardwright.ds_configs.memory import offload
+from shardwright.ds_configs.memory import host, offload
 from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory, share_moment_terms
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.plan.plan import header_lines, make_plan
+from shardwright.ds_configs.plan.plan import header_lines, make_plan, plan_to_dict
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.second_models import PLACEMENTS, SecondModel, SecondModelRole
 from shardwright.ds_configs.specs.terms import Term
-from shardwright.ds_configs.step_time.estimate import COMPUTATION, TERMS, estimate_step_time
+from shardwright.ds_configs.step_time import estimate
+from shardwright.ds_configs.step_time.estimate import TERMS, estimate_step_time
+from shardwright.ds_configs.step_time.learning import part_seconds
 from shardwright.trainers.reports.plans import plan_report
 
 SMALL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
@@ -121,19 +122,27 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         assert f"offloaded_{role}" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
 
 
-def test_a_term_that_is_not_declared_is_named(monkeypatch):
-    """`test_every_term_is_declared_once_and_every_declared_term_occurs` fails for such a term."""
-    layout = zero(2, offload_optimizer="cpu")
-    monkeypatch.setattr("shardwright.ds_configs.memory.host.offload_terms", lambda *_: {"dummy": 10**12})
-    memory = estimate_memory(layout, SMALL, A100, TrainingJob(), activations=no_activations)
-    assert memory.host.terms["dummy"] == 8 * 10**12 and memory.lacks == "host"
-    assert "dummy" not in TERMS
-
-
-@pytest.mark.parametrize("term", [*COMPUTATION, *offload.TERMS], ids=lambda term: term.name)
-def test_a_term_has_a_title_and_a_sentence(term: Term):
-    assert term.title.islower() or term.title[0].isupper() or "PCIe" in term.title or "MLP" in term.title
-    assert len(term.meaning.split()) > 2
+def test_a_new_term_is_in_memory_time_reports_json_and_explain(monkeypatch, capsys):
+    """Declared and computed in one module, here `offload`, it needs no line elsewhere."""
+    term = Term("dummy_copies", "copies that a test adds", lives_on="host", label="copies of a test")
+    monkeypatch.setitem(TERMS, term.name, term)
+    plain_bytes, plain_seconds = offload.offload_terms, offload.offloaded_step_seconds
+    monkeypatch.setattr(host, "offload_terms", lambda *place: plain_bytes(*place) | {term.name: 10**9})
+    monkeypatch.setattr(
+        estimate, "offloaded_step_seconds", lambda *step, **rates: plain_seconds(*step, **rates) | {term.name: 1.0}
+    )
+    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033), offers=False)
+    chosen = plan.chosen
+    assert chosen.memory.host.terms[term.name] == 8 * 10**9
+    assert chosen.memory.host.peak_bytes_per_node == sum(chosen.memory.host.terms.values())
+    assert chosen.time.terms[term.name] == 1.0 and part_seconds(chosen.time)["host"] > 1.0
+    assert [(t.bytes, t.seconds) for t in chosen.terms if t.name == term.name] == [(8 * 10**9, None), (None, 1.0)]
+    rows = [row for section in plan_report(plan).sections for table in section.tables for row in table.rows]
+    assert [row[1] for row in rows if row[0] == term.label] == ["8.0 GB", "1.0000 s"]
+    data = plan_to_dict(plan)["chosen"]
+    assert term.name in data["host_memory"]["terms"] and term.name in data["step_time"]["terms"]
+    assert run(["explain", "dummy copies"]) == 0
+    assert term.meaning in capsys.readouterr().out
 
 
 def test_worked_example_of_the_docstring_has_every_term_of_its_plan():

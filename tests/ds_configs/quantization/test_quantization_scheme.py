@@ -21,7 +21,6 @@ from paths import ROOT
 from shardwright.ds_configs.quantization.layers import (
     LinearLayer,
     config_group,
-    legal_group_sizes,
     quantization_config,
     scheme_errors,
     scheme_warnings,
@@ -135,12 +134,6 @@ def as_newer_releases_write_it(config):
     return config | {"version": version("compressed-tensors"), "moe_sparsity_config": None}
 
 
-def test_group_size_decides_the_strategy():
-    assert changed(PRESETS["W8A8"], group_size=64).weights.strategy == "group"
-    by_channel = changed(PRESETS["W4A16"], group_size=-1).weights
-    assert (by_channel.strategy, by_channel.group_size) == ("channel", None)
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "fields"),
     [
@@ -208,7 +201,6 @@ def test_a_group_size_that_does_not_divide_lists_layers_and_legal_sizes():
     assert [config_error.where for config_error in errors] == ["group_size"]
     assert "model.layers.0.self_attn.q_proj (192)" in errors[0].rule
     assert "16, 32, 64" in errors[0].fix
-    assert legal_group_sizes(LAYERS) == (16, 32, 64)
     assert layer_errors(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
     assert layer_errors(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
 
@@ -258,12 +250,8 @@ def test_warnings_cover_wasted_bytes_and_missing_kernels():
 
     assert any("one byte" in warning for warning in warnings(PRESETS["W4A8"]))
     assert any("3 bits" in warning for warning in warnings(PRESETS["W3A16"]))
-    assert any("Machete" in warning for warning in warnings(changed(PRESETS["W4A16"], group_size=64)))
+    assert any("groups of 32, 64" in warning for warning in warnings(changed(PRESETS["W4A16"], group_size=16)))
     assert warnings(PRESETS["W4A16"]) == []
-
-
-def test_every_preset_is_sound():
-    assert {name: combination_errors(scheme) for name, scheme in PRESETS.items()} == {name: [] for name in PRESETS}
 
 
 def test_document_names_every_preset_with_its_format():

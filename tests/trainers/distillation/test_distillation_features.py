@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.attention_capture import LayerAttention, captured_attention, hidden_states_of
-from shardwright.trainers.distillation.feature_matching import AttentionTerm, FeatureMatching, HiddenStateTerm
-from shardwright.trainers.losses import features
-from shardwright.trainers.losses.features import (
-    head_mixtures,
+from shardwright.trainers.distillation import feature_matching
+from shardwright.trainers.distillation.feature_matching import (
+    AttentionTerm,
+    FeatureMatching,
+    HiddenStateTerm,
     hidden_state_sum,
     layer_map,
-    paired_layers,
     projectors,
     relation_sum,
-    score_sum,
     visibility,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,52 +50,30 @@ def agrees(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> boo
 
 @given(DEPTHS, DEPTHS)
 def test_uniform_maps_are_monotonic_and_reach_both_ends(student: int, teacher: int) -> None:
-    chosen = [match.teacher for match in layer_map(student, teacher)]
-    numbers = [layers[0][0] for layers in chosen]
+    matches = layer_map(student, teacher, "uniform")
+    numbers = [teachers[0][0] for _, teachers in matches]
     assert numbers == sorted(numbers)
     assert (numbers[0], numbers[-1]) == (0, teacher)
     for layer, number in enumerate(numbers):
         assert abs(number - layer * teacher / student) <= 0.5
-    assert all(layers == ((layers[0][0], 1.0),) for layers in chosen)
+    assert matches == tuple((layer, ((number, 1.0),)) for layer, number in enumerate(numbers))
 
 
 @given(DEPTHS, DEPTHS)
 def test_interpolated_maps_keep_relative_depth(student: int, teacher: int) -> None:
-    for layer, match in enumerate(layer_map(student, teacher, "interpolate")):
-        assert sum(share for _, share in match.teacher) == pytest.approx(1.0)
-        assert sum(number * share for number, share in match.teacher) == pytest.approx(layer * teacher / student)
-        assert all(0 <= number <= teacher and share > 0 for number, share in match.teacher)
-
-
-def test_all_invalid_layer_pairs_are_reported() -> None:
-    with pytest.raises(UsageError) as caught:
-        paired_layers(((0, 1), (3, 9), (-1, 2)), 2, 4)
-    rules = [str(error) for error in caught.value.errors]
-    assert rules == [
-        "layers = (3, 9): student layers are 0 to 2",
-        "layers = (3, 9): teacher layers are 0 to 4",
-        "layers = (-1, 2): student layers are 0 to 2",
-    ]
-    with pytest.raises(UsageError, match="layers of the student = 0"):
-        layer_map(0, 2)
+    for layer, teachers in layer_map(student, teacher, "interpolate"):
+        assert sum(share for _, share in teachers) == pytest.approx(1.0)
+        assert sum(number * share for number, share in teachers) == pytest.approx(layer * teacher / student)
+        assert all(0 <= number <= teacher and share > 0 for number, share in teachers)
 
 
 def test_terms_report_all_errors() -> None:
     with pytest.raises(UsageError) as caught:
         HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)))  # type: ignore[arg-type]
-    assert [error.where.split(".")[1] for error in caught.value.errors] == [
-        "weight",
-        "kind",
-        "layers",
-    ]
+    assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers", "kind"]
     with pytest.raises(UsageError) as caught:
-        AttentionTerm(kind="maps", relations=("query", "query"), relation_heads=0, layers="first")  # type: ignore[arg-type]
-    assert [error.where.split(".")[1] for error in caught.value.errors] == [
-        "kind",
-        "layers",
-        "relations",
-        "relation_heads",
-    ]
+        AttentionTerm(weight=-1.0, layers="first")  # type: ignore[arg-type]
+    assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers"]
     for layers in ((), ((1, 2.0),), ((1,),), [(1, 1)], "last"):
         with pytest.raises(UsageError, match=r"hidden_states\.layers"):
             HiddenStateTerm(layers=layers)  # type: ignore[arg-type]
@@ -203,111 +180,20 @@ def masked_weights(case: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("relation_heads", [None, 6])
-def test_relations_match_the_reference(case: str, relation_heads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relations_match_the_reference(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The student has 2 key heads of width 6, the teacher 4 heads of width 9."""
-    monkeypatch.setattr(features, "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", 100)
     own, taught = drawn(SAMPLES, 2, POSITIONS, 6, seed=1), drawn(SAMPLES, 4, POSITIONS, 9, seed=2)
     inputs, causal, window = CASES[case]
     exact = own.double().requires_grad_()
-    expected = relation_reference(exact, taught, case, relation_heads or 4)
+    expected = relation_reference(exact, taught, case, 4)
     expected.backward()
     own.requires_grad_()
     visible = visibility(inputs, POSITIONS, causal=causal, window=window)
-    found = relation_sum(own, taught, masked_weights(case), visible, relation_heads=relation_heads)
+    found = relation_sum(own, taught, masked_weights(case), visible)
     found.backward()
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     assert agrees(own.grad, exact.grad, 1e-5)
-
-
-def test_indivisible_relation_heads_are_rejected() -> None:
-    visible = visibility({}, POSITIONS, causal=True)
-    with pytest.raises(
-        UsageError, match=r"relation_heads = 5: must divide the widths 12 .* 36 .*; use a divisor of 12"
-    ):
-        relation_sum(
-            drawn(1, 2, POSITIONS, 6, seed=1),
-            drawn(1, 4, POSITIONS, 9, seed=1),
-            weights()[:1],
-            visible,
-            relation_heads=5,
-        )
-    with pytest.raises(UsageError, match=r"attention_mask = \(2, 1, 7, 7\): .*masks \[B, S\]"):
-        visibility({"attention_mask": torch.ones(2, 1, 7, 7)}, POSITIONS, causal=True)
-
-
-def layer(query_heads: int, key_heads: int, width: int, seed: int, scaling: float) -> LayerAttention:
-    return LayerAttention(
-        query_BHSD=drawn(SAMPLES, query_heads, POSITIONS, width, seed=seed),
-        key_BHSD=drawn(SAMPLES, key_heads, POSITIONS, width, seed=seed + 1),
-        scaling=scaling,
-    )
-
-
-def score_reference(query: torch.Tensor, key: torch.Tensor, taught: LayerAttention, case: str, places: Any) -> Any:
-    """Return the loss; `places` has the weights of both models' heads for each matched head."""
-    inputs, causal, window = CASES[case]
-    w, total = masked_weights(case).double(), torch.zeros((), dtype=torch.float64)
-    known_query, known_key = (taught.tensor(name).double() for name in ("query", "key"))
-    for sample in range(SAMPLES):
-        for row in range(POSITIONS):
-            keys = seen(inputs, causal, window, sample, row)
-            for column in keys:
-                both = []
-                for q, k, scaling in ((query, key, 0.4), (known_query, known_key, taught.scaling)):
-                    group = q.shape[1] // k.shape[1]
-                    both.append(
-                        [scaling * q[sample, h, row] @ k[sample, h // group, column] for h in range(q.shape[1])]
-                    )
-                for ours, theirs in places:
-                    difference: Any = sum(c * both[0][h] for h, c in ours.items())
-                    difference = difference - sum(c * both[1][h] for h, c in theirs.items())
-                    total = total + w[sample, row] * difference**2 / len(places) / len(keys)
-    return total
-
-
-SPLITS = {
-    "equal": (4, [({h: 1.0}, {h: 1.0}) for h in range(4)]),
-    "interpolate": (
-        6,
-        [
-            ({0: 1.0}, {0: 1.0}),
-            ({1: 1.0}, {1: 1 / 3, 2: 2 / 3}),
-            ({2: 1.0}, {3: 2 / 3, 4: 1 / 3}),
-            ({3: 1.0}, {5: 1.0}),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "split"), [("causal", name) for name in SPLITS] + [(name, "equal") for name in CASES if name != "causal"]
-)
-def test_scores_match_the_reference(case: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The student has grouped queries, 4 heads on 2; teachers have 4 and 6 ungrouped heads."""
-    monkeypatch.setattr(features, "BLOCK_ELEMENTS", 100)
-    teacher_heads, places = SPLITS[split]
-    own, taught = layer(4, 2, 5, 1, 0.4), layer(teacher_heads, teacher_heads, 8, 5, 0.3)
-    exact = [tensor.double().requires_grad_() for tensor in (own.tensor("query"), own.tensor("key"))]
-    expected = score_reference(*exact, taught, case, places)
-    expected.backward()
-    learned = [own.tensor("query").requires_grad_(), own.tensor("key").requires_grad_()]
-    inputs, causal, window = CASES[case]
-    visible = visibility(inputs, POSITIONS, causal=causal, window=window)
-    found = score_sum(own, taught, masked_weights(case), visible)
-    found.backward()
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    for tensor, reference in zip(learned, exact, strict=True):
-        assert agrees(tensor.grad, reference.grad, 1e-5)
-
-
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_head_mixtures_are_means(student: int, teacher: int) -> None:
-    own, taught = head_mixtures(student, teacher)
-    assert own.shape[0] == taught.shape[0]
-    for mixture in (own, taught):
-        assert torch.allclose(mixture.sum(dim=1), torch.ones(len(mixture)))
-        assert bool((mixture >= 0).all())
 
 
 class LargestTensor(TorchDispatchMode):
@@ -322,10 +208,9 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("kind", ["relations", "scores"])
-def test_no_tensor_over_all_pairs_of_positions_exists(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_over_all_pairs_of_positions_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, size, rows_of_a_block = 2, 96, 8
-    monkeypatch.setattr(features, "BLOCK_ELEMENTS", heads * size * rows_of_a_block)
+    monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", heads * size * rows_of_a_block)
     own, taught = (
         LayerAttention(**{f"{name}_BHSD": drawn(1, heads, size, 8, seed=seed) for name in ("query", "key", "value")})
         for seed in (1, 2)
@@ -333,11 +218,7 @@ def test_no_tensor_over_all_pairs_of_positions_exists(kind: str, monkeypatch: py
     learned = own.tensor("query").requires_grad_()
     visible = visibility({}, size, causal=True)
     with LargestTensor() as largest:
-        if kind == "relations":
-            loss = relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible)
-        else:
-            loss = score_sum(own, taught, torch.ones(1, size), visible)
-        loss.backward()
+        relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible).backward()
     assert learned.grad is not None
     assert largest.elements == heads * size * rows_of_a_block
 
@@ -449,8 +330,7 @@ TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
     "mse": (HiddenStateTerm(), None),
     "cosine": (HiddenStateTerm(kind="cosine", layers="interpolate"), None),
     "relations": (None, AttentionTerm()),
-    "scores": (None, AttentionTerm(kind="scores", layers="uniform")),
-    "both": (HiddenStateTerm(layers=((0, 0), (2, 3))), AttentionTerm(relations=("value",), layers=((1, 2), (2, 3)))),
+    "both": (HiddenStateTerm(layers=((0, 0), (2, 3))), AttentionTerm(layers=((1, 2), (2, 3)))),
 }
 
 
@@ -458,28 +338,7 @@ def pair(kind: str = "llama") -> tuple[Any, Any]:
     return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
 
 
-@pytest.mark.parametrize("name", TERMS)
-def test_training_reduces_each_term(name: str) -> None:
-    student, teacher = pair()
-    matching = FeatureMatching(student.config, teacher.config, *TERMS[name])
-    batch = collate(rows("llama", 4))
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    w = batch["attention_mask"].float()
-    own = [*student.parameters(), *([] if matching.projectors is None else matching.projectors.parameters())]
-    assert (matching.projectors is None) == (matching.hidden_term is None)
-    optimizer = torch.optim.Adam(own, lr=3e-3)
-    losses = []
-    for _ in range(10):
-        optimizer.zero_grad()
-        loss = terms(student, teacher, matching, inputs, w)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.9 * losses[0]
-    assert all(later < earlier for earlier, later in zip(losses, losses[2:], strict=False))
-
-
-@pytest.mark.parametrize("name", ["both", "relations", "scores"])
+@pytest.mark.parametrize("name", ["both", "relations"])
 def test_terms_add_up_over_batches_and_are_zero_for_the_teacher(name: str) -> None:
     student, teacher = pair()
     matching = FeatureMatching(student.config, teacher.config, *TERMS[name])
@@ -565,8 +424,16 @@ def test_models_that_cannot_be_matched_are_rejected() -> None:
     with pytest.raises(UsageError) as caught:
         FeatureMatching(t5, t5, HiddenStateTerm(), None)
     assert [error.where for error in caught.value.errors] == ["student", "teacher"]
-    with pytest.raises(UsageError, match=r"attention\.layers = \(0, 1\): student layers are 1 to 2"):
-        FeatureMatching(llama, llama, None, AttentionTerm(layers=((0, 1),)))
+    with pytest.raises(UsageError) as caught:
+        FeatureMatching(llama, llama, HiddenStateTerm(layers=((3, 9), (-1, 2))), AttentionTerm(layers=((0, 1),)))
+    assert [str(error) for error in caught.value.errors] == [
+        "attention.layers = (0, 1): student layers are 1 to 2",
+        "hidden_states.layers = (3, 9): student layers are 0 to 2",
+        "hidden_states.layers = (3, 9): teacher layers are 0 to 2",
+        "hidden_states.layers = (-1, 2): student layers are 0 to 2",
+    ]
+    with pytest.raises(UsageError, match=r"attention_mask = \(2, 1, 7, 7\): .*masks \[B, S\]"):
+        visibility({"attention_mask": torch.ones(2, 1, 7, 7)}, POSITIONS, causal=True)
     matching = FeatureMatching(llama, llama, HiddenStateTerm(), None)
     states = [torch.zeros(1, 4, 8)] * 3
     with pytest.raises(UsageError, match="hidden states of the teacher = 2: its forward must return 3"):

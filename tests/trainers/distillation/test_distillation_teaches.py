@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import tiny, training_arguments
-from shardwright.trainers.distillation import AttentionTerm, DistillationConfig, DistillationTrainer, HiddenStateTerm
+from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -95,41 +95,3 @@ def test_distilled_student_is_closer_to_the_true_distribution(tmp_path: Path) ->
         train(tmp_path, student, chain, text, DistillationConfig(alpha=alpha))
         distances[alpha] = distance_to_truth(student, chain)
     assert distances[1.0] < REQUIRED_SHARE * distances[0.0]
-
-
-@pytest.fixture(scope="module")
-def feature_teacher(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Train a teacher with layers to match."""
-    teacher = tiny("llama", hidden=96, layers=3, seed=9, vocab_size=WORDS, num_key_value_heads=4)
-    train(tmp_path_factory.mktemp("teacher"), teacher, None, language(1)[1], DistillationConfig(alpha=0.0))
-    return teacher.eval()
-
-
-def taught_by(teacher: Any, directory: Path, **terms: Any) -> DistillationTrainer:
-    student = tiny("llama", hidden=64, seed=1, vocab_size=WORDS)
-    return train(directory, student, teacher, language(1)[1], DistillationConfig(alpha=0.5, **terms))
-
-
-@pytest.fixture(scope="module")
-def entropy_without_features(feature_teacher: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
-    trainer = taught_by(feature_teacher, tmp_path_factory.mktemp("without"))
-    return float(trainer.evaluate()["eval_student_cross_entropy"])
-
-
-@pytest.mark.parametrize(
-    ("name", "term"),
-    [
-        ("hidden_state_distance", {"hidden_states": HiddenStateTerm(weight=1.0)}),
-        ("hidden_state_distance", {"hidden_states": HiddenStateTerm(weight=1.0, kind="cosine")}),
-        ("attention_distance", {"attention": AttentionTerm(weight=1.0)}),
-        ("attention_distance", {"attention": AttentionTerm(weight=0.3, kind="scores", relations=("query", "key"))}),
-    ],
-    ids=["mse", "cosine", "relations", "scores"],
-)
-def test_feature_terms_reduce_their_distance_and_keep_the_task_loss(
-    name: str, term: dict[str, Any], feature_teacher: Any, entropy_without_features: float, tmp_path: Path
-) -> None:
-    trainer = taught_by(feature_teacher, tmp_path, **term)
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert logs[-1][name] < 0.8 * logs[0][name]
-    assert trainer.evaluate()["eval_student_cross_entropy"] < 1.03 * entropy_without_features

@@ -8,7 +8,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from shardwright.trainers.counting.estimates import Estimate, exponential, token
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest, text_windows, windows_of
+from shardwright.trainers.losses import fused_loss
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -49,15 +49,6 @@ def book(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_text("".join(f"Line {number} of a book that says {number * number}.\n" for number in range(60)))
     return path
-
-
-def test_windows_by_hand():
-    assert list(windows_of(range(7), 3, 3)) == [
-        {"input_ids": [0, 1, 2], "labels": [0, 1, 2]},
-        {"input_ids": [3, 4, 5], "labels": [3, 4, 5]},
-    ]
-    assert list(windows_of(range(7), 4, 3))[1] == {"input_ids": [3, 4, 5, 6], "labels": [IGNORED, 4, 5, 6]}
-    assert list(windows_of(range(3), 4, 4)) == []
 
 
 @given(st.integers(2, 40), st.integers(0, 200), st.data())
@@ -168,10 +159,8 @@ def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, mon
     caplog.set_level(logging.INFO, "shardwright")
     separate = evaluate_model(str(noisy_llama), **options)
     assert "in memory" not in caplog.text
-    # A head whose own logits are not the model's: what a family that rescales them without saying so looks like.
-    monkeypatch.setattr(
-        measures, "output_head", lambda model: SimpleNamespace(logits=lambda rows: model.lm_head(rows) * 2)
-    )
+    # What a family that rescales its logits without a setting for it looks like.
+    monkeypatch.setattr(fused_loss, "logit_shape", lambda model: (2.0, None))
     whole = evaluate_model(str(noisy_llama), **options)
     assert caplog.text.count("both models stay in memory") == 1
     assert whole.comparison.kl_nats_per_token.value == pytest.approx(

@@ -107,9 +107,7 @@ def damaged(root: Path, kind: str) -> None:
     directory = root / "tuned"
     tensors = load_file(directory / WEIGHTS)
     config = json.loads((directory / CONFIG).read_text())
-    if kind == "no weights":
-        (directory / WEIGHTS).unlink()
-    elif kind == "truncated":
+    if kind == "truncated":
         content = (directory / WEIGHTS).read_bytes()
         (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
     elif kind == "tensor missing":
@@ -118,9 +116,6 @@ def damaged(root: Path, kind: str) -> None:
         )
     elif kind == "other names":
         config["target_modules"] = ["query", "value"]
-    elif kind == "other shapes":
-        shutil.rmtree(root / "model")
-        llama(hidden_size=32).save_pretrained(root / "model")
     elif kind == "fewer layers":
         shutil.rmtree(root / "model")
         llama(num_hidden_layers=1).save_pretrained(root / "model")
@@ -139,11 +134,9 @@ def damaged(root: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "code", "message"),
     [
-        ("no weights", 4, "adapter_model.safetensors: is missing"),
         ("truncated", 4, "is not a complete safetensors file"),
         ("tensor missing", 4, "lacks 2 tensors, such as base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"),
         ("other names", 4, "cannot be added to"),
-        ("other shapes", 4, "does not belong to"),
         ("fewer layers", 4, "does not belong to"),
         ("other type", 2, "has the PEFT type IA3, but only LORA is supported"),
         ("no base", 2, "does not name its base model; pass --base MODEL"),
@@ -179,82 +172,17 @@ def test_files_are_replaced_only_with_force_and_never_in_the_sources(run: Shell,
     assert (tmp_path / "merged/model.safetensors").is_file()
 
 
-def test_evaluate_reads_an_adapter_as_its_merged_model(
-    run: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardwright import evaluate
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    save_adapter(tmp_path)
-    assert run("tuned", "--output-dir", "merged").code == 0
-    (tmp_path / "text.txt").write_text(" ".join(str(number) for number in range(400)))
-    request = {"text": text_request(tmp_path / "text.txt"), "seq_len": 32}
-    direct = evaluate("tuned", baseline="model", **request)
-    complete = evaluate("merged", baseline="model", **request)
-    assert direct.window_losses_nats_per_token == complete.window_losses_nats_per_token
-    assert direct.comparison == complete.comparison and direct.comparison.kl_nats_per_token.value > 1e-3
-    assert direct.model.name == "tuned"
-    assert not list((tmp_path / "temporary").iterdir())
-
-
-def text_request(file: Path) -> Any:
-    from shardwright.trainers.evaluation.measures import TextRequest
-
-    return TextRequest(files=(file,), num_samples=4)
-
-
-@pytest.fixture
-def merging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a directory for temporary files, no adapter can be merged."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-
-
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    "words",
     [
-        (
-            ("evaluate", "tuned", "--batch-size", "0", "--seq-len", "999999", "--dataset", "python-help"),
-            ("--batch-size = 0", "--seq-len = 999999: model tuned has"),
-        ),
-        (
-            ("evaluate", "model", "--baseline", "tuned", "--device", "nowhere", "--seq-len", "999999"),
-            ("--device = 'nowhere'", "999999: model /", "999999: baseline tuned has"),
-        ),
-        (("evaluate", "tuned", "--dataset", "none.csv"), ("dataset = 'none.csv': no such file or directory",)),
+        ("quantize", "tuned", "--scheme", "NF4", "--output-dir", "w4", "--dry-run"),
+        ("serve", "tuned", "--hardware", "CPU", "--dry-run"),
+        ("evaluate", "model", "--baseline", "tuned"),
     ],
 )
-def test_errors_of_settings_are_reported_together_before_an_adapter_is_merged(
-    words: tuple[str, ...],
-    expected: tuple[str, ...],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    merging_fails: None,
-) -> None:
-    save_adapter(tmp_path)
-    done = shell_in(tmp_path, words[0], capsys, monkeypatch)(*words[1:])
-    assert done.code == 2, done.err
-    assert all(message in done.err for message in expected), done.err
-    assert len(done.errors) == len(expected)
-
-
-def test_errors_of_an_adapter_and_of_settings_are_reported_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, merging_fails: None
-) -> None:
-    save_adapter(tmp_path)
-    shutil.rmtree(tmp_path / "model")
-    done = shell_in(tmp_path, "evaluate", capsys, monkeypatch)("tuned", "--batch-size", "0")
-    assert done.code == 2 and len(done.errors) == 2, done.err
-    assert "--batch-size = 0" in done.err and "which does not exist here" in done.err
-
-
-@pytest.mark.parametrize(
-    "words", [("quantize", "tuned", "--scheme", "NF4", "--output-dir", "w4"), ("serve", "tuned", "--hardware", "CPU")]
-)
-def test_quantize_and_serve_ask_for_the_merged_model(
+def test_other_commands_ask_for_the_merged_model(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(tmp_path)
-    done = shell_in(tmp_path, words[0], capsys, monkeypatch)(*words[1:], "--dry-run")
+    done = shell_in(tmp_path, words[0], capsys, monkeypatch)(*words[1:])
     assert done.code == 2 and "it is an adapter: merge it with shardwright merge" in done.err

@@ -82,25 +82,6 @@ def test_spans_cover_the_text_and_agree(text: str, data: st.DataObject) -> None:
     assert common <= {cuts[0][span[1] - 1][1] for span in spans}
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.text("ab\u65e5 \n", min_size=1, max_size=30), st.data())
-def test_equal_tokenization_aligns_token_by_token(text: str, data: st.DataObject) -> None:
-    cuts = cuts_of(text, data)
-    ends = boundaries(cuts, text)
-    assert aligned_spans(ends, ends, text) == [(i, i + 1, i, i + 1) for i in range(len(cuts))]
-
-
-def test_whitespace_on_either_side_aligns() -> None:
-    text = "to  be"
-    after, before, apart = [(0, 4), (4, 6)], [(0, 2), (2, 6)], [(0, 2), (2, 4), (4, 6)]
-    spans = {
-        name: aligned_spans(boundaries(own, text), boundaries(other, text), text)
-        for name, own, other in (("sides", after, before), ("apart", after, apart))
-    }
-    assert spans["sides"] == [(0, 1, 0, 1), (1, 2, 1, 2)]
-    assert spans["apart"] == [(0, 1, 0, 2), (1, 2, 2, 3)]
-
-
 def test_tokens_without_text_belong_to_no_span() -> None:
     """Two special tokens begin the sequence, and one separates documents."""
     text = "abc"
@@ -125,29 +106,6 @@ def test_real_tokenizers_align(tokenizers: tuple[Any, Any]) -> None:
         ]
         assert decoded[0].strip() == decoded[1].strip()
         assert "\ufffd" not in decoded[0]
-
-
-def test_text_that_retokenizes_differently_aligns(tokenizers: tuple[Any, Any]) -> None:
-    """A packed sample may begin inside a word; offsets are then derived from prefixes."""
-    own, _ = tokenizers
-    ids = [*own("ret")["input_ids"], *own("urn 日本")["input_ids"]]
-    assert own("return 日本")["input_ids"] != ids
-    text, offsets = token_offsets(own, ids)
-    assert text == "return 日本"
-    assert offsets[0][0] == 0
-    assert offsets[-1][1] == len(text)
-    assert 3 in boundaries(offsets, text)
-    assert set(boundaries(offsets, text)) <= set(range(len(text) + 1))
-
-
-def test_shared_vocabulary_has_common_tokens(tokenizers: tuple[Any, Any]) -> None:
-    own, other = tokenizers
-    pieces = token_bytes(own)
-    assert pieces[b"A"] == own.get_vocab()["A"]
-    assert b" the" in pieces
-    for mine, theirs in zip(*shared_vocabulary(own, other), strict=True):
-        assert own.convert_ids_to_tokens(mine) == other.convert_ids_to_tokens(theirs)
-    assert len(shared_vocabulary(own, other)[0]) >= 256
 
 
 def test_sentencepiece_bytes_align() -> None:
@@ -324,20 +282,3 @@ def test_bad_input(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
         DistillationConfig(cross_tokenizer=True, on_policy=OnPolicy())
     with pytest.raises(UsageError, match="cross_tokenizer = 'uld': must be True or False"):
         DistillationConfig(cross_tokenizer="uld")  # type: ignore[arg-type]
-
-
-def test_token_weights_are_rejected_across_tokenizers(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
-    own, other = tokenizers
-    ids = own(TEXT)["input_ids"]
-    trainer = DistillationTrainer(
-        model=tiny("llama", vocab_size=600),
-        args=training_arguments(tmp_path),
-        teacher=tiny("llama", vocab_size=400, seed=3),
-        teacher_tokenizer=other,
-        distillation=DistillationConfig(cross_tokenizer=True),
-        train_dataset=[{"input_ids": ids, "labels": ids, "token_weights": [0.5] * len(ids)}],
-        data_collator=collate,
-        processing_class=own,
-    )
-    with pytest.raises(UsageError, match="token_weights: spans of several tokens have no weight"):
-        trainer.train()

@@ -26,12 +26,11 @@ from shardwright.trainers.losses.objective import (
     divergence_and_gradient,
     divergence_rows,
     plain_token_loss,
-    top_k_divergence_rows,
 )
 
 pytestmark = pytest.mark.slow
 
-KINDS = ("forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl", "total_variation")
+KINDS = ("forward_kl", "reverse_kl", "jsd")
 MIXTURE = 0.3
 WIDTH = 24
 MASKS = ("none", "partly", "one row", "all")
@@ -60,14 +59,8 @@ def reference_divergence(kind: str, p: torch.Tensor, q: torch.Tensor, mixture: f
         return kl(p, q)
     if kind == "reverse_kl":
         return kl(q, p)
-    if kind == "jsd":
-        middle = mixture * p + (1 - mixture) * q
-        return mixture * kl(p, middle) + (1 - mixture) * kl(q, middle)
-    if kind == "skewed_kl":
-        return kl(p, mixture * p + (1 - mixture) * q)
-    if kind == "skewed_reverse_kl":
-        return kl(q, (1 - mixture) * p + mixture * q)
-    return (p - q).abs().sum(-1) / 2
+    middle = mixture * p + (1 - mixture) * q
+    return mixture * kl(p, middle) + (1 - mixture) * kl(q, middle)
 
 
 def reference_loss(
@@ -199,29 +192,25 @@ def test_fused_loss_matches_reference_and_plain_loss(kind: str) -> None:
 
 
 def sums_of(sums: TokenSums) -> dict[str, float]:
-    found = {name: float(value.detach()) for name, value in vars(sums).items() if name != "rows" and value is not None}
-    assert {name: float(values_N.sum()) for name, values_N in sums.rows.items()} == {
-        name: value for name, value in found.items() if name not in ("loss", "weight")
-    }
-    return found
+    named = {"loss": sums.loss.detach(), "weight": sums.weight, **sums.sums}
+    return {name: float(value) for name, value in named.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_and_plain_agree_in_every_dtype_and_chunk_size(dtype: torch.dtype) -> None:
-    for tau, telemetry, head in product((1.0, 2.0), (True, False), ({}, HEADS["all"])):
+    for tau, head in product((1.0, 2.0), ({}, HEADS["all"])):
         case = Case(student=131, teacher=149, rows=23, dtype=dtype, **head)
         objective = TokenObjective(temperature=tau, divergence="jsd")
         labels = labels_of("partly", 23, 131)
-        plain = case.plain(labels, objective, telemetry=telemetry)
+        plain = case.plain(labels, objective)
         from_plain = case.gradients(plain)
         for chunk_rows in (1, 4, 23, None):
-            fused = case.fused(labels, objective, chunk_rows=chunk_rows, telemetry=telemetry)
+            fused = case.fused(labels, objective, chunk_rows=chunk_rows)
             assert sums_of(fused) == pytest.approx(sums_of(plain), rel=2e-6 if dtype == torch.float32 else 1e-3)
-            assert (fused.overlap is not None) is telemetry
             rounding = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
             for mine, other in zip(case.gradients(fused), from_plain, strict=True):
                 assert mine.dtype == dtype
-                assert_near(mine, other, rounding, (tau, telemetry, head, chunk_rows))
+                assert_near(mine, other, rounding, (tau, head, chunk_rows))
 
 
 def test_bf16_gradients_use_an_unrounded_factor() -> None:
@@ -267,9 +256,7 @@ def test_divergences_of_bf16_logits_are_never_negative(seed: int, distance: floa
         value = divergence_rows(kind, log_q, log_p, MIXTURE)  # type: ignore[arg-type]
         assert (value >= 0).all()
         p, q = (tensor.double().softmax(-1) for tensor in (taught, logits))
-        # The total variation alone is of first order in the rounding of the logarithms.
-        rounding = 1e-6 if kind == "total_variation" else 1e-10
-        assert torch.allclose(value.double(), reference_divergence(kind, p, q), rtol=1e-4, atol=rounding), kind
+        assert torch.allclose(value.double(), reference_divergence(kind, p, q), rtol=1e-4, atol=1e-10), kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -284,8 +271,6 @@ def test_gradient_formulas_match_fp64_autograd(kind: Any) -> None:
         assert torch.allclose(gradient, torch.autograd.grad(expected.sum(), z)[0], rtol=1e-9, atol=1e-14)
         by_rows = divergence_rows(kind, z.log_softmax(-1), log_p, mixture).sum()
         assert torch.allclose(gradient, torch.autograd.grad(by_rows, z)[0], rtol=1e-9, atol=1e-14)
-    if kind != "total_variation":
-        assert torch.autograd.gradcheck(lambda x: divergence_rows(kind, x.log_softmax(-1), log_p, MIXTURE), z)
 
 
 def test_columns_without_mass_add_nothing() -> None:
@@ -300,15 +285,6 @@ def test_columns_without_mass_add_nothing() -> None:
     assert float(one_sided) == pytest.approx(0.6931472)
 
 
-def test_jsd_divided_by_its_weight_approaches_kl() -> None:
-    torch.manual_seed(3)
-    log_p, log_q = torch.randn(2, 1, 60).double().log_softmax(-1)
-    forward = float(divergence_rows("forward_kl", log_q, log_p, 0.5))
-    reverse = float(divergence_rows("reverse_kl", log_q, log_p, 0.5))
-    assert float(divergence_rows("jsd", log_q, log_p, 1e-6)) / 1e-6 == pytest.approx(forward, rel=1e-3)
-    assert float(divergence_rows("jsd", log_q, log_p, 1 - 1e-6)) / 1e-6 == pytest.approx(reverse, rel=1e-3)
-
-
 def test_equal_models_with_padded_vocabularies_do_not_diverge() -> None:
     torch.manual_seed(4)
     hidden, weight = torch.randn(8, WIDTH), torch.randn(1519, WIDTH)
@@ -320,8 +296,8 @@ def test_equal_models_with_padded_vocabularies_do_not_diverge() -> None:
         objective = TokenObjective(alpha=1.0, divergence=kind, temperature=2.0, vocab_size=1519)  # type: ignore[arg-type]
         sums = fused_token_loss(hidden, head, labels, targets, objective)
         assert 0.0 <= float(sums.loss.detach()) < 1e-9
-        assert (float(sums.agreement), float(sums.weight)) == (8.0, 8.0)
-        assert float(sums.overlap) == pytest.approx(8.0, rel=1e-5)
+        assert (float(sums.sums["agreement"]), float(sums.weight)) == (8.0, 8.0)
+        assert float(sums.sums["overlap"]) == pytest.approx(8.0, rel=1e-5)
 
 
 def test_telemetry_sums_match_their_definitions() -> None:
@@ -356,10 +332,9 @@ def test_nonfinite_teacher_rows_are_counted() -> None:
     labels[5] = -100
     logits = case.taught().logits_NV.detach().clone()
     logits[0, 7], logits[2, 3], logits[3, :5], logits[5, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
-    for telemetry in (True, False):
-        for call in (case.plain, case.fused):
-            sums = call(labels, TokenObjective(), LogitTargets(logits_NV=logits), telemetry=telemetry)
-            assert float(sums.nonfinite_teacher_rows) == 2.0
+    for call in (case.plain, case.fused):
+        sums = call(labels, TokenObjective(), LogitTargets(logits_NV=logits))
+        assert float(sums.sums["nonfinite_teacher_rows"]) == 2.0
 
 
 def test_loss_without_teacher_is_cross_entropy() -> None:
@@ -372,14 +347,14 @@ def test_loss_without_teacher_is_cross_entropy() -> None:
     for sums in (alone, case.fused(labels, TokenObjective(alpha=0.0)), case.plain(labels, TokenObjective(alpha=0.0))):
         assert_near(sums.loss, expected, 1e-6, "value")
         assert_near(torch.autograd.grad(sums.loss, case.weight)[0], wanted, 3e-6, "gradient")
-    assert alone.divergence is None
+    assert "divergence" not in alone.rows
 
 
 def test_unneeded_gradients_are_not_computed() -> None:
     case = Case(student=70, teacher=70)
     labels, objective = labels_of("none", 7, 70), TokenObjective()
     with torch.no_grad():
-        evaluated = case.fused(labels, objective, telemetry=False)
+        evaluated = case.fused(labels, objective)
     assert not evaluated.loss.requires_grad
     assert evaluated.loss == case.fused(labels, objective).loss
     frozen = Case(student=4000, teacher=4, rows=2, trained=False)
@@ -435,20 +410,6 @@ def test_top_k_divergence_is_over_bins(kind: Any) -> None:
         assert sums_of(fused) == pytest.approx(sums_of(plain), rel=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), k=st.integers(1, 40))
-def test_top_k_is_a_lower_bound_and_zero_for_equal_models(seed: int, k: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    taught, logits = torch.randn(2, 3, 40, generator=draw) * 5
-    targets = top_k_targets(taught, k, 1.0)
-    for kind in KINDS:
-        dense = divergence_rows(kind, logits.log_softmax(-1), taught.log_softmax(-1), MIXTURE)  # type: ignore[arg-type]
-        binned = top_k_divergence_rows(kind, logits.log_softmax(-1), targets, MIXTURE)  # type: ignore[arg-type]
-        assert (binned <= dense * (1 + 1e-5) + 1e-6).all()
-        equal = top_k_divergence_rows(kind, taught.log_softmax(-1), targets, MIXTURE)  # type: ignore[arg-type]
-        assert (equal.abs() < 1e-6).all()
-
-
 def test_tiny_tail_keeps_its_precision() -> None:
     logits = torch.tensor([[30.0, 29.0, -4.0, -5.0]])
     student, _ = binned(logits.log_softmax(-1), top_k_targets(logits, 2, 1.0))
@@ -478,15 +439,14 @@ def step_of(case: Case, divergence: Any) -> list[torch.Tensor]:
 
 @pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", ["total_variation", pytest.param("jsd", marks=pytest.mark.full)])
-def test_compiled_kernels_equal_the_uncompiled_loss(divergence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = step_of(Case(student=70, teacher=70), divergence)
+def test_compiled_kernels_equal_the_uncompiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step_of(Case(student=70, teacher=70), "jsd")
     monkeypatch.setattr(fused_loss, "_COMPILED_DEVICES", ("cpu",))
     monkeypatch.setattr(fused_loss, "_kernels", fused_loss._Kernels())
-    compiled = step_of(Case(student=70, teacher=70), divergence)
+    compiled = step_of(Case(student=70, teacher=70), "jsd")
     assert fused_loss._kernels.usable
     for own, reference in zip(compiled, expected, strict=True):
-        assert_near(own, reference, 1e-6, divergence)
+        assert_near(own, reference, 1e-6, "jsd")
 
 
 def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(

@@ -99,22 +99,8 @@ def test_fp32_biases_are_counted_in_the_checkpoint_size(tmp_path, capsys):
     with safe_open(source / "model.safetensors", framework="pt") as stored:
         biases = [name for name in stored.keys() if name.endswith("e_score_correction_bias")]  # noqa: SIM118
         assert biases and all(stored.get_slice(name).get_dtype() == "BF16" for name in biases)
-    assert (
-        run(
-            [
-                "quantize",
-                str(source),
-                "--method",
-                "rtn",
-                "--group-size",
-                "32",
-                "--no-evaluate",
-                "--output-dir",
-                str(output),
-            ]
-        )
-        == 0
-    )
+    flags = ["--method", "rtn", "--group-size", "32", "--no-evaluate"]
+    assert run(["quantize", str(source), *flags, "--output-dir", str(output)]) == 0
     with safe_open(output / "model.safetensors", framework="pt") as stored:
         assert all(stored.get_slice(name).get_dtype() == "F32" for name in biases)
 

@@ -18,11 +18,9 @@ from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compress
 from small_llama import (
     TrainedLlama,
     inject_outliers,
-    perplexity,
     row_divergences,
     row_losses,
     shared_llama,
-    unigram_perplexity,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.once]
@@ -92,14 +90,6 @@ def assert_clearly_better(better_N: torch.Tensor, worse_N: torch.Tensor) -> None
     assert difference > CLEAR * error > 0, f"{difference:.5f} ± {error:.5f} nats per token"
 
 
-def test_the_model_has_learned(llama):
-    """It knows far more than how often each token occurs, so there is something to lose."""
-    known = perplexity(llama.model, llama.evaluation_NS)
-    assert known < unigram_perplexity(llama.train_NS, llama.evaluation_NS) / 4
-    assert 1.5e6 < sum(parameter.numel() for parameter in llama.model.parameters()) < 2.5e6
-    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in llama.model.parameters())
-
-
 @pytest.mark.needs("llmcompressor")
 def test_gptq_recovers_most_of_the_loss_at_two_bits(losses, dense_N):
     """Margin: rounding costs at least 0.05 nats per token, and GPTQ at most half of that."""
@@ -121,19 +111,6 @@ def test_at_four_bits_perplexity_is_within_one_percent(losses, dense_N, llama, s
     rows = 16 if method == "awq" else CALIBRATION_ROWS
     quantized = float(losses(scheme, method, rows=rows, **options).mean().exp())
     assert quantized / float(dense_N.mean().exp()) < 1.01
-
-
-def test_bf16_arithmetic_does_not_explain_these_differences(llama, dense_N):
-    """The baseline computes in fp32 for speed; a model that computes in bf16 has the same perplexity within 0.1 %."""
-    rows_NS = llama.evaluation_NS[:16]
-    in_bf16 = perplexity(llama.copy().to(torch.bfloat16), rows_NS)
-    assert in_bf16 == pytest.approx(float(dense_N[:16].mean().exp()), rel=1e-3)
-
-
-def test_injected_outliers_change_no_output(llama):
-    rows_NS = llama.evaluation_NS[:4]
-    changed = inject_outliers(llama.copy(), **OUTLIERS)
-    assert torch.allclose(changed(input_ids=rows_NS).logits, llama.model(input_ids=rows_NS).logits, atol=1e-4)
 
 
 @pytest.mark.needs("llmcompressor")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -17,18 +17,17 @@ from ....ds_configs.plan.output import disk_errors, output_errors, reserved, wri
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.messages import log_progress
+from ....plugins.transformers.output_heads import output_head
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, Packing, local_place
 from ...data.templates import set_chat_template
-from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from .teacher_cache import CACHE_KEY, KEY, OWN_FILES, CacheKey, TeacherCache, sample_hash
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ....plugins.transformers.teacher_placement import PlacedTeacher
 
 # About 79 MB at k = 50: an interrupted run loses little, and a large cache still has few files.
 FILE_ROWS = 2**18
@@ -75,13 +74,7 @@ def file_sha256(path: Path) -> str:
 
 
 def write_cache(
-    directory: Path,
-    key: CacheKey,
-    teacher: PlacedTeacher,
-    samples: Sequence[Sequence[int]],
-    *,
-    batch_size: int,
-    device: str | torch.device,
+    directory: Path, key: CacheKey, teacher: PreTrainedModel, samples: Sequence[Sequence[int]], *, batch_size: int
 ) -> None:
     """Store the answers to samples that the directory does not have yet, each sample once.
 
@@ -92,27 +85,19 @@ def write_cache(
         ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
         UsageError: the teacher has no output embeddings.
     """
-    number, missing = _missing(directory, key, samples)
+    cache = stored_cache(directory, key)
+    missing = {sample_hash(ids): ids for ids in samples if len(ids) and (cache is None or ids not in cache)}
+    last = max(directory.glob(OWN_FILES[0]), default=None)
+    next_file = 0 if last is None else int(last.stem.removeprefix("answers-")) + 1
     done = len(samples) - len(missing)
-    for file, group in enumerate(_groups(missing, samples), start=number):
-        rows, answers = [samples[index] for index in group], []
-        for first in range(0, len(rows), batch_size):
-            batch = rows[first : first + batch_size]
-            answers.append(teacher_answers(teacher, batch, key, device))
+    for file, group in enumerate(_groups(missing.values()), start=next_file):
+        answers = []
+        for first in range(0, len(group), batch_size):
+            batch = group[first : first + batch_size]
+            answers.append(teacher_answers(teacher, batch, key))
             done += len(batch)
             log_progress("sample", done, len(samples))
-        write_answers(directory / f"answers-{file:05d}.safetensors", key, rows, answers)
-
-
-def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
-    """Return the number of the next file, and the indices of the samples that no file has."""
-    cache = stored_cache(directory, key)
-    missing: dict[bytes, int] = {}
-    for index, ids in enumerate(samples):
-        if len(ids) and (cache is None or ids not in cache):
-            missing.setdefault(sample_hash(ids), index)
-    last = max(directory.glob(OWN_FILES[0]), default=None)
-    return 0 if last is None else int(last.stem.removeprefix("answers-")) + 1, list(missing.values())
+        write_answers(directory / f"answers-{file:05d}.safetensors", key, group, answers)
 
 
 def stored_cache(directory: Path, key: CacheKey) -> TeacherCache | None:
@@ -124,14 +109,13 @@ def stored_cache(directory: Path, key: CacheKey) -> TeacherCache | None:
     return TeacherCache.open(directory, key) if any(directory.glob(OWN_FILES[0])) else None
 
 
-def _groups(indices: Sequence[int], samples: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+def _groups(samples: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     """Yield the samples of each file: about `FILE_ROWS` rows, of similar length."""
-    lengths = {index: len(samples[index]) for index in indices}
-    group: list[int] = []
+    group: list[Sequence[int]] = []
     rows = 0
-    for index in sorted(indices, key=lengths.__getitem__):
-        group.append(index)
-        rows += lengths[index]
+    for ids in sorted(samples, key=len):
+        group.append(ids)
+        rows += len(ids)
         if rows >= FILE_ROWS:
             yield group
             group, rows = [], 0
@@ -154,9 +138,9 @@ def write_answers(
 
 
 def teacher_answers(
-    teacher: PlacedTeacher, samples: Sequence[Sequence[int]], key: CacheKey, device: str | torch.device
+    teacher: PreTrainedModel, samples: Sequence[Sequence[int]], key: CacheKey
 ) -> dict[str, torch.Tensor]:
-    """Run a placed teacher on a batch of samples and return its answers to every token.
+    """Run a teacher on a batch of samples and return its answers to every token.
 
     Raises:
         ShardwrightError: its logits are NaN or infinite.
@@ -164,22 +148,23 @@ def teacher_answers(
     """
     import torch
 
-    batch = {name: tensor.to(device) for name, tensor in collate([{"input_ids": ids} for ids in samples]).items()}
-    mask_BS, inputs = batch["attention_mask"].bool(), accepted_inputs(teacher.model, batch)
-    with torch.no_grad(), captured_head_input(teacher.model) as head_input:
-        outputs = teacher(**inputs)
-    try:
-        head_input.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
-    except UnknownLogitsError:
-        # The logits are not just the output of a head, so they are computed for all positions.
-        with torch.no_grad():
-            logits_NV = teacher(**inputs).logits[mask_BS]
-        answers = [answers_of(chunk_nV, key) for chunk_nV in logits_NV.split(CHUNK_ROWS)]
-    else:
-        hidden_NH = head_input.inputs[0][mask_BS]
-        with torch.no_grad(), teacher.gathered_head() as head:
+    from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
+
+    batch = collate([{"input_ids": ids} for ids in samples])
+    inputs = accepted_inputs(teacher, {name: tensor.to(teacher.device) for name, tensor in batch.items()})
+    mask_BS = batch["attention_mask"].bool().to(teacher.device)
+    with torch.no_grad():
+        with captured_head_input(teacher) as head_input:
+            outputs = teacher(**inputs)
+        try:
+            head_input.check(f"teacher {type(teacher).__name__}", outputs.logits)
+        except UnknownLogitsError:
+            # The logits are not just the output of a head, so they are computed for all positions.
+            chunks = iter(teacher(**inputs).logits[mask_BS].split(CHUNK_ROWS))
+        else:
+            head, hidden_NH = output_head(teacher), head_input.inputs[0][mask_BS]
             chunks = (head.logits(chunk_nH.to(head.weight_VH.dtype)) for chunk_nH in hidden_NH.split(CHUNK_ROWS))
-            answers = [answers_of(chunk_nV, key) for chunk_nV in chunks]
+        answers = [answers_of(chunk_nV, key) for chunk_nV in chunks]
     return {name: torch.cat([chunk[name] for chunk in answers]) for name in answers[0]}
 
 
@@ -291,7 +276,7 @@ def run_cache_job(job: CacheJob, directory: Path) -> None:
     """
     import torch
 
-    from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
+    from ....plugins.transformers.second_model import load_second_model
 
     rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
     rows -= len(stored_cache(directory, job.key) or ())
@@ -301,6 +286,5 @@ def run_cache_job(job: CacheJob, directory: Path) -> None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = accelerator or torch.device("cpu")
         dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerator else "float32"))
-        model = load_teacher(job.teacher, revision=job.settings.revision, dtype=dtype).to(device)
-        placed = PlacedTeacher(model, model, "replica")
-        write_cache(directory, job.key, placed, job.samples, batch_size=job.settings.batch_size, device=device)
+        teacher = load_second_model(job.teacher, revision=job.settings.revision, dtype=dtype).to(device)
+        write_cache(directory, job.key, teacher, job.samples, batch_size=job.settings.batch_size)

@@ -26,10 +26,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ....plugins.safetensors.reading import load_tensors, read_header
-from ...losses.objective import TopKTargets
 
 if TYPE_CHECKING:
     import torch
+
+    from ...losses.objective import TopKTargets
 
 OWN_FILES = ("answers-*.safetensors",)
 """Names of a cache's files; `*` is the number of a file."""
@@ -155,6 +156,8 @@ class TeacherCache:
             UsageError: a row that does not exist, or a temperature that was not stored.
         """
         import torch
+
+        from ...losses.objective import TopKTargets
 
         key, rows = self.key, rows_N.cpu()
         errors = []

@@ -21,9 +21,6 @@ _FORMULAS = {
     "forward_kl": "KL(teacher | student)",
     "reverse_kl": "KL(student | teacher)",
     "jsd": "JSD(teacher, student)",
-    "skewed_kl": "KL(teacher | λ teacher + (1 - λ) student)",
-    "skewed_reverse_kl": "KL(student | (1 - λ) teacher + λ student)",
-    "total_variation": "½ Σ |teacher - student|",
 }
 
 

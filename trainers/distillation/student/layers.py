@@ -110,7 +110,7 @@ def _structure(layer: torch.nn.Module) -> dict[str, object]:
     return values
 
 
-Axis = Literal["hidden", "intermediate", "query", "key_value", "other"]
+Axis = Literal["hidden", "intermediate", "other"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,18 +129,16 @@ def _rule(name: str, *axes: Axis, is_norm: bool = False) -> TensorRule:
     return TensorRule(name=re.compile(rf"(?:^|\.)(?:{name})$"), axes=axes, is_norm=is_norm)
 
 
-MLP_OUTPUT, ATTENTION_OUTPUT = "mlp.down_proj", "self_attn.o_proj"
-"""Modules of a layer whose inputs are the intermediate channels and the heads."""
+MLP_OUTPUT = "mlp.down_proj"
+"""Module of a layer whose inputs are the intermediate channels."""
 WIDTH_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose tensors `width_rule` names."""
 _RULES = (
     _rule(r"(?:q|k)_norm\.weight", "other"),
     _rule(r"(?:\w+_layernorm|norm)\.weight", "hidden", is_norm=True),
-    _rule(r"self_attn\.q_proj\.weight", "query", "hidden"),
-    _rule(r"self_attn\.[kv]_proj\.weight", "key_value", "hidden"),
-    _rule(r"self_attn\.o_proj\.weight", "hidden", "query"),
-    _rule(r"self_attn\.q_proj\.bias", "query"),
-    _rule(r"self_attn\.[kv]_proj\.bias", "key_value"),
+    _rule(r"self_attn\.[qkv]_proj\.weight", "other", "hidden"),
+    _rule(r"self_attn\.o_proj\.weight", "hidden", "other"),
+    _rule(r"self_attn\.[qkv]_proj\.bias", "other"),
     _rule(r"mlp\.(?:gate|up)_proj\.weight", "intermediate", "hidden"),
     _rule(r"mlp\.(?:gate|up)_proj\.bias", "intermediate"),
     _rule(r"mlp\.down_proj\.weight", "hidden", "intermediate"),
@@ -162,6 +160,5 @@ def teacher_widths(config: PreTrainedConfig) -> Widths:
         hidden_size=hidden_size,
         intermediate_size=config.intermediate_size,
         heads=heads,
-        key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
     )

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,8 @@ from .layers import (
     unlike_layers,
     width_rule,
 )
-from .request import StudentRequest, Widths, layer_errors, request_errors, student_widths
-from .width import WidthCutter, activation_scores, kept_widths, teacher_with_batches
+from .request import StudentRequest, Widths, layer_errors, request_errors, width_errors
+from .width import WidthCutter, activation_scores, teacher_with_batches
 
 if TYPE_CHECKING:
     import torch
@@ -168,8 +168,9 @@ def plan_student(
             errors.append(ConfigError(where="model_type", value=model.config.model_type, rule=rule, fix=fix))
         else:
             before = teacher_widths(model.config)
-            after, width_errors = student_widths(request, before)
-            errors += width_errors
+            errors += width_errors(request, before)
+            cut = {"hidden_size": request.hidden_size, "intermediate_size": request.intermediate_size}
+            after = replace(before, **{name: size for name, size in cut.items() if size is not None})
     if errors:
         raise UsageError(errors)
     kept_layers = request.keep_layers or uniform_layers(stack.count, request.layers or stack.count)
@@ -182,8 +183,7 @@ def plan_student(
     if unlike := unlike_layers(model, student, stack, kept_layers):
         raise UsageError(unlike)
     if after is not None:
-        names = {"heads": "num_attention_heads", "key_value_heads": "num_key_value_heads"}
-        config |= {names.get(name, name): size for name, size in asdict(after).items()}
+        config |= {name: size for name, size in asdict(after).items() if name != "heads"}
         student = build_meta_model(config, source="student")
     if request.dtype is not None:
         config.pop("torch_dtype", None)
@@ -234,9 +234,7 @@ def make_student(plan: StudentPlan, teacher: str, output_dir: Path, *, force: bo
                 rule = "is a tensor that this family does not have, so widths cannot be reduced"
                 raise UsageError([ConfigError(where="teacher", value=name, rule=rule) for name in unknown[:5]])
             batches = teacher_with_batches(directory, plan.source, plan.request.text)
-            scores = activation_scores(*batches, stack, before)
-            kept = kept_widths(scores, before, after)
-            cutter = WidthCutter(stack=stack, teacher=before, kept=kept, scores=scores)
+            cutter = WidthCutter(stack=stack, scores=activation_scores(*batches, stack), student=after)
         # Tensors that stay as they are stay memory-mapped.
         student: dict[str, torch.Tensor] = {}
         for name, tensor in each_tensor(tensors):

@@ -24,21 +24,12 @@ class StudentRequest(Settings):
     )
     hidden_size: int | None = Field(None, alias="hidden", description="Width of the residual stream")
     intermediate_size: int | None = Field(None, alias="intermediate", description="Channels inside the MLP")
-    heads: int | None = Field(None, description="Query heads of each layer")
-    key_value_heads: int | None = Field(
-        None,
-        alias="kv_heads",
-        description="Key/value heads of each layer. Default: the teacher's query heads per key/value head",
-    )
-    text: Paths = Field(
-        (), description="Text files on which channels and heads are compared. Default: Python's help topics"
-    )
+    text: Paths = Field((), description="Text files on which channels are compared. Default: Python's help topics")
     dtype: StoredDtype | None = Field(None, description="Stored dtype. Default: the dtype of each tensor")
 
     @property
     def cuts_width(self) -> bool:
-        sizes = (self.hidden_size, self.intermediate_size, self.heads, self.key_value_heads)
-        return any(size is not None for size in sizes)
+        return self.hidden_size is not None or self.intermediate_size is not None
 
     @property
     def cuts_layers(self) -> bool:
@@ -54,9 +45,8 @@ class Widths:
     intermediate_size: int
     """Channels inside the MLP."""
     heads: int
-    key_value_heads: int
     head_dim: int
-    """Width of one head; never changed."""
+    """Width of one head. Neither is ever changed."""
 
 
 def request_errors(request: StudentRequest) -> list[ConfigError]:
@@ -68,8 +58,6 @@ def request_errors(request: StudentRequest) -> list[ConfigError]:
         "--layers": request.layers,
         "--hidden": request.hidden_size,
         "--intermediate": request.intermediate_size,
-        "--heads": request.heads,
-        "--kv-heads": request.key_value_heads,
     }
     errors += [
         ConfigError(where=name, value=n, rule="must be at least 1")
@@ -77,10 +65,10 @@ def request_errors(request: StudentRequest) -> list[ConfigError]:
         if n is not None and n < 1
     ]
     if request.text and not request.cuts_width:
-        rule = "is only used to compare channels and heads"
-        errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden, --intermediate or --heads"))
+        rule = "is only used to compare channels"
+        errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden or --intermediate"))
     if not (request.cuts_layers or request.cuts_width):
-        fix = "pass --layers, --hidden, --intermediate or --heads"
+        fix = "pass --layers, --hidden or --intermediate"
         errors.append(ConfigError(where="student", rule="no setting makes it smaller", fix=fix))
     return errors
 
@@ -103,17 +91,7 @@ def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigErr
     return errors
 
 
-def student_widths(request: StudentRequest, teacher: Widths) -> tuple[Widths, list[ConfigError]]:
-    """Return the student's widths and their errors.
-
-    If only one of heads and key/value heads is set, each key/value head keeps its number of query heads.
-    """
-    limits = (
-        ("--hidden", request.hidden_size, teacher.hidden_size),
-        ("--intermediate", request.intermediate_size, teacher.intermediate_size),
-        ("--heads", request.heads, teacher.heads),
-        ("--kv-heads", request.key_value_heads, teacher.key_value_heads),
-    )
+def width_errors(request: StudentRequest, teacher: Widths) -> list[ConfigError]:
     errors = [
         ConfigError(
             where=name,
@@ -121,35 +99,14 @@ def student_widths(request: StudentRequest, teacher: Widths) -> tuple[Widths, li
             rule=f"the teacher has {limit}",
             fix="use a smaller value; a student cannot be larger than its teacher",
         )
-        for name, size, limit in limits
+        for name, size, limit in (
+            ("--hidden", request.hidden_size, teacher.hidden_size),
+            ("--intermediate", request.intermediate_size, teacher.intermediate_size),
+        )
         if size is not None and size > limit
     ]
-    group = teacher.heads // teacher.key_value_heads
-    heads, key_value_heads = request.heads, request.key_value_heads
-    hidden_size = teacher.hidden_size if request.hidden_size is None else request.hidden_size
-    if heads is None:
-        heads = teacher.heads if key_value_heads is None else key_value_heads * group
-    if key_value_heads is None:
-        key_value_heads = heads // group
-        if heads % group:
-            rule = f"must be a multiple of {group}, the teacher's query heads per key/value head"
-            fix = f"use {heads // group * group or group}, or pass --kv-heads"
-            errors.append(ConfigError(where="--heads", value=heads, rule=rule, fix=fix))
-    elif heads % max(1, key_value_heads):
-        rule = f"must divide --heads = {heads}"
-        errors.append(ConfigError(where="--kv-heads", value=key_value_heads, rule=rule))
-    elif heads // max(1, key_value_heads) > group:
-        rule = f"{heads} query heads are {heads // key_value_heads} per key/value head; the teacher has {group}"
-        errors.append(ConfigError(where="--kv-heads", value=key_value_heads, rule=rule, fix="use fewer query heads"))
-    if heads and hidden_size % heads and not any(error.where in ("--heads", "--kv-heads") for error in errors):
-        rule = f"must be a multiple of the {heads} query heads"
-        fix = f"use {hidden_size // heads * heads}"
-        errors.append(ConfigError(where="--hidden", value=hidden_size, rule=rule, fix=fix))
-    student = Widths(
-        hidden_size=hidden_size,
-        intermediate_size=request.intermediate_size or teacher.intermediate_size,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        head_dim=teacher.head_dim,
-    )
-    return student, errors
+    if request.hidden_size is not None and request.hidden_size % teacher.heads:
+        rule = f"must be a multiple of the {teacher.heads} query heads"
+        fix = f"use {request.hidden_size // teacher.heads * teacher.heads or teacher.heads}"
+        errors.append(ConfigError(where="--hidden", value=request.hidden_size, rule=rule, fix=fix))
+    return errors

@@ -1,4 +1,4 @@
-"""Channels and heads that a student keeps: their importance, and the slicing of a teacher's tensors."""
+"""Channels that a student keeps: their importance, and the slicing of a teacher's tensors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ....plugins.huggingface_hub.hub import ModelSource
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
 from ...data.sources import pack, read_documents
-from .layers import ATTENTION_OUTPUT, MLP_OUTPUT, LayerStack, width_rule
+from .layers import MLP_OUTPUT, LayerStack, width_rule
 from .request import Widths
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 
@@ -30,26 +31,19 @@ class Scores:
     """Channels of the residual stream, fp64."""
     intermediate: dict[int, torch.Tensor]
     """Channels of each layer's MLP, by the layer's number."""
-    heads: dict[int, torch.Tensor]
-    """Query heads of each layer."""
     energies: dict[str, torch.Tensor]
     """Mean square [H] of each hidden channel before each norm, by the norm's name without the base model's prefix."""
 
 
-def activation_scores(
-    model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]], stack: LayerStack, widths: Widths
-) -> Scores:
+def activation_scores(model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]], stack: LayerStack) -> Scores:
     """Return importance from a teacher's activations on token batches.
 
     A channel of the MLP: mean over tokens of |a| ‖w‖₂, the norm of what it adds to the residual stream, where w are the
-    weights that read it. A head: mean of ‖W a‖₂, likewise. A channel of the residual stream: mean |x| after every norm,
-    each divided by its mean over channels, summed (Muralidharan et al. 2024, arXiv 2407.14679, §2.2).
+    weights that read it. A channel of the residual stream: mean |x| after every norm, each divided by its mean over
+    channels, summed (Muralidharan et al. 2024, arXiv 2407.14679, §2.2).
     """
-    import torch
-
     # Sums over tokens; dividing by their number would not change the order within a layer.
     channels: dict[int, Any] = defaultdict(float)
-    heads: dict[int, Any] = defaultdict(float)
     outputs: dict[str, Any] = defaultdict(float)
     squares: dict[str, Any] = defaultdict(float)
     tokens: dict[str, int] = defaultdict(int)
@@ -58,12 +52,6 @@ def activation_scores(
         activations_NI = inputs[0].flatten(0, -2)
         norms_I = module.weight.float().norm(dim=0)
         channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
-
-    def add_heads(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        activations_NAD = inputs[0].flatten(0, -2).float().unflatten(-1, (widths.heads, widths.head_dim))
-        weight_ADH = module.weight.t().float().unflatten(0, (widths.heads, widths.head_dim))
-        added = [(activations_NAD[:, a] @ weight_ADH[a]).norm(dim=1).sum() for a in range(widths.heads)]
-        heads[layer] += torch.stack(added).double().cpu()
 
     def add_norm(
         name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
@@ -80,8 +68,6 @@ def activation_scores(
             inside = own.removeprefix(f"{stack.path}.{layer}.")
             if layer is not None and inside == MLP_OUTPUT:
                 handle = module.register_forward_pre_hook(partial(add_channels, layer))
-            elif layer is not None and inside == ATTENTION_OUTPUT:
-                handle = module.register_forward_pre_hook(partial(add_heads, layer))
             elif rule is not None and rule.is_norm:
                 handle = module.register_forward_hook(partial(add_norm, own))
             else:
@@ -93,85 +79,44 @@ def activation_scores(
     means = {name: total_H / tokens[name] for name, total_H in outputs.items()}
     energies = {name: total_H / tokens[name] for name, total_H in squares.items()}
     return Scores(
-        hidden_H=sum((mean_H / mean_H.mean() for mean_H in means.values()), torch.zeros(widths.hidden_size).double()),
+        hidden_H=torch.stack([mean_H / mean_H.mean() for mean_H in means.values()]).sum(dim=0),
         intermediate=channels,
-        heads=heads,
         energies=energies,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptWidths:
-    """Ascending indices of the kept channels and heads."""
-
-    hidden: torch.Tensor
-    intermediate: dict[int, torch.Tensor]
-    heads: dict[int, torch.Tensor]
-    """Query heads of each layer, grouped by key/value head."""
-    key_value_heads: dict[int, torch.Tensor]
-
-
-def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the `count` largest scores, ascending; the lower index wins a tie."""
-    return scores.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def kept_widths(scores: Scores, teacher: Widths, student: Widths) -> KeptWidths:
-    """Keep the key/value heads of each layer with the best query heads, and the best query heads of those."""
-    import torch
-
-    group, kept_group = (w.heads // w.key_value_heads for w in (teacher, student))
-    heads, key_value_heads = {}, {}
-    for layer, scores_A in scores.heads.items():
-        grouped = scores_A.view(teacher.key_value_heads, group)
-        members = [_best(row, kept_group) for row in grouped]
-        together = torch.stack([row[kept].sum() for row, kept in zip(grouped, members, strict=True)])
-        groups = _best(together, student.key_value_heads)
-        key_value_heads[layer] = groups
-        heads[layer] = torch.cat([int(g) * group + members[int(g)] for g in groups])
-    return KeptWidths(
-        hidden=_best(scores.hidden_H, student.hidden_size),
-        intermediate={n: _best(scores_I, student.intermediate_size) for n, scores_I in scores.intermediate.items()},
-        heads=heads,
-        key_value_heads=key_value_heads,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class WidthCutter:
+    """Cuts a teacher's tensors to the channels of largest importance."""
+
     stack: LayerStack
-    teacher: Widths
-    kept: KeptWidths
     scores: Scores
+    student: Widths
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the teacher with the student's widths; the gain of a norm is corrected."""
-        import torch
-
         rule = width_rule(name)
         assert rule is not None, "names are checked before anything is removed"
-        layer, head_dim = self.stack.layer_of(name), self.teacher.head_dim
+        hidden = _largest(self.scores.hidden_H, self.student.hidden_size)
         for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
-            if meaning == "other":
-                continue
             if meaning == "hidden":
-                indices = self.kept.hidden
-            else:
-                assert layer is not None, "only layers have channels and heads"
-                heads, key_value_heads = self.kept.heads[layer], self.kept.key_value_heads[layer]
-                if meaning == "intermediate":
-                    indices = self.kept.intermediate[layer]
-                else:
-                    kept = heads if meaning == "query" else key_value_heads
-                    indices = (kept[:, None] * head_dim + torch.arange(head_dim)).flatten()
-            tensor = tensor.index_select(axis, indices)
+                tensor = tensor.index_select(axis, hidden)
+            elif meaning == "intermediate":
+                layer = self.stack.layer_of(name)
+                assert layer is not None, "only layers have these channels"
+                kept = _largest(self.scores.intermediate[layer], self.student.intermediate_size)
+                tensor = tensor.index_select(axis, kept)
         if rule.is_norm:
             # The mean square that the norm divides by changes with the channels.
-            norm = self.stack.canonical(name.rpartition(".")[0])
-            energy_H = self.scores.energies[norm]
-            before, after = float(energy_H.mean()), float(energy_H[self.kept.hidden].mean())
+            energy_H = self.scores.energies[self.stack.canonical(name.rpartition(".")[0])]
+            before, after = float(energy_H.mean()), float(energy_H[hidden].mean())
             tensor = (tensor.double() * ((after / before) ** 0.5 if before > 0 else 1.0)).to(tensor.dtype)
         return tensor
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the `count` largest scores, ascending; the lower index wins a tie."""
+    return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 MAX_SAMPLE_TOKENS = 512
@@ -189,7 +134,6 @@ def teacher_with_batches(
     Raises:
         UsageError: a text cannot be read, or is shorter than one sample.
     """
-    import torch
     import transformers
 
     architecture = (source.config.get("architectures") or ["AutoModel"])[0]

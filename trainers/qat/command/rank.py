@@ -24,7 +24,7 @@ from .settings import QATJob, teacher_distance_config
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    from ..rounding.attachment import Attachment
+    from ..rounding.attach import Attachment
 
 _PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
@@ -90,7 +90,7 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
     """
     from transformers import TrainerCallback
 
-    from ..rounding.attachment import attachment_of, fake_quantization_disabled
+    from ..rounding.attach import attachment_of
 
     class StartingPoint(TrainerCallback):
         def on_train_begin(
@@ -100,10 +100,10 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
                 return
             attachment = attachment_of(trainer.model)
             assert attachment is not None, "QATCallback came first"
-            with fake_quantization_disabled(trainer.model):
+            with _evaluated(attachment, rounded=False):
                 entries = logged(DENSE, held_out_cross_entropy(trainer))
             if not attachment.ranges:
-                with _rounded_to_nearest(attachment):
+                with _evaluated(attachment, rounded=True):
                     entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
             trainer.log(entries)
 
@@ -111,11 +111,11 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
 
 
 @contextmanager
-def _rounded_to_nearest(attachment: Attachment) -> Iterator[None]:
-    """Compute as if the model were quantized now, by rounding to nearest."""
+def _evaluated(attachment: Attachment, *, rounded: bool) -> Iterator[None]:
+    """Compute in full precision, or as if the model were quantized now, by rounding to nearest."""
     state, quantizers = attachment.state, list(attachment.quantizers())
     enabled, rules = state.enabled, [quantizer.rule for quantizer in quantizers]
-    state.enabled = True
+    state.enabled = rounded
     for quantizer in quantizers:
         quantizer.rule = "minmax" if quantizer.rule == "learned" else quantizer.rule
     try:

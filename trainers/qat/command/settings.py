@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.job import adapter_errors
-from ...losses.objective import Divergence
+from ...losses.token_objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
 from ..rounding.config import QATOptions
 

@@ -32,7 +32,7 @@ from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_tensors import empty_model, model_class, plain_linear
 from ...formats.model_directory import COMPANIONS, copy_companions
 from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
-from ..rounding.attachment import Attachment, checkpoint_name
+from ..rounding.attach import Attachment, checkpoint_name
 from ..rounding.experts import fake_quantize_experts
 from ..rounding.layers import LEARNED, FakeQuantizedLinear, QuantizationState, forward_weight
 from .tensors import Collected, dense_layers, module_names, quantized_layers, quantizer_of

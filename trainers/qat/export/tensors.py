@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ....plugins.compressed_tensors.codes import pack_tensors
 from ....plugins.transformers.checkpoint_tensors import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ..rounding.attachment import Attachment, checkpoint_name, some_names
-from ..rounding.layers import LEARNED, forward_weight, is_lora_linear, lora_matrices
+from ..rounding.attach import Attachment, checkpoint_name
+from ..rounding.layers import LEARNED, forward_weight, is_lora_linear, lora_matrices, some_names
 
 if TYPE_CHECKING:
     import torch
@@ -150,13 +149,12 @@ def quantized_layers(attachment: Attachment, root: PreTrainedModel) -> tuple[Lin
 
 
 def dense_layers(attachment: Attachment, root: PreTrainedModel) -> list[str]:
-    """Return what loaders must not quantize: dense linear layers and routers by name, and dense experts by pattern.
+    """Return what loaders must not quantize: dense linear layers and routers.
 
     Names are those of the checkpoint, and those of the model where they differ.
     """
     names = checkpoint_module_names(root, attachment.dense)
-    experts = [entry for name in attachment.dense_experts for entry in (name, rf"re:{re.escape(name)}\.")]
-    return list(dict.fromkeys([*(names[name] for name in attachment.dense), *attachment.dense, *experts]))
+    return list(dict.fromkeys([*(names[name] for name in attachment.dense), *attachment.dense]))
 
 
 def module_names(attachment: Attachment, root: PreTrainedModel) -> dict[str, str]:

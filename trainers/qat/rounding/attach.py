@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.legality.model_classes import model_class_errors
@@ -25,10 +25,10 @@ from ....plugins import patches
 from ....plugins.compressed_tensors.codes import code_range, weight_scale_and_zero_point
 from ....plugins.releases import tested_releases
 from ....plugins.transformers.quantized_model import linear_layer, router_names
-from .attachment import ATTRIBUTE, Attachment, checkpoint_name
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
+    LEARNED,
     WEIGHT_SCALE,
     WEIGHT_ZERO_POINT,
     FakeQuantizedLinear,
@@ -44,6 +44,65 @@ from .rounding import sharing
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+ATTRIBUTE = "quantization_attachment"
+"""Attribute of a model that holds its `Attachment`."""
+
+
+@dataclass(kw_only=True)
+class Attachment:
+    """Everything that `attach` added to a model."""
+
+    config: QATConfig
+    scheme: QuantizationScheme
+    """Scheme of the checkpoint; `ignore` also lists what this model keeps dense."""
+    stored_dtype: torch.dtype
+    """Dtype of scales and unquantized tensors in the checkpoint."""
+    state: QuantizationState
+    modules: dict[str, Any]
+    """Modules that round, by their names in the model."""
+    layers: tuple[LinearLayer, ...]
+    """Rounded matrices, by their names in the checkpoint."""
+    dense: tuple[str, ...] = ()
+    """Linear layers and routers that stay dense, by their names in the model without adapters."""
+    lora_rank: int | None = None
+    """Rank of the trained adapter; `None` without one."""
+    ranges: dict[str, InputRange] = field(default_factory=dict)
+    """Stored ranges by the name of the matrix; empty if the scheme stores none."""
+
+    def quantizers(self) -> Iterator[LayerQuantizer]:
+        """Yield the quantizer of each matrix."""
+        for module in self.modules.values():
+            experts = getattr(module, "quantizers", None)
+            yield from (module.quantizer,) if experts is None else experts.values()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Learned scales and zero points, which the optimizer must train."""
+        learned = (getattr(module, name, None) for module in self.modules.values() for name in LEARNED)
+        return [parameter for parameter in learned if parameter is not None]
+
+
+def attachment_of(model: Any) -> Attachment | None:
+    """Return the attachment of a model, also inside wrappers of DDP, DeepSpeed and `torch.compile`."""
+    import torch
+
+    while model is not None:
+        attachment: Attachment | None = getattr(model, "__dict__", {}).get(ATTRIBUTE)
+        if attachment is not None:
+            return attachment
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        model = inner if isinstance(inner, torch.nn.Module) else None
+    return None
+
+
+def checkpoint_name(name: str) -> str:
+    """Return a module's name without the parts added by PEFT, `torch.compile` and activation checkpointing."""
+    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+    for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
+        plain = plain.replace(wrapper, "")
+    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
+
 
 _PEFT_PARTS = (".lora_", ".original_module")
 """Linear layers of adapters, and originals that a trained copy replaces."""
@@ -95,16 +154,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     )
     _change_classes(model, attachment, candidates)
     # Listed now, because an engine may rename modules later.
-    dense, dense_experts = [*routers], []
+    dense = [*routers]
     for name, module in model.named_modules():
         parts = name.split(".")
         if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
             continue
-        if is_fused_experts(module):
-            dense_experts.append(re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0])
-        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
+        if isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
             dense.append(checkpoint_name(name))
-    attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
+    attachment.dense = tuple(dense)
     if config.learns_scales:
         _add_learned_scales(attachment)
     setattr(model, ATTRIBUTE, attachment)
@@ -184,7 +241,7 @@ def _model_errors(
     adapters = (name for name in candidates if is_lora_linear(modules[name]) and checkpoint_name(name) in names)
     # All adapters have the same settings: report the first wrong one.
     errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
-    return errors + experts_errors(model, scheme)
+    return errors + experts_errors(model)
 
 
 def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import QuantizationScheme, changed, combination_errors, scheme_named
+from ....ds_configs.quantization.settings import SchemeSettings
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from .observers import ObserverMethod
 from .rounding import WeightRule

@@ -9,16 +9,15 @@ Shapes: E experts, N tokens, K experts per token, S = N · K rows, H hidden chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.quantization.layers import LinearLayer, expert_scheme, selected_layers
-from ....ds_configs.quantization.scheme import QuantizationScheme
+from ....ds_configs.quantization.layers import LinearLayer, expert_scheme
 from ....ds_configs.specs.errors import ConfigError
 from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer
-from .layers import LayerQuantizer, grouped_fake_quantized_linear
+from .layers import LayerQuantizer, grouped_fake_quantized_linear, some_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +36,7 @@ def is_fused_experts(module: Any) -> bool:
 def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
     """Return the matrices of a fused experts module by their names in the checkpoint.
 
-    Experts that cannot be rounded have the names of their parameters, so that a scheme can ignore them.
+    Experts that cannot be rounded have the names of their parameters.
 
     Args:
         model: Transformers model, possibly wrapped by PEFT.
@@ -62,36 +61,16 @@ def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
     return tuple(layers)
 
 
-def experts_errors(model: Any, scheme: QuantizationScheme) -> list[ConfigError]:
-    """Return why the experts of a model cannot be rounded by a scheme, all errors together."""
-    unfit: dict[tuple[str, str], list[str]] = {}
-    partial = []
+def experts_errors(model: Any) -> list[ConfigError]:
+    """Return why the experts of a model cannot be rounded, all errors together."""
+    unfit: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if not is_fused_experts(module):
-            continue
-        names, layers = _checkpoint_names(model, name), expert_linear_layers(model, name)
-        selected = selected_layers(scheme, layers)
-        reason = _unfit(module, name, names)
-        if reason and (selected or names):
-            if ".base_layer" in name:
-                fix = "adapt other layers, such as those of attention"
-            else:
-                fix = "" if names else "add re:.*experts to ignore: they stay dense"
-            unfit.setdefault((f"{type(module).__name__} {reason}", fix), []).append(name)
-        elif not reason and len(selected) < len(layers):
-            partial.append(name)
-    errors = [
-        ConfigError(where="experts", value=_first_of(modules), rule=rule, fix=fix)
-        for (rule, fix), modules in unfit.items()
+        if is_fused_experts(module) and (reason := _unfit(module, name, _checkpoint_names(model, name))):
+            unfit.setdefault(f"{type(module).__name__} {reason}", []).append(name)
+    fix = "train without rounding, and quantize the result"
+    return [
+        ConfigError(where="experts", value=some_names(modules), rule=rule, fix=fix) for rule, modules in unfit.items()
     ]
-    if partial:
-        rule = (
-            "excludes some or all matrices of these experts: Transformers 5.17 does not load dense experts from a "
-            "packed checkpoint, and initializes them randomly"
-        )
-        fix = "quantize every matrix of the experts"
-        errors.append(ConfigError(where="ignore", value=_first_of(partial), rule=rule, fix=fix))
-    return errors
 
 
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
@@ -200,10 +179,6 @@ def _layer(name: str, out_features: int, in_features: int) -> LinearLayer:
 def _shape(parameter: Any) -> tuple[int, ...]:
     """Return [E, O, I], also for a parameter that `zero.Init` has partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:

@@ -415,3 +415,12 @@ def fake_quantized_lora() -> Any:
             return FakeQuantizedLinear.stored_layers(self, parameters)
 
     return FakeQuantizedLora
+
+
+_SHOWN = 8
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

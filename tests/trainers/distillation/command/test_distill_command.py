@@ -13,13 +13,12 @@ import shardwright
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
-from pydantic import ValidationError
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.report import DistillationOutcome, DistillationResult, objective_sentence
+from shardwright.trainers.distillation.command.report import DistillationOutcome, DistillationResult
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.runs.ranks import trained_tokens
 
@@ -109,12 +108,10 @@ def test_all_errors_are_reported_together(distill: Shell, models: dict[str, Path
         ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': requires a cache"),
         ((*DATA, "--resume"), 2, "output_dir = 'out': contains no checkpoint to resume from"),
         ((*DATA, "--micro-batch-size", "3", "--global-batch-size", "32"), 2, "global_batch_size"),
-        ((*DATA, "--strategy", "fsdp3"), 2, "fsdp3"),
-        ((*DATA, "--loss", "l2"), 2, "l2"),
+        ((*DATA, "--loss", "skewed_kl"), 2, "use jsd, which is bounded too"),
         ((*DATA, "--method", "lora", "--hidden-states", "1"), 2, "which LoRA adapters cannot store"),
         ((*DATA, "--cross-tokenizer", "--attention", "1"), 2, "because the tokens differ"),
         ((*DATA, "--dataset-revision", "main"), 2, "only a Hub dataset has revisions"),
-        ((*DATA, "--revision", "main"), 2, "only a Hub model has revisions"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -124,20 +121,6 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert (found.code, found.out) == (code, ""), found.err
     assert said in found.err and "Traceback" not in found.err
     assert not list(tmp_path.iterdir())
-
-
-def test_data_without_text_or_labels_is_rejected(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    for row, said in (
-        ({"body": "x"}, "needs a column text"),
-        ({"text": " "}, "none of its 1 rows has text"),
-        ({"prompt": "x" * 99, "completion": "y"}, "every label is masked: no row of 1 has text of the completion"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "conversations need a chat template"),
-    ):
-        data.write_text(json.dumps(row) + "\n")
-        found = distill(*common(models, "--dataset", data))
-        assert found.code == 2 and len(found.errors) == 1 and said in found.errors[0], found.err
-    assert list(tmp_path.iterdir()) == [data]
 
 
 def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
@@ -226,29 +209,6 @@ def test_report_shows_measurements(models: dict[str, Path], tmp_path: Path) -> N
     assert ModelCard(card).data.base_model_relation == "finetune" and str(models["teacher"]) not in card
     assert files["distillation.png"].startswith(b"\x89PNG")
     assert "![Loss by step, nats per token](distillation.png)" in text
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({name: value} for name in ("epochs", "learning_rate", "alpha") for value in (math.inf, math.nan)),
-        {"seed": 2**32},
-        {"seed": -1},
-    ],
-)
-def test_non_finite_settings_are_rejected(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"finite number|less than or equal to 4294967295|greater than or equal"):
-        DistillSettings(**settings)
-    assert DistillSettings(seed=2**32 - 1).seed == 4294967295
-
-
-def test_objective_sentence_names_all_terms() -> None:
-    assert objective_sentence(DistillSettings(alpha=0.0)).startswith("1 · cross-entropy, the mean")
-    every = DistillSettings(alpha=1.0, loss="reverse_kl", hidden_states=0.5, attention=0.1, on_policy=0.5)
-    assert objective_sentence(every) == (
-        "1 · KL(student | teacher) + 0.5 · hidden states + 0.1 · attention relations, the mean over all labelled "
-        "tokens, 50% of the batches completed by the student."
-    )
 
 
 def test_tokens_of_the_last_step_of_an_epoch() -> None:

@@ -266,13 +266,13 @@ def job_of(settings: QATSettings) -> QATJob:
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
 ) -> None:
-    from shardwright.plugins.transformers import teacher_placement
+    from shardwright.plugins.transformers import second_model
 
     job = job_of(QATSettings(**settings))
     job = QATJob.model_validate_json(job.model_dump_json())
     assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
     loaded: list[Any] = []
-    monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
+    monkeypatch.setattr(second_model, "load_second_model", lambda name, **k: loaded.append((name, k["revision"])))
     plan = SimpleNamespace(chosen=SimpleNamespace(strategy=SimpleNamespace(tiled_mlp=False)))
     context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp", plan=plan)
     placed_teacher(teacher[0], job.teacher_revision, job, context)
@@ -285,21 +285,6 @@ def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
     assert teacher_of(other, "m") == ("./m/", "R") and not is_own_teacher(other, "m")
     assert is_own_teacher(QATSettings(teacher="self", revision="R"), "m")
     assert teacher_of(QATSettings(), "m") is None and job_of(QATSettings()).teacher_revision is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"scheme": "W2A16", "symmetric": False}, "W2A16 has zero points; use scheme W2A16 without --asymmetric"),
-        ({"scheme": "W4A16"}, "W4A16 has 4 bits; use scheme W2A16"),
-        ({"scheme": "W4A16", "symmetric": False}, "4 bits and zero points; use scheme W2A16 without"),
-        ({"scheme": "W2A16_ASYM"}, "W2A16_ASYM has zero points; use scheme W2A16 without"),
-    ],
-)
-def test_ternary_weights_reject_more_bits_and_zero_points(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        QATSettings(weight_rule="ternary", **settings).config()
-    assert said in str(caught.value)
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
@@ -369,13 +354,3 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
     assert "forward_kl with weight 0.75, and the labels of the data with weight 0.25" in taught.card()
     assert files["qat.png"].startswith(b"\x89PNG")
-
-
-def test_the_recovered_share_is_reported_only_if_rounding_costs_something(outcome: QATOutcome) -> None:
-    cheaper = replace(outcome, result=replace(outcome.result, rounded=2.9))
-    assert "Rounding alone costs" not in cheaper.files("qat")["REPORT.md"]
-    unmeasured = replace(outcome, result=replace(outcome.result, rounded=None))
-    assert "| before, rounded to the nearest | not measured | not measured |" in unmeasured.files("qat")["REPORT.md"]
-    better = replace(outcome, result=replace(outcome.result, trained=2.0))
-    text = better.files("qat")["REPORT.md"].split("## Results")[1].split("## Checkpoint")[0]
-    assert "is better than the model before" in text and "%" not in text

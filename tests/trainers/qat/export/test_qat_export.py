@@ -12,7 +12,6 @@ import torch
 from engine_settings import cpu_arguments
 from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
 from shardwright.plugins.safetensors.writing import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat.callback import QATCallback
@@ -145,18 +144,6 @@ def test_fresh_process_verifies_the_checkpoint(scheme, ranges, tmp_path):
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-def test_rounding_the_trained_weights_again_gives_other_codes(tmp_path):
-    """Why codes are packed as they were trained: tools that convert a saved model divide in its 16-bit type."""
-    options = {"stored_dtype": "bfloat16"}
-    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options=options)
-    callback.export(trainer, tmp_path / "out", verify=False)
-    scheme = callback.attachment.scheme
-    layer = unpack_tensors(Q_PROJ, stored(tmp_path / "out"), scheme)
-    weight = trainer.model.get_submodule(Q_PROJ).weight.detach().to(torch.bfloat16)
-    scale, _ = weight_scale_and_zero_point(weight, scheme.weights)
-    assert (weight_codes(weight, scale, None, scheme.weights) != layer.codes).any()
 
 
 def test_tied_head_biases_and_shards(tmp_path, reload_here, monkeypatch):

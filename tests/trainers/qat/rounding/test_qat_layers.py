@@ -203,26 +203,6 @@ def test_autocast_computes_what_a_plain_layer_of_the_loaded_weight_does(scheme, 
         assert mine.grad.dtype == torch.float32 and torch.equal(mine.grad, other.grad)
 
 
-def test_a_moved_model_and_a_copy_round_as_before():
-    """The copy has a state of its own; a change of type or device replaces the data of parameters alone."""
-    model = small_model()
-    state = rounded_layers(model, "W4A16", stored_dtype=torch.bfloat16)
-    before = model(input_ids=IDS).logits.detach()
-    other = copy.deepcopy(model)
-    assert torch.equal(other(input_ids=IDS).logits.detach(), before)
-    state.enabled = False
-    plain = model(input_ids=IDS).logits.detach()
-    assert not torch.equal(plain, before) and torch.equal(other(input_ids=IDS).logits.detach(), before)
-    state.enabled = True
-    model.to(torch.bfloat16)
-    assert model(input_ids=IDS).logits.dtype == torch.bfloat16
-    shapes = copy.deepcopy(model).to("meta")
-    assert shapes(input_ids=IDS.to("meta")).logits.shape == before.shape
-    model.to(torch.float32)
-    near = torch.nn.functional.cosine_similarity(model(input_ids=IDS).logits.flatten(), before.flatten(), dim=0)
-    assert near > 0.99
-
-
 def test_state_dict_keys_do_not_change(tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

@@ -11,7 +11,6 @@ from engine_settings import cpu_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
-from shardwright.plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, set_seed
@@ -69,25 +68,6 @@ def test_binary_weights_minimize_the_error(seed: int, strategy: str) -> None:
         least = float((vector - scale * levels).square().sum())
         for factor in (0.99, 1.01):
             assert float((vector - scale * factor * levels).square().sum()) > least
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_fit_in_two_bits(rule: str, dtype: torch.dtype) -> None:
-    """compressed-tensors reads back the very codes, sixteen in a word, and makes the very weights of them."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    scheme = changed(scheme_named("W2A16"), group_size=16)
-    weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
-    how = rounding(rule, "group", dtype)
-    found = round_weight(weight, how)
-    tensors = pack_tensors("layer", found.levels.to(torch.int8), found.scale, None, scheme)
-    assert tensors["layer.weight_packed"].shape == (6, 48 * 2 // 32)
-    upstream = unpack_from_int32(tensors["layer.weight_packed"], 2, torch.Size([6, 48]))
-    assert torch.equal(upstream.float(), found.levels.float())
-    again = unpack_tensors("layer", tensors, scheme)
-    value = (again.codes.to(dtype).unflatten(-1, (-1, 16)) * again.scale.unsqueeze(-1)).flatten(-2)
-    assert torch.equal(value, found.value(how))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -1,20 +1,15 @@
-"""Settings of quantization: recipes, and their resolution for a model."""
+"""Settings of quantization, and their resolution for a model."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.settings import NamedValues, Names, Settings, settings_of
-from ..specs.texts import FileSettings, read_small_file, settings_mapping
+from ..specs.settings import NamedValues, Names, Settings
 from .layers import (
     LinearLayer,
     scheme_errors,
@@ -117,7 +112,7 @@ class SchemeSettings(Settings):
 
 
 class QuantizeSettings(SchemeSettings):
-    """Every setting of `shardwright quantize` and of its recipes."""
+    """Every setting of `shardwright quantize`."""
 
     group = "Quantization"
 
@@ -166,27 +161,6 @@ class QuantizeSettings(SchemeSettings):
         return ResolvedQuantization(scheme=scheme, method=method, method_reason=reason)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """A YAML file of settings."""
-
-    name: str
-    purpose: str
-    """First line of the header."""
-    text: str
-    values: FileSettings
-    """Settings by name, not validated."""
-
-
-def quantize_settings(values: Mapping[str, Any], *, recipe: Recipe | None = None) -> QuantizeSettings:
-    """Return the settings of a recipe, overridden by `values`.
-
-    Raises:
-        UsageError: all unknown keys and illegal values together.
-    """
-    return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **values})
-
-
 _WITHOUT_TEXT = {"FP8": "FP8_DYNAMIC", "W8A8_STATIC": "W8A8", "NVFP4": "NVFP4A16"}
 """The closest scheme without static ranges of activations."""
 
@@ -202,43 +176,3 @@ def method_errors(settings: QuantizeSettings, *, scheme: QuantizationScheme, met
         fix = f"pass one, such as --dataset python-help, or use {' '.join(other)}, which needs none"
         errors.append(ConfigError(where="dataset", rule=f"{needed} needs calibration text", fix=fix))
     return errors
-
-
-def recipe_names() -> list[str]:
-    return sorted(entry.name.removesuffix(".yaml") for entry in _gallery().iterdir() if entry.name.endswith(".yaml"))
-
-
-def read_recipe(name: str | Path) -> Recipe:
-    """Return a recipe of the gallery by name, or from a YAML file by path.
-
-    Raises:
-        UsageError: the recipe or file does not exist, or is not a mapping of settings.
-    """
-    text = str(name)
-    if text in recipe_names():
-        return parse_recipe(text, _gallery().joinpath(f"{text}.yaml").read_text(encoding="utf-8"))
-    path = Path(name)
-    if not path.is_file():
-        near = difflib.get_close_matches(text, recipe_names(), n=3, cutoff=0.3)
-        fix = f"nearest names: {', '.join(near)}" if near else f"recipes are {', '.join(recipe_names())}"
-        raise UsageError(ConfigError(where="config", value=text, rule="is neither a recipe nor a file", fix=fix))
-    content = read_small_file(path, what="config")
-    try:
-        return parse_recipe(text, content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UsageError(ConfigError(where="config", value=text, rule=f"cannot be read ({error})")) from None
-
-
-def parse_recipe(name: str, text: str) -> Recipe:
-    """Return the recipe in a YAML text; keys may be written with hyphens.
-
-    Raises:
-        UsageError: the text is not YAML or not a mapping, or has a duplicate key.
-    """
-    first = text.lstrip().splitlines()[0] if text.strip() else ""
-    purpose = first.removeprefix("#").strip() if first.startswith("#") else ""
-    return Recipe(name=name, purpose=purpose, text=text, values=settings_mapping(text, name=name))
-
-
-def _gallery() -> Traversable:
-    return files(__package__).joinpath("recipes")

@@ -1,21 +1,13 @@
-"""Settings of `quantize`, the recipes that state them, and which method works with which scheme."""
+"""Settings of `quantize`, the example files, and which method works with which scheme."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
-from shardwright.cli.main import run
+from paths import ROOT
 from shardwright.ds_configs.quantization.layers import config_group
-from shardwright.ds_configs.quantization.recipe import (
-    QuantizeSettings,
-    parse_recipe,
-    quantize_settings,
-    read_recipe,
-    recipe_names,
-)
 from shardwright.ds_configs.quantization.scheme import (
     METHODS,
     PRESETS,
@@ -23,11 +15,14 @@ from shardwright.ds_configs.quantization.scheme import (
     default_method,
     needs_calibration,
 )
+from shardwright.ds_configs.quantization.settings import QuantizeSettings
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.settings import settings_of
+from shardwright.ds_configs.specs.texts import settings_mapping
 
 
 def resolved(**flags):
-    return quantize_settings(flags).resolved()
+    return settings_of(QuantizeSettings, flags).resolved()
 
 
 def errors_of(**flags) -> dict[str, str]:
@@ -36,9 +31,9 @@ def errors_of(**flags) -> dict[str, str]:
     return {config_error.where: str(config_error) for config_error in error.value.errors}
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_recipes_are_settings_that_fit_together_and_load_upstream(name):
-    run_settings = quantize_settings({}, recipe=read_recipe(name)).resolved()
+@pytest.mark.parametrize("file", sorted((ROOT / "examples" / "quantization").iterdir()), ids=lambda file: file.stem)
+def test_example_files_fit_together_and_load_upstream(file):
+    run_settings = resolved(**settings_mapping(file.read_bytes(), name=file.name))
     assert run_settings.method_reason == "named"
     if run_settings.scheme.storage == "compressed-tensors":
         UpstreamScheme.model_validate(config_group(run_settings.scheme))
@@ -46,20 +41,14 @@ def test_recipes_are_settings_that_fit_together_and_load_upstream(name):
 
 @pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("name", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq"])
-def test_options_of_recipes_are_options_of_the_engines_modifiers(name):
+def test_options_of_examples_are_options_of_the_engines_modifiers(name):
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
     known = {name for kind in (GPTQModifier, AWQModifier, SmoothQuantModifier) for name in kind.model_fields}
-    assert set(quantize_settings({}, recipe=read_recipe(name)).method_options) <= known
-
-
-def test_explicit_values_override_the_recipe():
-    recipe = parse_recipe("mine", "scheme: W8A16\nseq-len: 128\nseed: 1\n")
-    settings = quantize_settings({"seed": 3}, recipe=recipe)
-    assert (settings.scheme, settings.seq_len, settings.seed) == ("W8A16", 128, 3)
-    assert settings.batch_size == QuantizeSettings.model_fields["batch_size"].default
+    stated = settings_mapping((ROOT / "examples" / "quantization" / f"{name}.yaml").read_bytes(), name=name)
+    assert set(stated.get("method_options", {})) <= known
 
 
 def test_errors_of_scheme_method_and_data_come_together():
@@ -118,19 +107,3 @@ def test_default_method_needs_no_missing_calibration_text(name, has_dataset):
     assert combination_with_method_errors(method, PRESETS[name]) == []
     if not has_dataset and not PRESETS[name].activations_are_static:
         assert not needs_calibration(method, PRESETS[name])
-
-
-def test_configs_lists_and_copies_recipes(capsys, tmp_path):
-    assert run(["configs", "ls", "quantize", "--format", "json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["configs"]
-    assert [row["name"] for row in rows] == recipe_names()
-    assert {row["method"] for row in rows if row["name"] == "w3-spqr"} == {"spqr"}
-    assert run(["configs", "ls", "quantize"]) == 0
-    assert "w8a8-static-l2" in capsys.readouterr().out
-    assert run(["configs", "cp", "w4a16-gptq", str(tmp_path / "mine")]) == 0
-    copied = tmp_path / "mine" / "w4a16-gptq.yaml"
-    assert capsys.readouterr().out.strip() == str(copied)
-    assert copied.read_text(encoding="utf-8") == read_recipe("w4a16-gptq").text
-    assert run(["configs", "cp", "w4a16-gptq", str(tmp_path / "mine")]) == 2
-    assert run(["configs", "cp", "w4a16-gtpq", str(tmp_path / "other")]) == 2
-    assert "nearest names: w4a16-gptq" in capsys.readouterr().err
