@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -19,7 +19,7 @@ from ..ds_configs.specs.terms import Role
 from . import patches
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, Trainer
 
 MeterPhase = Literal["init", "forward", "loss", "backward", "step", "other"]
 
@@ -118,10 +118,8 @@ class ByteMeter(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         self._followed_resizes.pop().__exit__(None, None, None)
 
     def _following(self, original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
@@ -267,9 +265,7 @@ class AcceleratorMeter:
         torch.cuda.reset_peak_memory_stats()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._note_peak()
 
     def enter(self, phase: MeterPhase) -> None:
@@ -370,9 +366,7 @@ class _PhaseCallback(TrainerCallback):
         self._warm_up_steps = warm_up_steps
         self._wrapped = False
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._wrapped:
             self._wrapped = True
             # Tensor parallelism replaces the output head when the engine is made.
@@ -380,9 +374,7 @@ class _PhaseCallback(TrainerCallback):
             self._wrap_step()
         self._label()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.enter("other")
         if state.global_step == self._warm_up_steps:
             self._meter.reset_peaks()
@@ -391,25 +383,22 @@ class _PhaseCallback(TrainerCallback):
         """DeepSpeed steps inside `accelerator.backward`; elsewhere the step begins when that returns."""
         accelerator = self._trainer.accelerator
         engine = getattr(accelerator, "deepspeed_engine_wrapped", None)
+
+        def entering(method: Callable[..., Any]) -> Callable[..., Any]:
+            def metered(*args: object, **kwargs: object) -> Any:
+                if engine is not None:
+                    self._enter_step()
+                result = method(*args, **kwargs)
+                if engine is None:
+                    self._enter_step()
+                return result
+
+            return metered
+
         if engine is not None:
-            patches.apply("metered-engine-step", self._entering_before, on=engine.engine)
-            return
-        patches.apply("metered-backward", self._entering_after, on=accelerator)
-
-    def _entering_after(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def metered_backward(*args: object, **kwargs: object) -> Any:
-            result = backward(*args, **kwargs)
-            self._enter_step()
-            return result
-
-        return metered_backward
-
-    def _entering_before(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def metered_step(*args: object, **kwargs: object) -> Any:
-            self._enter_step()
-            return step(*args, **kwargs)
-
-        return metered_step
+            patches.apply("metered-engine-step", entering, on=engine.engine)
+        else:
+            patches.apply("metered-backward", entering, on=accelerator)
 
     def _enter_step(self) -> None:
         if not self._trainer.accelerator.sync_gradients:

@@ -138,40 +138,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
     ),
     Patch(
-        name="step-losses",
-        target=f"{_TRAINER}.training_step",
-        reason="The Trainer logs means over `logging_steps`; comparisons need the loss of every step.",
-        parameters=("self",),
-    ),
-    Patch(
         name="metered-pipeline-step",
         target=f"{_TRAINER}.training_step",
         reason="The first step passes the pipeline engine, whose instructions are metered from then on.",
         parameters=("self", "model"),
     ),
-    Patch(
-        name="explained-train",
-        target=f"{_TRAINER}.train",
-        reason="No callback event reports that an exception ended the training run.",
-        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
-        parameters=("self",),
-        every_run=True,
-    ),
     # Trainer: logs, data, evaluation.
-    Patch(
-        name="figures-in-log",
-        target=f"{_TRAINER}.log",
-        reason="`on_log` runs after the values are stored, so a callback cannot add values.",
-        parameters=("self", "logs"),
-        every_run=True,
-    ),
-    Patch(
-        name="timed-batches",
-        target=f"{_TRAINER}.get_batch_samples",
-        reason="No callback events surround data loading.",
-        parameters=("self", "epoch_iterator"),
-        every_run=True,
-    ),
     Patch(
         name="renewed-schedule",
         target="transformers.trainer:deepspeed_init",
@@ -190,16 +162,10 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model", "args"),
     ),
     Patch(
-        name="script-plan-comparison",
+        name="script-callbacks",
         target="transformers.trainer:DEFAULT_CALLBACKS",
         scope="process",
-        reason="A script's Trainer gets a callback that reports where the run differs from the plan.",
-    ),
-    Patch(
-        name="rehearsal-recorder",
-        target="transformers.trainer:DEFAULT_CALLBACKS",
-        scope="process",
-        reason="A rehearsed script's Trainer gets callbacks that record its losses.",
+        reason="A script's Trainer gets callbacks that compare the run with its plan, or record a rehearsal.",
     ),
     Patch(
         name="muon-name",

@@ -12,7 +12,6 @@ import pytest
 from shardwright.cli.main import run
 from shardwright.plugins.launching.launch import Launch
 from shardwright.trainers.rank_main import read_task
-from shardwright.trainers.runs import run as run_module
 
 
 class Result(NamedTuple):
@@ -57,5 +56,5 @@ def run_rank_here(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         file = Path(launch.arguments[-1])
         read_task(file).run(file.parent)
 
-    monkeypatch.setattr(run_module, "launch_ranks", launch_ranks)
+    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", launch_ranks)
     return commands

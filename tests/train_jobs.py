@@ -45,11 +45,12 @@ def train_job(
 def recorded_losses(file: Path) -> Iterator[None]:
     """Write engine, number of ranks and the loss of every step that a training inside the block takes."""
     from shardwright.trainers.runs import ranks
+    from shardwright.trainers.runs.clock import StepLosses
 
     train_guarded = ranks.train_guarded
 
     def recording(trainer: Any, **settings: Any) -> None:
-        recorder = ranks.StepLosses(trainer)
+        recorder = StepLosses(trainer)
         train_guarded(trainer, **settings)
         losses, args = recorder.mean_over_ranks(), trainer.args
         if args.process_index == 0:

@@ -132,7 +132,7 @@ def test_rank_killed_by_the_kernel_while_loading_shows_planned_host_memory(
 
     counts = iter([4, 5 if by_kernel else 4])
     monkeypatch.setattr(run_module, "kernel_oom_kills", lambda: next(counts))
-    monkeypatch.setattr(run_module, "launch_ranks", killed)
+    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", killed)
     failed = shell(*shlex.split(TRAIN))
     if not by_kernel:
         assert failed.code == 1

@@ -415,15 +415,13 @@ def test_a_change_of_upstream_is_found(text: str) -> None:
 _FORWARD = ("torch.nn.modules.module", "self.forward")
 READ = {
     "metered-loss": ("transformers.trainer", "self.compute_loss"),
-    **dict.fromkeys(("step-losses", "metered-pipeline-step"), ("transformers.trainer", "self.training_step")),
-    "figures-in-log": ("transformers.trainer", "self.log"),
-    "timed-batches": ("transformers.trainer", "self.get_batch_samples"),
+    "metered-pipeline-step": ("transformers.trainer", "self.training_step"),
     "renewed-schedule": ("transformers.trainer", "deepspeed_init"),
     "prepared-model": ("transformers.trainer", "self.accelerator.prepare"),
     "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
-    **dict.fromkeys(("script-plan-comparison", "rehearsal-recorder"), ("transformers.trainer", "DEFAULT_CALLBACKS")),
+    "script-callbacks": ("transformers.trainer", "DEFAULT_CALLBACKS"),
     "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **{

@@ -12,12 +12,11 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
 from ..runs.ranks import write_json
 from ..runs.settings import RankTask
-from ..training.script_rank import carry_axes, run_script
+from ..training.script_rank import run_script
 from .files import SCRIPT_STAGE, RehearsedScriptJob
 
 _COMPARED = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16")
@@ -32,17 +31,13 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
         record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
         _exchange_model(self.model_name, self.model_directory)
         _scale_arguments(self, work, record)
-        serve_scripts_on_cpu_ranks()
         plan = Plan.load(work)
-        own = [_recorder(record, plan), ProgressSender]
-        patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
-        carry_axes(plan)
         os.chdir(self.working_directory)
         os.environ["PWD"] = self.working_directory
         # Caches would be written to the directories of modules outside the copy.
         sys.dont_write_bytecode = True
         try:
-            run_script(self.script, self.arguments)
+            run_script(plan, self.script, self.arguments, [_recorder(record, plan), ProgressSender])
         finally:
             write_json(record, work / f"{SCRIPT_STAGE}-rank{os.environ.get('RANK', '0')}.json")
 

@@ -28,8 +28,8 @@ from ...plugins.transformers.training_arguments import (
 )
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits, planned_parallelism
-from ..runs.clock import ProgressSender
-from ..runs.ranks import StepLosses, check_upstream, chosen_engine, write_json
+from ..runs.clock import ProgressSender, StepLosses
+from ..runs.ranks import check_upstream, chosen_engine, write_json
 from ..runs.settings import RankTask
 from .files import RehearsalJob
 

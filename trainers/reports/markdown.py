@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...plugins.huggingface_hub.push import Relation, license_of, model_card, shown_name
 from .charts import png, svg
-from .report import Report
+from .report import Report, Table
 
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _PIPES = re.compile(r"(\\*)\|")
@@ -63,17 +63,19 @@ def _titles(report: Report) -> str:
 
 def _document(report: Report, drawn: str) -> str:
     blocks = [f"# {report.kind} report", ": ".join(filter(None, (code(report.title), _text(report.subtitle))))]
-    facts = [(fact.label, fact.value, fact.detail) for fact in report.facts]
-    blocks.append(table(("figure", "value", "detail"), facts))
+    blocks += _tables(report.summary)
     if report.charts and drawn:
         blocks += [drawn, *(_text(f"{chart.title}. {chart.note}") for chart in report.charts)]
     for section in report.sections:
         blocks += [f"## {section.heading}", *map(_text, section.texts)]
-        for shown in section.tables:
-            blocks += [_text(shown.caption), table(shown.headings, shown.rows)]
+        blocks += _tables(section.tables)
     blocks += ["## How this was made", code(report.command) if report.command else "By a Python program."]
     blocks.append(_text(", ".join(f"{name} {version}" for name, version in report.versions.items())))
     return "\n\n".join(filter(None, blocks)) + "\n"
+
+
+def _tables(tables: Sequence[Table]) -> list[str]:
+    return [block for shown in tables for block in (_text(shown.caption), table(shown.headings, shown.rows))]
 
 
 def _text(text: str) -> str:

@@ -9,7 +9,7 @@ from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.tuning import Trial
 from ...ds_configs.specs.units import human_count
-from .report import Fact, Report, Section, Table, gb, interval, short_name, significant
+from .report import Report, Section, Table, figures, gb, interval, short_name, significant
 
 
 def speed_interval(plan: Plan) -> tuple[float, float]:
@@ -24,26 +24,25 @@ def plan_report(plan: Plan) -> Report:
     model, hardware, chosen, layout = plan.model, plan.hardware, plan.chosen, plan.chosen.strategy
     gpu, host, time = chosen.memory.gpu, chosen.memory.host, chosen.time
     batch = f"micro-batch {layout.micro_batch_size} × {layout.gradient_accumulation_steps}"
-    facts = (
-        Fact("Layout", display_name(layout), batch),
-        Fact(
+    summary = [
+        ("Layout", display_name(layout), batch),
+        (
             "Memory per accelerator, predicted",
             gb(gpu.peak_bytes),
             f"{interval(gpu.low_bytes, gpu.high_bytes, gb)}, of {gb(gpu.capacity_bytes)}",
         ),
-        Fact(
+        (
             "Tokens/s, predicted",
             significant(time.tokens_per_second),
             f"{interval(*speed_interval(plan))}, all ranks together",
         ),
-        Fact("Step, predicted", f"{significant(time.seconds)} s", f"{interval(time.low_seconds, time.high_seconds)} s"),
-        Fact("Host memory per node, predicted", gb(host.peak_bytes_per_node), f"of {gb(host.capacity_bytes_per_node)}"),
-    )
+        ("Step, predicted", f"{significant(time.seconds)} s", f"{interval(time.low_seconds, time.high_seconds)} s"),
+        ("Host memory per node, predicted", gb(host.peak_bytes_per_node), f"of {gb(host.capacity_bytes_per_node)}"),
+    ]
     reasons = [chosen.reason]
     reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in chosen.placements.items()]
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    reasons += [f"Changes the results: {offer}" for offer in plan.offers]
     reasons += [f"Less certain: {doubt}" for doubt in doubts(layout, model, hardware, plan.job)]
     sections = [Section("Why this layout", reasons)]
     if plan.trials:
@@ -68,7 +67,7 @@ def plan_report(plan: Plan) -> Report:
         title=short_name(model.name),
         subtitle=f"{model.architecture}, {human_count(model.parameter_count)} parameters, on {hardware.world_size} x "
         f"{hardware.gpu} ({gb(hardware.gpu_bytes)} usable each)",
-        facts=facts,
+        summary=(figures(summary),),
         sections=sections,
         command=plan.command,
         versions=dict(plan.versions),
@@ -116,8 +115,4 @@ def _other_layouts(plan: Plan) -> list[Table]:
         speed = significant(other.time.tokens_per_second)
         rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
     headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
-    tables = [Table(headings, rows, "Other layouts; those that fit come first.")]
-    if plan.pareto:
-        points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
-        tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
-    return tables
+    return [Table(headings, rows, "Other layouts; those that fit come first.")]

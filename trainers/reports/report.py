@@ -12,15 +12,6 @@ from .charts import Draw
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """One figure of the summary: its name with the unit, its value, and its interval, prediction or baseline."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """Rows under headings; the first cell of a row names it."""
 
@@ -54,7 +45,8 @@ class Report:
     kind: str
     title: str
     subtitle: str = ""
-    facts: Sequence[Fact] = ()
+    summary: Sequence[Table] = ()
+    """Tables above the charts."""
     charts: Sequence[Chart] = ()
     sections: Sequence[Section] = ()
     command: str = ""
@@ -62,6 +54,11 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[str] = ()
     """Files that the report is made from."""
+
+
+def figures(rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table of figures: name with unit, value, and its interval, prediction or baseline."""
+    return Table(("figure", "value", "detail"), rows)
 
 
 def key_value_table(values: Iterable[tuple[str, object]], caption: str = "") -> Table:

@@ -14,15 +14,14 @@ from .markdown import markdown
 from .plans import speed_interval
 from .report import (
     Chart,
-    Fact,
     Report,
     Section,
     Table,
+    figures,
     gb,
     interval,
     key_value_table,
     mean_with_error,
-    perplexity,
     plain,
     short_name,
     significant,
@@ -46,26 +45,16 @@ _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixtur
 
 def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
-    kind, dataset, result = data["kind"], data["dataset"], data["result"]
+    kind = data["kind"]
     title = " to ".join(short_name(data[name]) for name in ("teacher", "student")) if kind == "distill" else ""
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
-        subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
-        facts=(
-            *_quality_facts(data),
-            *_speed_facts(data, metrics, plan),
-            Fact(
-                "Steps",
-                f"{data['steps']:,}",
-                f"{data['tokens']:,} tokens in {result['step_seconds']:.1f} s of training steps; "
-                f"{data['seconds']:,.0f} s total",
-            ),
-        ),
+        subtitle=f"on {data['dataset']['source']}; {data['strategy']}, {data['hardware']}",
+        summary=(_results(data), figures(_speeds(data, metrics, plan))),
         charts=_training_charts(data, metrics, plan),
         sections=(
-            _results(data),
-            *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
+            *([_exported(data)] if kind == "qat" else []),
             _training_settings(data, plan),
         ),
         command=data.get("command", ""),
@@ -74,41 +63,20 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     )
 
 
-def _quality_facts(data: Data) -> list[Fact]:
-    """Return the losses on the held-out samples, which comparisons of runs show; `measures` has every result."""
-    if data["kind"] == "distill":
-        own = "student_cross_entropy"
-        stages = {stage: data[stage].get(own, data[stage].get("loss")) for stage in ("before", "after")}
-    else:
-        stages = data["cross_entropy"]
-    *earlier, (_, trained) = stages.items()
-    if trained is None:
-        return [Fact("Held-out cross-entropy", "not measured")]
-    before = [(stage, loss) for stage, loss in earlier if loss is not None]
-    return [
-        Fact(
-            "Held-out cross-entropy, nats per token",
-            f"{trained:.4f}",
-            ", ".join(f"{stage} {loss:.4f}" for stage, loss in before),
-        ),
-        Fact(
-            "Held-out perplexity",
-            perplexity(trained),
-            ", ".join(f"{stage} {perplexity(loss)}" for stage, loss in before),
-        ),
-    ]
-
-
-def _results(data: Data) -> Section:
+def _results(data: Data) -> Table:
     caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
     if any("±" in cell for row in data["measures"]["rows"] for cell in row):
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
+    return Table(data["measures"]["headings"], data["measures"]["rows"], caption)
+
+
+def _exported(data: Data) -> Section:
+    """Return what rounding costs, and the facts of the exported checkpoint."""
+    rounded, dense, trained = (data["cross_entropy"][stage] for stage in ("rounded", "dense", "trained"))
     texts = []
-    losses = data.get("cross_entropy", {})
-    rounded, dense, trained = (losses.get(stage) for stage in ("rounded", "dense", "trained"))
-    if rounded is not None and dense is not None and trained is not None and rounded > dense:
+    if rounded is not None and dense is not None and rounded > dense:
         share, cost = (rounded - trained) / (rounded - dense), f"{rounded - dense:.4f} nats per token"
         texts.append(
             f"Rounding alone costs {cost}; training recovered {100 * share:.0f} % of it."
@@ -116,8 +84,7 @@ def _results(data: Data) -> Section:
             else f"Rounding alone costs {cost}. The trained model is better than the model before, because it also "
             "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
         )
-    table = Table(data["measures"]["headings"], data["measures"]["rows"], caption)
-    return Section("Results on held-out samples", texts, (table,))
+    return Section("Checkpoint", texts, (key_value_table(checkpoint_facts(data)),))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:
@@ -159,37 +126,41 @@ def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
     return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
 
 
-def _speed_facts(data: Data, metrics: Metrics, plan: Plan) -> list[Fact]:
+def _speeds(data: Data, metrics: Metrics, plan: Plan) -> list[tuple[str, str, str]]:
     """Return speed and memory, measured and predicted; ± is over the intervals between two lines of `metrics.jsonl`."""
-    gpu, time = plan.chosen.memory.gpu, plan.chosen.time
+    gpu, time, result = plan.chosen.memory.gpu, plan.chosen.time, data["result"]
     # The first logged interval includes compilation and allocation.
     _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
     speed = with_error(data["tokens_per_second"], error)
     predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
-    apart = _speeds_apart(data, metrics)
-    if apart is None:
-        facts = [Fact("Tokens/s of all ranks", speed, predicted)]
-    else:
+    rows = [("Tokens/s of all ranks", speed, predicted)]
+    if (apart := _speeds_apart(data, metrics)) is not None:
         # A plan counts every position of a row.
-        facts = [
-            Fact("Tokens/s of all ranks, with padding", significant(apart[0]), predicted),
-            Fact("Tokens/s without padding", speed),
-            Fact("Tokens/s with a label", significant(apart[1])),
+        rows = [
+            ("Tokens/s of all ranks, with padding", significant(apart[0]), predicted),
+            ("Tokens/s without padding", speed, ""),
+            ("Tokens/s with a label", significant(apart[1]), ""),
         ]
-    steps, peak = [value for _, value in points(metrics, "step_seconds")], data["result"]["peak_bytes"]
-    mean = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
+    steps, peak = [value for _, value in points(metrics, "step_seconds")], result["peak_bytes"]
+    mean = result["step_seconds"] / data["steps"] if data["steps"] else 0.0
     return [
-        *facts,
-        Fact(
+        *rows,
+        (
             "Seconds per step",
             with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None))),
             f"predicted {significant(time.seconds)} ({interval(time.low_seconds, time.high_seconds)})",
         ),
-        Fact(
-            "Tensors on the fullest accelerator",
-            "not measured on CPU ranks" if peak is None else gb(peak),
+        (
+            "Peak memory of tensors per accelerator",
+            "not measured" if peak is None else gb(peak),
             f"predicted {gb(gpu.allocated_bytes)}; with runtime and fragmentation {gb(gpu.peak_bytes)} "
             f"({interval(gpu.low_bytes, gpu.high_bytes, gb)}) of {gb(gpu.capacity_bytes)}",
+        ),
+        (
+            "Steps",
+            f"{data['steps']:,}",
+            f"{data['tokens']:,} tokens in {result['step_seconds']:.1f} s of training steps; "
+            f"{data['seconds']:,.0f} s total",
         ),
     ]
 
@@ -232,8 +203,8 @@ def evaluation_report(data: Data) -> Report:
         title=short_name(data["model"]["name"]),
         subtitle=f"{against}{text['predicted_tokens']:,} tokens of {text['source']}: {text['windows']:,} of "
         f"{text['available_windows']:,} windows of {text['seq_len_tokens']:,} tokens",
-        facts=_evaluation_facts(data),
-        sections=_evaluation_sections(data),
+        summary=(evaluation_table(data),),
+        sections=(_evaluation_settings(data),),
         command=data.get("command", ""),
         versions=data["versions"],
         files=("evaluation.json",),
@@ -253,11 +224,6 @@ def _estimate(estimate: Data) -> str:
 def _percentage(estimate: Data) -> str:
     error = estimate["standard_error"]
     return f"{100 * estimate['value']:.2f}{'' if error is None else f' ± {100 * error:.2g}'} %"
-
-
-def _evaluation_facts(data: Data) -> list[Fact]:
-    rows = evaluation_table(data).rows[: 3 if data["comparison"] is None else 6]
-    return [Fact(name, value, f"baseline {others[0]}" if others and others[0] else "") for name, value, *others in rows]
 
 
 def evaluation_table(data: Data) -> Table:
@@ -328,11 +294,11 @@ def verdict(data: Data) -> str:
     return f"Perplexity is {change[1:]} {direction} than the baseline's, beyond the noise of this text. {agreement}"
 
 
-def _evaluation_sections(data: Data) -> tuple[Section, ...]:
-    model, baseline, comparison, text = data["model"], data["baseline"], data["comparison"], data["text"]
+def _evaluation_settings(data: Data) -> Section:
+    text = data["text"]
     models = [
         (m["name"], m["architecture"], plain(m["quantization"]), m["dtype"], plain(m["revision"]))
-        for m in (model, baseline)
+        for m in (data["model"], data["baseline"])
         if m is not None
     ]
     headings = ("model", "class", "quantization", "computes in", "commit")
@@ -341,11 +307,8 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
         ("seconds total", f"{data['seconds']:.0f}"),
         *((name.replace("_", " "), value) for name, value in data["settings"].items()),
     ]
-    compared = (verdict(data),) if comparison is not None else ()
-    return (
-        Section("Measures", compared, (evaluation_table(data),)),
-        Section("How it was measured", tables=(Table(headings, models), key_value_table(settings))),
-    )
+    tables = (Table(headings, models), key_value_table(settings))
+    return Section("How it was measured", [verdict(data)], tables)
 
 
 def serving_text(method: str, storage: str) -> str:
@@ -371,46 +334,34 @@ def quantization_report(data: Data) -> Report:
     # Files of earlier versions have the second name.
     passed = not verification.get("errors", verification.get("faults"))
     reason = "" if data["method_reason"] == "named" else f": {data['method_reason']}"
+    reloaded = "not reloaded" if difference is None else f"largest difference of a logit {significant(difference)}"
+    rows = [
+        ("Checkpoint verified", "yes" if passed else "no", reloaded),
+        ("Scheme", name, f"by {data['method']}"),
+        ("Quantized matrices", f"{len(data['quantized_layers']):,}", ""),
+        ("Checkpoint, predicted", gb(data["checkpoint_bytes"]), ""),
+    ]
+    memory = data["memory_estimate"]
+    facts = [(f"verification: {n.replace('_', ' ')}", value) for n, value in verification.items()]
+    facts += [(f"calibration {n.replace('_', ' ')}", value) for n, value in (data["calibration"] or {}).items()]
+    for device in ("host", "device"):
+        facts += [(f"predicted memory, {device}: {n}", gb(size)) for n, size in memory[f"{device}_terms"].items()]
+    facts += [(f"seconds, {stage}", f"{seconds:.1f}") for stage, seconds in data["seconds"].items()]
+    texts = [serving_text(data["method"], scheme["storage"])]
+    if data["calibration"] is None:
+        texts.append("The method needs no calibration data.")
+    measured = () if evaluation is None else (evaluation_table(evaluation),)
     return Report(
         kind="Quantization",
         title=short_name(data["model"]),
         subtitle=f"{name} by {data['method']}{reason}",
-        facts=(
-            Fact(
-                "Checkpoint verified",
-                "yes" if passed else "no",
-                "not reloaded" if difference is None else f"largest difference of a logit {significant(difference)}",
-            ),
-            Fact("Scheme", name, f"by {data['method']}"),
-            Fact("Quantized matrices", f"{len(data['quantized_layers']):,}"),
-            *([] if evaluation is None else _evaluation_facts(evaluation)),
-        ),
+        summary=(figures(rows), *measured),
         sections=(
-            *(() if evaluation is None else _evaluation_sections(evaluation)),
-            _quantized_checkpoint(data),
-            Section(
-                "Settings",
-                tables=(key_value_table(data["settings"].items()),),
-            ),
+            *(() if evaluation is None else (_evaluation_settings(evaluation),)),
+            Section("Checkpoint", texts, (key_value_table(facts),)),
+            Section("Settings", tables=(key_value_table(data["settings"].items()),)),
         ),
         command=data.get("command", ""),
         versions=data["versions"],
         files=("quantization.json",),
     )
-
-
-def _quantized_checkpoint(data: Data) -> Section:
-    memory, evaluation, calibration = data["memory_estimate"], data["evaluation"], data["calibration"]
-    facts = [("model", data["model"]), ("checkpoint, predicted", gb(data["checkpoint_bytes"]))]
-    if evaluation is not None:
-        sizes = evaluation["model"]["sizes"]
-        facts += [("checkpoint, written", gb(sizes["file_bytes"])), ("parameters", human_count(sizes["parameters"]))]
-    facts += [(f"calibration {name.replace('_', ' ')}", plain(value)) for name, value in (calibration or {}).items()]
-    facts += [(f"verification: {n.replace('_', ' ')}", plain(value)) for n, value in data["verification"].items()]
-    for device in ("host", "device"):
-        facts += [(f"predicted memory, {device}: {n}", gb(size)) for n, size in memory[f"{device}_terms"].items()]
-    facts += [(f"seconds, {stage}", f"{seconds:.1f}") for stage, seconds in data["seconds"].items()]
-    texts = [serving_text(data["method"], data["scheme"]["storage"])]
-    if calibration is None:
-        texts.append("The method needs no calibration data.")
-    return Section("Checkpoint", texts, tables=(key_value_table(facts),))

@@ -18,17 +18,17 @@ from transformers import TrainerCallback
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...plugins import patches
 from ...plugins.launching.messages import Figures, Progress, send
 from ...plugins.metering import AcceleratorMeter, Meter, MeterPhase
 from ..data.chat import IGNORED_LABEL
+from ..exact import StepEvents, make_exact
 from .settings import METRICS_FILE
 
 LATER_STEPS: MeterPhase = "other"
 """Phase of a meter that begins when the first step has ended."""
 
 
-class StepClock(TrainerCallback):
+class StepClock(StepEvents, TrainerCallback):
     """Times the steps of a Trainer on this rank, without synchronization between logging steps.
 
     `steps` has the seconds of each step, from `on_step_begin` to `on_step_end`: without data loading, logging,
@@ -76,32 +76,25 @@ class StepClock(TrainerCallback):
 
     def follow(self, trainer: Any) -> None:
         """Add this callback to a Trainer, and its figures to the Trainer's log."""
+        self._trainer = make_exact(trainer)
         trainer.add_callback(self)
-        self._trainer = trainer
 
-        def with_figures(log: Callable[..., None]) -> Callable[..., None]:
-            # Logs of the summary or an evaluation belong to no step.
-            return lambda logs, *arguments, **keywords: log(
-                logs | (self.figures if "loss" in logs else {}), *arguments, **keywords
-            )
+    def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Count and time the batches that a step loads."""
+        while True:
+            began = time.monotonic()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._loading += time.monotonic() - began
+            self._count(batch)
+            yield batch
 
-        def timed(batches: Iterator[Any]) -> Iterator[Any]:
-            while True:
-                began = time.monotonic()
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-                finally:
-                    self._loading += time.monotonic() - began
-                self._count(batch)
-                yield batch
-
-        def with_timing(fetch: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda batches, *arguments, **keywords: fetch(timed(batches), *arguments, **keywords)
-
-        patches.apply("figures-in-log", with_figures, on=trainer)
-        patches.apply("timed-batches", with_timing, on=trainer)
+    def log_values(self) -> dict[str, float]:
+        """Return the figures of a logged step."""
+        return self.figures
 
     def peak_bytes(self) -> int | None:
         """Return the largest bytes of tensors since the clock was made; `None` if nothing counts them."""
@@ -325,3 +318,28 @@ class MetricsWriter(TrainerCallback):
             write_files({METRICS_FILE: text}, self._output_dir, force=True)
 
     on_train_begin = on_log
+
+
+class StepLosses(StepEvents, TrainerCallback):
+    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = make_exact(trainer)
+        self._losses: list[Any] = []
+        self._accumulated: Any = 0.0
+        trainer.add_callback(self)
+
+    def on_loss(self, loss: Any) -> None:
+        self._accumulated = self._accumulated + loss.detach().float()
+        if self._trainer.accelerator.sync_gradients:
+            self._losses.append(self._accumulated)
+            self._accumulated = 0.0
+
+    def mean_over_ranks(self) -> list[float]:
+        """Return one loss per optimizer step, in order; every rank must call it."""
+        import torch
+
+        if not self._losses:
+            return []
+        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
+        return losses

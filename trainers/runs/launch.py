@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, launch_arguments
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, launch_ranks, python_arguments
-from .settings import JOB_FILE, RankJob
+from .settings import JOB_FILE, RESULT_FILE, RankJob
 
 RANK_MODULE = "shardwright.trainers.rank_main"
 _NODE_CHECK = "shardwright.plugins.clusters.node_check"
-
-logger = logging.getLogger(__name__)
 
 
 def compile_operators(devices: Sequence[str], optimizer: str) -> None:
@@ -42,13 +41,6 @@ def compile_operators(devices: Sequence[str], optimizer: str) -> None:
     prepare_operators(operators)
 
 
-def compile_planned_operators(plan: Plan) -> None:
-    """Compile the operators of a plan for CPU ranks; raises as `compile_operators`."""
-    strategy = plan.chosen.strategy
-    if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
-        compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer)
-
-
 def rank_words(job: RankJob, work: Path) -> list[str]:
     """Write the file of a job, and return the launcher's arguments for ranks that run it."""
     file = work / JOB_FILE
@@ -56,16 +48,45 @@ def rank_words(job: RankJob, work: Path) -> list[str]:
     return ["-m", RANK_MODULE, str(file)]
 
 
-def planned_launch(words: Sequence[str], plan: Plan, plan_directory: Path, *, place: NodePlace | None = None) -> Launch:
-    """Return the launch of `words`, a module or script with its arguments, on the ranks of a plan.
+def launch_job(
+    job: RankJob,
+    plan: Plan,
+    plan_directory: Path,
+    work: Path,
+    *,
+    place: NodePlace | None = None,
+    check_nodes: bool = True,
+    **waiting: Any,
+) -> dict[str, Any]:
+    """Run a job on the ranks of a plan, and return the result that the first rank wrote; empty without one.
 
-    `place` is this machine's place among several.
+    Args:
+        job: Its file is written into `work`, where ranks leave the result.
+        plan: Operators that it needs on CPU ranks are compiled first.
+        plan_directory: The plan's files.
+        work: Temporary directory of this machine.
+        place: This machine's place among several.
+        check_nodes: Whether to compare several machines first.
+        **waiting: Further arguments of `launch_ranks`.
+
+    Raises:
+        LaunchFailedError: a rank failed, or the machines cannot run the plan together.
+        ShardwrightError: as `compile_operators`.
     """
-    command = [*launch_arguments(plan, directory=str(plan_directory.absolute()), node=place), *words]
+    layout = plan.chosen.strategy
+    if layout.engine == "deepspeed" and plan.hardware.gpu == "CPU":
+        compile_operators((layout.offload_optimizer, layout.offload_param), plan.job.optimizer)
+    if place is not None and check_nodes:
+        compare_nodes(plan, plan_directory, place)
+    command = [*launch_arguments(plan, directory=str(plan_directory.absolute()), node=place), *rank_words(job, work)]
     port = None
     if place is None:
         command, port = at_free_port(command)
-    return Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan), port=port)
+    launch = Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan), port=port)
+    launch_ranks(launch, **waiting)
+    file = work / RESULT_FILE
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return result
 
 
 def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace) -> None:

@@ -9,13 +9,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
-from typing import Any
 
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
-from ..checkpoints.full_disk import full_disk_errors
 
 LIMIT_VARIABLE = "SHARDWRIGHT_CPU_TENSOR_BYTES"
 """Environment variable with the bytes of tensors that a CPU rank may have: it stands in for an accelerator's memory."""
@@ -110,18 +108,3 @@ def phase_of(trace: TracebackType | None) -> str:
         elif name in _PHASES:
             phase = _PHASES[name]
     return phase
-
-
-def explain_memory_errors(trainer: Any, plan: Plan) -> None:
-    """Make `train` of a Trainer raise `RunOutOfMemoryError` for a failed allocation, and name a full disk."""
-    from ...plugins import patches
-
-    def explaining(method: Any) -> Any:
-        def explained(*args: object, **kwargs: object) -> Any:
-            directory = Path(trainer.args.output_dir)
-            with full_disk_errors(directory), memory_errors(plan, report=directory / FILE_NAME):
-                return method(*args, **kwargs)
-
-        return explained
-
-    patches.apply("explained-train", explaining, on=trainer)

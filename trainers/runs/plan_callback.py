@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ from ...plugins.transformers.gradient_checkpointing import checkpoint_first_laye
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..checkpoints.full_disk import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
-from .out_of_memory import explain_memory_errors
+from .out_of_memory import FILE_NAME as OUT_OF_MEMORY_FILE
+from .out_of_memory import memory_errors
 
 TRAINED_TYPE = "type of trained weights"
 """Name in differences from a plan; a rehearsal reports it too."""
@@ -90,6 +93,7 @@ class PlanCallback(StepClock):
         self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._output_dir = output_dir
         self._finished = False
+        self._explained: Path | None = None
 
     def attach(self, trainer: Any) -> None:
         """Follow a Trainer, with what the plan needs outside of the model, and explain failed allocations.
@@ -100,7 +104,16 @@ class PlanCallback(StepClock):
         layout = self.plan.chosen.strategy
         if layout.pp == 1:
             attach_long_sequences(trainer, layout, self.plan.job)
-        explain_memory_errors(trainer, self.plan)
+        self._explained = Path(trainer.args.output_dir)
+
+    @contextmanager
+    def around_training(self) -> Iterator[None]:
+        """Raise `RunOutOfMemoryError` for a failed allocation of an attached Trainer, and name a full disk."""
+        if self._explained is None:
+            yield
+            return
+        with full_disk_errors(self._explained), memory_errors(self.plan, report=self._explained / OUT_OF_MEMORY_FILE):
+            yield
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Discard the steps of an earlier run, and store the values of the plan.

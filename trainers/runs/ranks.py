@@ -76,11 +76,8 @@ class RankContext:
     """Of the trained model."""
     samples: tuple[Any, Any]
     """Training samples and held-out samples."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the ranks run."""
-        return Plan.load(self.work / PLAN_DIRECTORY)
+    plan: Plan
+    """The plan that the ranks run."""
 
     def trainer_arguments(self) -> dict[str, Any]:
         padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -136,6 +133,7 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         resumed=resumed,
         tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
+        plan=Plan.load(work / PLAN_DIRECTORY),
     )
 
 
@@ -189,27 +187,26 @@ class TrainingTask(LaunchedJob, RankTask):
         """Evaluate and save the model, and return the measurements; every rank calls it."""
 
     def run(self, work: Path) -> None:
-        self.train(open_rank(self, work))
-
-    def train(self, context: RankContext) -> None:
         """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result.
 
         Raises:
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
             ShardwrightError: the disk takes no more.
         """
-        plan = context.plan
-        disk = full_disk_errors(Path(self.output_dir))
-        with disk, memory_errors(plan, command=self.command, options=job_options(self.settings)):
-            self._train(context, plan)
+        context, options = open_rank(self, work), job_options(self.settings)
+        with (
+            full_disk_errors(Path(self.output_dir)),
+            memory_errors(context.plan, command=self.command, options=options),
+        ):
+            self._train(context)
 
-    def _train(self, context: RankContext, plan: Plan) -> None:
+    def _train(self, context: RankContext) -> None:
         import torch
 
         from .clock import MetricsWriter, ProgressSender
         from .plan_callback import PlanCallback
 
-        output_dir, settings = Path(self.output_dir), self.settings
+        output_dir, settings, plan = Path(self.output_dir), self.settings, context.plan
 
         def tokens_of(steps: int) -> int:
             # Ranks that share a sequence or a model do not count again.
@@ -228,7 +225,7 @@ class TrainingTask(LaunchedJob, RankTask):
         if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
             # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one too.
             generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
-        # It requests the log of the last step, before which the clock gathers the figures.
+        # Before the clock: it requests the log of the last step, for which the clock gathers figures.
         trainer.add_callback(MetricsWriter(output_dir, evaluates_last=self.evaluates_last))
         clock.follow(trainer)
         trainer.add_callback(ProgressSender(clock))
@@ -376,37 +373,6 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
         refuse_overwritten_rates()
     if engine in ("fsdp2", "deepspeed"):
         load_on_first_rank(engine)
-
-
-class StepLosses:
-    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._losses: list[Any] = []
-        self._accumulated: Any = 0.0
-
-        def recording(training_step: Callable[..., Any]) -> Callable[..., Any]:
-            def recording_step(*args: Any, **kwargs: Any) -> Any:
-                loss = training_step(*args, **kwargs)
-                self._accumulated = self._accumulated + loss.detach().float()
-                if trainer.accelerator.sync_gradients:
-                    self._losses.append(self._accumulated)
-                    self._accumulated = 0.0
-                return loss
-
-            return recording_step
-
-        patches.apply("step-losses", recording, on=trainer)
-
-    def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order; every rank must call it."""
-        import torch
-
-        if not self._losses:
-            return []
-        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
-        return losses
 
 
 def held_out_cross_entropy(trainer: Any) -> Estimate:

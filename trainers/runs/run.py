@@ -25,7 +25,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.huggingface_hub.push import pushed
-from ...plugins.launching.launch import LaunchFailedError, launch_ranks
+from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
 from ..checkpoints.record import RECORD, planned_facts
 from ..checkpoints.resume import Selection
@@ -34,14 +34,13 @@ from ..data.templates import end_turns
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, job_options, last_checkpoint, optimizer_steps
-from .launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
+from .launch import launch_job
 from .out_of_memory import RunOutOfMemoryError, kernel_oom_kills, write_report
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
     PLAN_DIRECTORY,
     REPORT_FILE,
-    RESULT_FILE,
     TOKENIZER,
     TRAIN_SAMPLES,
     LaunchedJob,
@@ -231,10 +230,7 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
         job = rank_inputs(prepared, work)
-        compile_planned_operators(plan)
         if place is not None:
-            if request.check_nodes:
-                compare_nodes(plan, work / PLAN_DIRECTORY, place)
             job = job.model_copy(update={"digests": _digests(prepared, work)})
         in_steps = False
 
@@ -243,10 +239,17 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             in_steps = in_steps or isinstance(message, Progress)
             log_message(message)
 
-        launch = planned_launch(rank_words(job, work), plan, work / PLAN_DIRECTORY, place=place)
         kills = kernel_oom_kills()
         try:
-            launch_ranks(launch, on_message=on_message)
+            return launch_job(
+                job,
+                plan,
+                work / PLAN_DIRECTORY,
+                work,
+                place=place,
+                check_nodes=request.check_nodes,
+                on_message=on_message,
+            )
         except LaunchFailedError as error:
             report = request.output_dir / REPORT_FILE
             killed = any(failure.signal == "SIGKILL" for failure in error.failures)
@@ -258,10 +261,6 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):
                 write_report(str(error), report)
             raise
-        if place is not None and not place.is_first:
-            return {}
-        result: dict[str, Any] = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
-        return result
 
 
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.layout import Layout
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..counting.estimates import Estimate
@@ -20,7 +18,6 @@ from ..runs.ranks import (
     starting_weights,
     trained_model,
 )
-from ..runs.settings import PLAN_DIRECTORY
 from .settings import TrainJob
 
 BEFORE = "held_out_cross_entropy_before"
@@ -33,7 +30,7 @@ class TrainTask(TrainJob, TrainingTask):
     def build(self, context: RankContext) -> Any:
         """Return a Trainer for the plan's layout that evaluates before its first step."""
         prepare_model_directory_save(context.arguments)
-        plan = self._plan()
+        plan = context.plan
         parallelism = planned_parallelism(plan)
         trainer = parallelism.make_trainer(
             model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
@@ -52,7 +49,7 @@ class TrainTask(TrainJob, TrainingTask):
 
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
         """Evaluate, save, and return the cross-entropy before and after."""
-        after = held_out(trainer, self._plan().chosen.strategy)
+        after = held_out(trainer, context.plan.chosen.strategy)
         save_model_directory(
             trainer,
             self.output_dir,
@@ -60,9 +57,6 @@ class TrainTask(TrainJob, TrainingTask):
             starting=starting_weights(self.model, self.settings),
         )
         return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
-
-    def _plan(self) -> Plan:
-        return Plan.load(Path(self.output_dir) / PLAN_DIRECTORY)
 
 
 def held_out(trainer: Any, strategy: Layout) -> Estimate | None:

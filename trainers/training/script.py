@@ -22,13 +22,12 @@ from ...ds_configs.plan.rendering import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.texts import strict_json
-from ...plugins.launching.launch import launch_ranks
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
 from ..checkpoints.record import NotWholeError, read_record
 from ..checkpoints.resume import checkpoints
 from ..runs.inputs import CHECKPOINTS, PLANNED_DEVICE_FIX, launch_errors
-from ..runs.launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
+from ..runs.launch import launch_job
 from .settings import ScriptJob
 
 PLAN_FLAGS = "@plan"
@@ -74,15 +73,11 @@ def launch_script(
         raise UsageError(errors)
     if (difference := installed_release_difference(plan)) is not None:
         logger.info(difference)
-    compile_planned_operators(plan)
-    if place is not None and check_nodes:
-        compare_nodes(plan, plan_directory, place)
     with tempfile.TemporaryDirectory(prefix="shardwright-nodes-") as directory:
         job = ScriptJob(
             plan=str(plan_directory.absolute()), script=str(script), arguments=with_plan_flags(arguments, plan)
         )
-        launch = planned_launch(rank_words(job, Path(directory)), plan, plan_directory, place=place)
-        launch_ranks(launch, on_line=on_line)
+        launch_job(job, plan, plan_directory, Path(directory), place=place, check_nodes=check_nodes, on_line=on_line)
 
 
 def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:

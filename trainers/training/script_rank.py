@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,18 @@ _REFERENCE_WITHOUT_WEIGHTS = (
 )
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Run a script as `__main__`, as `python SCRIPT ARGUMENTS` would."""
+def run_script(plan: Plan, script: str, arguments: Sequence[str], callbacks: Sequence[Any]) -> None:
+    """Run a script as `__main__`, as `python SCRIPT ARGUMENTS` would, with a plan's axes and callbacks in Trainers."""
+    serve_scripts_on_cpu_ranks()
+    patches.apply("script-callbacks", lambda defaults: [*defaults, *callbacks])
+    carry_axes(plan)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     runpy.run_path(script, run_name="__main__")
 
 
-def follow_trainers(plan: Plan) -> None:
-    """Make every Trainer of a script recompute as planned, and report where it differs from the plan."""
+def comparison(plan: Plan) -> type:
+    """Return a callback that makes a Trainer recompute as planned, and reports where it differs from the plan."""
     from transformers import TrainerCallback
 
     class Comparison(TrainerCallback):
@@ -85,7 +88,7 @@ def follow_trainers(plan: Plan) -> None:
             if type(args).__name__ == "DPOConfig" and loads_on_first:
                 note_on_first_rank(_REFERENCE_WITHOUT_WEIGHTS)
 
-    patches.apply("script-plan-comparison", lambda callbacks: [*callbacks, Comparison])
+    return Comparison
 
 
 def carry_axes(plan: Plan) -> None:
@@ -180,11 +183,8 @@ class ScriptTask(ScriptJob, RankTask):
     def run(self, work: Path) -> None:
         """Prepare this process for the plan's layout, and run the script."""
         plan = Plan.load(self.plan)
-        serve_scripts_on_cpu_ranks()
         check_upstream(plan.chosen.strategy.engine)
-        follow_trainers(plan)
-        carry_axes(plan)
         if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
             _follow_engines(plan)
         with memory_errors(plan):
-            run_script(self.script, self.arguments)
+            run_script(plan, self.script, self.arguments, [comparison(plan)])

@@ -29,16 +29,15 @@ from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import JobSettings, TrainingJob
 from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
-from ...plugins.launching.launch import LaunchFailedError, launch_ranks
+from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
 from ...plugins.planning.from_names import detect_hardware, own_release
 from ...plugins.planning.from_names import plan as select_plan
 from ..reports.make import REPORT_FILE, write_html
 from ..runs.inputs import PLANNED_DEVICE_FIX, default_hardware, launch_errors
-from ..runs.launch import compile_planned_operators, planned_launch, rank_words
+from ..runs.launch import launch_job
 from ..runs.out_of_memory import RunOutOfMemoryError
-from ..runs.settings import RESULT_FILE
 from .worker import TrialTask
 
 DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0
@@ -200,7 +199,7 @@ def _run_trial(
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
     job = replace(plan.job, loss=layout.loss)
-    plan = replace(plan, job=job, chosen=layout, rejected=(), pareto=(), offers=())
+    plan = replace(plan, job=job, chosen=layout, rejected=())
     trial = Trial(
         strategy=layout.strategy,
         loss=layout.loss,
@@ -224,12 +223,10 @@ def _run_trial(
         plan_directory = work / "plan"
         try:
             plan.write(plan_directory)
-            compile_planned_operators(plan)
-            started = time.monotonic()
             task = TrialTask(plan=str(plan_directory), steps=steps, best_seconds=best_seconds)
-            launch = planned_launch(rank_words(task, work), plan, plan_directory)
-            launch_ranks(launch, timeout_seconds=timeout_seconds, on_message=on_message)
-            result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
+            result = launch_job(
+                task, plan, plan_directory, work, timeout_seconds=timeout_seconds, on_message=on_message
+            )
         except LaunchFailedError as error:
             if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):
                 return ended("out of memory", _first_line(error))
@@ -238,7 +235,7 @@ def _run_trial(
             return ended("failed", _first_line(error))
         except (ShardwrightError, OSError, ValueError) as error:
             return ended("failed", _first_line(error))
-    timed = result["step_seconds"]
+    timed = result.get("step_seconds")
     if not timed:
         return ended("failed", f"the training ended within {WARM_UP_STEPS} steps; pass more data")
     return replace(

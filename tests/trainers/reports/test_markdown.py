@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.trainers.reports.make import read_report
 from shardwright.trainers.reports.markdown import code, markdown, table, usage
-from shardwright.trainers.reports.report import Chart, Fact, Report, Section, Table
+from shardwright.trainers.reports.report import Chart, Report, Section, Table, figures
 from shardwright.trainers.reports.runs import serving_text
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
@@ -18,7 +18,7 @@ REPORT = Report(
     kind="Training",
     title="org/small",
     subtitle="on some|data",
-    facts=(Fact("Perplexity", "3.2", "before 5.1"),),
+    summary=(figures([("Perplexity", "3.2", "before 5.1")]),),
     charts=[Chart(title, lambda axes: None, f"Note on {title}.") for title in "abc"],
     sections=(
         Section(
@@ -73,9 +73,9 @@ def test_markdown_has_every_part_of_the_report():
 def test_markdown_has_every_figure_of_the_page(name):
     report = read_report(RUNS / name)
     text = markdown(report, "chart.png")
-    for cell in (cell for section in report.sections for shown in section.tables for row in shown.rows for cell in row):
+    tables = [*report.summary, *(shown for section in report.sections for shown in section.tables)]
+    for cell in (cell for shown in tables for row in shown.rows for cell in row):
         assert re.sub(r"(\\*)\|", r"\1\1\|", cell) in text, cell
-    assert all(fact.value in text and fact.detail in text for fact in report.facts)
     assert "\n\n\n" not in text
 
 

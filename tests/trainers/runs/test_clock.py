@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planning import llama
@@ -120,9 +121,9 @@ class Device:
 def test_steps_are_timed_without_waiting_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     clock, state = StepClock(plan()), SimpleNamespace(global_step=0)
-    followed, hooks = SimpleNamespace(add_callback=lambda _: None), []
-    monkeypatch.setattr("shardwright.plugins.patches.apply", lambda *_, **__: None)
-    clock.follow(followed)
+    hooks: list[Any] = []
+    monkeypatch.setattr("shardwright.trainers.runs.clock.make_exact", lambda trainer: trainer)
+    clock.follow(SimpleNamespace(add_callback=lambda _: None))
     control = SimpleNamespace(should_log=False)
     clock.on_train_begin(None, state, control, model=SimpleNamespace(register_forward_hook=hooks.append))
     for step in range(6):

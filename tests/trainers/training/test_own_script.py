@@ -17,7 +17,6 @@ from shardwright.ds_configs.plan.rendering import trainer_line
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.transformers import training_arguments
-from shardwright.trainers.training import script
 
 
 def planned(hardware: str, **job: Any) -> Plan:
@@ -52,7 +51,7 @@ def test_trainer_for_reports_differences_from_the_plan(tmp_path: Path, capsys: p
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Launches that would have started ranks."""
     started: list[Any] = []
-    monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
+    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", lambda *args, **_: started.append(args))
     return started
 
 

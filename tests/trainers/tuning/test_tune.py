@@ -16,7 +16,6 @@ from shardwright.plugins.launching.launch import Launch, LaunchFailedError
 from shardwright.plugins.planning.from_names import plan as make
 from shardwright.trainers.rank_main import read_task
 from shardwright.trainers.reports.make import report_html
-from shardwright.trainers.tuning import tune as tune_module
 from shardwright.trainers.tuning.tune import tune
 from shardwright.trainers.tuning.worker import TrialTask
 from small_models import llama
@@ -49,8 +48,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Behave], list[str]]:
             result = {"step_seconds": behave(labels[-1], task), "peak_allocated_bytes": 3_000_000}
             (file.parent / "result.json").write_text(json.dumps(result))
 
-        monkeypatch.setattr(tune_module, "launch_ranks", launch_ranks)
-        monkeypatch.setattr(tune_module, "compile_planned_operators", lambda plan: None)
+        monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", launch_ranks)
+        monkeypatch.setattr("shardwright.trainers.runs.launch.compile_operators", lambda devices, optimizer: None)
         return labels
 
     return replaced
