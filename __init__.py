@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .ds_configs.check.files import check
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
-    from .plugins.planning.from_names import longest_sequence, plan
+    from .plugins.planning.from_names import plan
     from .trainers.distillation.command.task import distill
     from .trainers.distillation.student.maker import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
@@ -35,7 +35,6 @@ __all__ = [
     "check",
     "distill",
     "evaluate",
-    "longest_sequence",
     "merge",
     "plan",
     "qat",
@@ -53,7 +52,6 @@ _HOMES = {
     "check": ".ds_configs.check.files",
     "distill": ".trainers.distillation.command.task",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
-    "longest_sequence": ".plugins.planning.from_names",
     "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning.from_names",
     "qat": ".trainers.qat.command.task",

@@ -150,7 +150,7 @@ def planned(job: Job, directory: Path, **changes: Any) -> Plan | PlanDoesNotFitE
     """Return the plan of a job, or why nothing fits."""
     words = {"seq_len": job.seq_len, **job.words, **changes}
     try:
-        return plan(model_path(job.model, directory), job.hardware, calibration=None, offers=False, **words)
+        return plan(model_path(job.model, directory), job.hardware, calibration=None, **words)
     except PlanDoesNotFitError as error:
         return error
 

@@ -40,7 +40,7 @@ PLANS = (
     ("Qwen2.5-VL-7B", "8xH100-80GB", 4096),
     ("Llama-4-Scout", "8x8xH200", 4096),
 )
-"""Plans with their offers, which take at most `PLAN_SECONDS`: model, hardware and sequence length."""
+"""Plans, which take at most `PLAN_SECONDS`: model, hardware and sequence length."""
 PLAN_SECONDS = 1.0
 MODELS_WITH_IMAGES = {
     "LLaVA-1.5-7B": {

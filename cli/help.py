@@ -97,7 +97,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "MODEL --hardware 1xL40S --draft STUDENT --port 9000",
     ),
     "ui": ("", "--port 8080", "--host 0.0.0.0"),
-    "configs": ("ls", "ls quantize", "cp llama-3.1-8b_8xA100-80GB plan"),
+    "configs": ("ls", "ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
     "schema": ("settings", "hardware", "plan --format json"),
     "env": ("", "--patches", "--format json"),
     "demo": ("", "my-demo --steps 10", "--format json --force"),

@@ -20,7 +20,6 @@ from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
-from ..ds_configs.search.longest import LongestSequence
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
@@ -31,7 +30,6 @@ from ..ds_configs.step_time.utilization import utilization
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
-_SHOWN_POINTS = 6
 _BRIEF_ROWS = 5
 """Alternatives in a brief plan."""
 
@@ -133,13 +131,6 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
         out.print(f"Reasons: shardwright explain {explained}", markup=False)
     out.print()
-    if len(plan.pareto) > 1:
-        count = min(_SHOWN_POINTS, len(plan.pareto))
-        points = [plan.pareto[round(index * (len(plan.pareto) - 1) / max(1, count - 1))] for index in range(count)]
-        rows = [(each.label, f"{each.tokens_per_second:,.0f}", gigabytes(each.high_bytes)) for each in points]
-        names = ("layout", "tokens/s", "needs up to GB")
-        print_rows(out, names, rows, title="Time against memory", figures=names[1:], folded={"layout": 20})
-        out.print()
     if directory is not None or output_dir_hint:
         from ..plugins.transformers.training_arguments import missing_packages
 
@@ -182,8 +173,6 @@ def _show_costs(out: Console, plan: Plan) -> None:
     if hardware.gpu != "CPU":
         title += f", {utilization(chosen.time, plan.model, hardware, plan.job):.0%} MFU"
     print_rows(out, (title, "seconds"), _time_rows(chosen.time), figures=("seconds",))
-    for offer in plan.offers:
-        out.print(f"Changes the results: {offer}", markup=False)
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
     for role, choice in chosen.placements.items():
@@ -266,7 +255,7 @@ def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
         # A layout that is too large has no speed, but a memory that is too small.
         speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
         verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
-        name = display_name(strategy) + (" (analysis only)" if candidate.analysis_only else "")
+        name = display_name(strategy)
         gb = gigabytes(memory.gpu.high_bytes)
         rows.append((name, str(strategy.micro_batch_size), recomputation, gb, speed, verdict))
     return rows
@@ -285,23 +274,6 @@ def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
     out = console()
     out.print()
     print_rows(out, headings, rows, title=title, figures=headings[1:])
-
-
-def show_longest(steps: Sequence[LongestSequence]) -> None:
-    """Print the longest sequence of each mechanism, with its layout and what limits it."""
-    rows: list[tuple[str, ...]] = []
-    for index, step in enumerate(steps):
-        name = f"+ {step.added}" if index else step.added
-        if step.strategy is None:
-            rows.append((name, "nothing fits", "", "", "", "", step.limited_by))
-            continue
-        sizes = (gigabytes(step.high_bytes), gigabytes(step.host_bytes_per_node))
-        layout, speed = display_name(step.strategy), f"{step.tokens_per_second:,.0f}"
-        rows.append((name, f"{step.tokens:,}", layout, speed, *sizes, step.limited_by))
-    headings = ("with", "tokens", "layout", "tokens/s", "GB", "host GB", "limited by")
-    figures = ("tokens", "tokens/s", "GB", "host GB")
-    folded = {"with": 16, "layout": 16, "limited by": 16}
-    print_rows(console(), headings, rows, title="Longest sequence", figures=figures, folded=folded)
 
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:

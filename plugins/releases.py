@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata, resources
 from importlib.util import find_spec
-from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
@@ -64,7 +63,7 @@ def transformers_release() -> str:
 
 
 def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
-    """Return what is wrong with the installed releases: missing, incomplete, ambiguous or older than the window.
+    """Return what is wrong with the installed releases: missing, incomplete or older than the window.
 
     Args:
         packages: Distributions that must be there; by default `REQUIRED`. Others are checked where they are installed.
@@ -72,8 +71,8 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
     required = tuple(REQUIRED if packages is None else packages)
     errors = []
     for package, tested in tested_releases().items():
-        version, copies = installed_version(package), _copies(package)
-        if package not in required and not copies:
+        version = installed_version(package)
+        if package not in required and version is None:
             continue
         spec = find_spec(_MODULES.get(package, package))
         # A directory without `__init__.py`, which has no origin, is what an interrupted installation leaves.
@@ -81,18 +80,13 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         bounds = f"'{package}{tested.specifier}'"
         install, reinstall = f"pip install {bounds}", f"pip install --force-reinstall {bounds}"
         where = f"{package} {version}" if version else package
-        in_one_directory = {folder for _, folder in copies if sum(other == folder for _, other in copies) > 1}
-        if not copies and not has_module:
+        if version is None and not has_module:
             errors.append(ConfigError(where=where, rule="is not installed", fix=install))
-        elif in_one_directory:
-            versions = " and ".join(sorted(each for each, folder in copies if folder in in_one_directory))
-            rule = f"is installed twice in {next(iter(in_one_directory))}: {versions}"
-            fix = f"pip uninstall {package} until none is left, then {install}"
-            errors.append(ConfigError(where=package, rule=rule, fix=fix))
         elif version is None or not has_module:
-            missing = ("no version in its metadata",) * (version is None) + ("no module",) * (not has_module)
-            rule = f"is installed incompletely: {' and '.join(missing)}"
-            errors.append(ConfigError(where=where, rule=rule, fix=reinstall))
+            missing = "version in its metadata" if version is None else "module"
+            errors.append(
+                ConfigError(where=where, rule=f"is installed incompletely: it has no {missing}", fix=reinstall)
+            )
         elif _is_older(version, tested.oldest):
             rule = f"is older than {tested.oldest}, the oldest release that Shardwright supports"
             errors.append(ConfigError(where=where, rule=rule, fix=install))
@@ -106,23 +100,13 @@ def check_releases(packages: Iterable[str] | None = None) -> None:
 
 
 def release_warnings() -> list[str]:
-    """Return at most two lines: installed releases above the tested window, and packages with several versions."""
-    newer, several = [], []
-    for package, tested in tested_releases().items():
-        version = installed_version(package)
-        if version is None:
-            continue
-        if _is_older(tested.newest, version):
-            newer.append(f"{package} {version} (tested: {tested})")
-        copies = [f"{each} in {folder}" for each, folder in _copies(package)]
-        if len({each for each, _ in _copies(package)}) > 1:
-            several.append(f"{package} {copies[0]} hides {', '.join(copies[1:])}")
-    lines = []
-    if newer:
-        lines.append(f"newer than the releases that Shardwright is tested with: {', '.join(newer)}")
-    if several:
-        lines.append(f"several versions on the Python path: {'; '.join(several)}")
-    return lines
+    """Return a line about the installed releases above the tested window; empty without any."""
+    newer = [
+        f"{package} {version} (tested: {tested})"
+        for package, tested in tested_releases().items()
+        if (version := installed_version(package)) is not None and _is_older(tested.newest, version)
+    ]
+    return [f"newer than the releases that Shardwright is tested with: {', '.join(newer)}"] if newer else []
 
 
 def check_torch() -> None:
@@ -143,17 +127,6 @@ def check_torch() -> None:
         raise UsageError(ConfigError(where=where, rule=f"cannot compute on the CPU: {first_line}", fix=fix)) from error
 
 
-@cache
-def _copies(package: str) -> list[tuple[str, str]]:
-    """Return version and directory of each installed copy, in the order of the path."""
-    copies = []
-    for each in metadata.distributions(name=package):
-        copy = (_version(each) or "an unknown version", str(Path(str(each.locate_file(""))).resolve()))
-        if copy not in copies:
-            copies.append(copy)
-    return copies
-
-
 def _version(distribution: metadata.Distribution) -> str | None:
     """Return the version of a distribution; a half-removed one has metadata without it.
 
@@ -165,7 +138,7 @@ def _version(distribution: metadata.Distribution) -> str | None:
 
 
 def _is_older(version: str, than: str) -> bool:
-    """Compare releases: vendors build theirs from pre-releases, such as torch 2.13.0a0+nv26.10 in NVIDIA's images."""
+    """Compare releases; vendors build theirs from pre-releases, such as torch 2.13.0a0+nv26.10 in NVIDIA's images."""
     try:
         return Version(Version(version).base_version) < Version(Version(than).base_version)
     except InvalidVersion:

@@ -15,8 +15,6 @@ from huggingface_hub import constants
 
 REFUSING = "hf_unknown"
 READING = "hf_reads"
-SCOPED = "hf_scoped"
-"""May write to the organisation `lab`, and read what `ada` has."""
 WRITING = "hf_" + "NeverShowThisToken" * 2
 
 
@@ -38,24 +36,18 @@ class _Handler(HubHandler):
 
     def do_GET(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.path.startswith("/api/models/"):
-            name = "/".join(self.path.split("/")[3:5])
-            found = {"id": name, "sha": COMMIT, "siblings": [], "private": False}
-            self.answer(200 if name in self.hub.repositories else 404, found)
-        elif token == REFUSING:
-            self.answer(401, {"error": "Invalid user token."})
+        name = "/".join(self.path.split("/")[3:5])
+        if self.path.endswith("/auth-check/write") and token != WRITING:
+            self.answer(403, {"error": "Forbidden"})
         else:
-            role = "read" if token == READING else "write"
-            access: dict[str, Any] = {"role": role}
-            if token == SCOPED:
-                own = {"entity": {"type": "user", "name": "ada"}, "permissions": ["repo.content.read"]}
-                shared = {"entity": {"type": "org", "name": "lab"}, "permissions": ["repo.write"]}
-                access = {"role": "fineGrained", "fineGrained": {"global": [], "scoped": [own, shared]}}
-            self.answer(200, {"name": "ada", "orgs": [{"name": "lab"}], "auth": {"accessToken": access}})
+            repository = {"id": name, "sha": COMMIT, "siblings": [], "private": False}
+            self.answer(200 if name in self.hub.repositories else 404, repository)
 
     def do_POST(self) -> None:
         body = self.read_body()
-        if self.path == "/api/repos/create":
+        if self.headers.get("Authorization") == f"Bearer {REFUSING}":
+            self.answer(401, {"error": "Invalid user token."})
+        elif self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'ada'}/{asked['name']}"
             if name == "lab/closed":

@@ -29,9 +29,7 @@ class CalibrateOptions(FormatOptions):
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")
-    forget: str | None = Field(
-        None, description="Remove a run by a prefix of its identifier, all, or the rates of CPU ranks (cpu)"
-    )
+    forget: str | None = Field(None, description="Remove a run by a prefix of its identifier, or all")
 
 
 def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
@@ -58,8 +56,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     if as_json:
         print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
     else:
-        what = "measurement" if forget == "cpu" else "run"
-        print(f"Removed {count} {what}{'' if count == 1 else 's'}")
+        print(f"Removed {count} run{'' if count == 1 else 's'}")
     return 0
 
 
@@ -131,11 +128,10 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, steps, cpus = store.calibration().runs, store.steps(), store.cpus()
+    runs, steps = store.calibration().runs, store.steps()
     if as_json:
         shown: dict[str, Any] = {"runs": [*map(_with_ratio, runs)], "steps": [*map(_with_ratio, steps)]}
-        shown |= {"cpus": [asdict(cpu) for cpu in cpus], "database": str(store.path)}
-        print(json.dumps({"schema_version": 1, **shown}, indent=2))
+        print(json.dumps({"schema_version": 1, **shown, "database": str(store.path)}, indent=2))
         return 0
     if not runs and not steps:
         print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
@@ -157,8 +153,6 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
         print_rows(console(), names, rows, title="Stored runs, memory in GB", figures=numbers)
     if steps:
         show_steps(steps, title="Stored step times, seconds")
-    for cpu in cpus:
-        print(f"Measured {cpu}")
     print(f"file: {store.path}", file=sys.stderr)
     return 0
 

@@ -67,13 +67,12 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
 def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     from ...ds_configs.plan.gallery import gallery_entry, gallery_plan
     from ...ds_configs.plan.plan import make_plan
-    from ...plugins.planning.cpu_host import local_cpu_hardware
     from ...plugins.planning.from_names import plan
     from ...trainers.runs.run import run_training
     from ...trainers.runs.settings import RunRequest
     from ...trainers.training.settings import TrainSettings
     from ...trainers.training.task import prepare_train
-    from ..progress import note, progress_on_stderr
+    from ..progress import progress_on_stderr
     from ..show import show_plan
     from .train import show_training
 
@@ -84,7 +83,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     model, trained = output_dir / "small-llama" / "config.json", output_dir / "trained"
     write_files({model.name: json.dumps(SMALL_LLAMA, indent=2) + "\n"}, model.parent, force=options.force)
     job = TrainingJob(seq_len_tokens=128, micro_batch_size=4, global_batch_size=16, strategy="zero2")
-    small = plan(str(model), local_cpu_hardware(tell=note), job)
+    small = plan(str(model), "local", job)
     small.write(output_dir / "plan", force=options.force)
     show_plan(small, None, brief=True)
     print(f"\n3. shardwright train with {output_dir / 'plan'}\n", flush=True)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...ds_configs.plan.plan import PlanDoesNotFitError, job_dict, model_summary, plan_to_dict, rejected_dict
+from ...ds_configs.plan.plan import PlanDoesNotFitError, evaluated_dict, job_dict, model_summary, plan_to_dict
+from ...ds_configs.search.run_estimates import run_estimate
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
 from ..options import WriteOptions
-from ..plan_settings import PlanSettings, question_errors, run_estimate
+from ..plan_settings import PlanSettings
 from ..progress import note
 from ..settings import FILLED, Options, command_line, grouped
 
@@ -29,9 +30,6 @@ class PlanOptions(WriteOptions):
     explain_tensor_parallel: bool = Field(
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
-    )
-    longest_sequence: bool = Field(
-        False, description="Print the longest sequence that fits, and what each mechanism adds"
     )
     calibration: bool = Field(True, description="Use runs stored by `shardwright calibrate` for the memory interval")
     trust_remote_code: bool = Field(False, description="No effect: planning never runs the code of a model")
@@ -55,14 +53,9 @@ def plan_command(
 
     if options.trust_remote_code:
         note("--trust-remote-code has no effect: planning never runs the code of a model")
-    errors = question_errors(settings)
     if settings.hardware is None:
         fix = "pass --hardware, such as 8xA100-80GB, or local"
-        errors.append(ConfigError(where="hardware", rule="is missing", fix=fix))
-    if errors or settings.hardware is None:
-        raise UsageError(errors)
-    if options.longest_sequence:
-        return _print_longest(model, settings, options)
+        raise UsageError(ConfigError(where="hardware", rule="is missing", fix=fix))
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
         from ..show import show_settings
@@ -81,7 +74,7 @@ def plan_command(
                 "job": job_dict(error.job),
                 "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "errors": []},
                 "chosen": None,
-                "rejected": [rejected_dict(candidate) for candidate in error.tried],
+                "rejected": [evaluated_dict(candidate) for candidate in error.tried],
                 "would_fit": [asdict(suggestion) for suggestion in error.suggestions],
             }
             if layouts is not None:
@@ -94,7 +87,8 @@ def plan_command(
             show_tensor_layouts(layouts)
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
-    run = run_estimate(plan, settings)
+    tokens = settings.tokens
+    run = None if tokens is None else run_estimate(plan.chosen.time, plan.hardware, tokens=tokens)
     written: list[Path] = []
     if output_dir is not None and not options.dry_run:
         from ...trainers.reports.make import write_html
@@ -119,26 +113,6 @@ def plan_command(
     if layouts is not None:
         show_tensor_layouts(layouts)
     return 0
-
-
-def _print_longest(model: str, settings: PlanSettings, options: PlanOptions) -> int:
-    from ...plugins.planning.from_names import longest_sequence
-    from ..show import show_longest
-
-    if "seq_len" in settings.stated() or options.output_dir is not None:
-        name = "seq_len" if "seq_len" in settings.stated() else "output_dir"
-        rule, fix = "cannot be combined with --longest-sequence, which tries every length and writes nothing", "omit it"
-        raise UsageError(ConfigError(where=name, value=getattr(settings, name, None), rule=rule, fix=fix))
-    assert settings.hardware is not None, "plan_command checks it"
-    steps = longest_sequence(
-        model, settings.hardware, settings, calibration="user" if options.calibration else None, notify=note
-    )
-    if options.as_json:
-        longest = [asdict(step) | {"label": step.strategy and step.strategy.label} for step in steps]
-        print(json.dumps({"schema_version": 1, "longest_sequences": longest}))
-    else:
-        show_longest(steps)
-    return 0 if steps[-1].tokens else 3
 
 
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[TensorLayout, ...] | None:

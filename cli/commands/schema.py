@@ -70,7 +70,7 @@ def _plan_schema() -> dict[str, Any]:
         "loss": {"enum": ["eager", "chunked"]},
         "reason": {"type": "string"},
     }
-    placements, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("placements", "analysis_only"))
+    placements = parts["Evaluated"]["properties"]["placements"]
     chosen = layout | {"teacher": {"anyOf": [placements["additionalProperties"], {"type": "null"}]}}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
@@ -92,10 +92,8 @@ def _plan_schema() -> dict[str, Any]:
         "job": {"$ref": "#/$defs/TrainingJob"},
         "chosen": _object(chosen),
         "global_batch": _object({"sequences": {"type": "integer"}, "tokens": {"type": "integer"}, "reason": text}),
-        "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
-        "offers": {"type": "array", "items": {"$ref": "#/$defs/Offer"}},
+        "rejected": {"type": "array", "items": _object(layout)},
         "doubts": texts,
-        "pareto": {"type": "array", "items": {"$ref": "#/$defs/ParetoPoint"}},
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }

@@ -108,7 +108,7 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
     memory = settings.kv_cache_memory
     return ServingRequest(
         hardware=read_hardware(
-            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
+            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, on_cpu=False
         ),
         amx="amx_tile" in processor_flags(),
         kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),

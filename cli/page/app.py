@@ -29,6 +29,7 @@ from ...ds_configs.check.files import CheckedFiles, check_text
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.plan.plan import Plan, render_files
+from ...ds_configs.search.run_estimates import run_estimate
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.hardware import gpu_catalog, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
@@ -41,7 +42,7 @@ from ...plugins.releases import transformers_release
 from ...trainers.reports.plans import plan_report
 from ...trainers.reports.report import plain
 from ..options import CheckedFor
-from ..plan_settings import PlanSettings, question_errors, run_estimate
+from ..plan_settings import PlanSettings
 from ..settings import grouped
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         ShardwrightError: a value cannot be used, a file is unsafe, no layout fits, or the Hub denies access.
     """
     notes: list[str] = []
-    errors = question_errors(settings)
+    errors: list[ConfigError] = []
     with collecting(errors):
         named = parse_hardware(settings.hardware or "")
         counted = {"gpu": named.gpu, "nodes": named.nodes, "gpus_per_node": named.gpus_per_node}
@@ -146,8 +147,9 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         raise UsageError(errors)
     teacher = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
     plan = select_plan(model, hardware, notify=notes.append, **settings.job_fields() | teacher)
-    run = run_estimate(plan, settings)
-    return plan, (*notes, *([] if run is None else [f"The run: {run}."]))
+    if settings.tokens is not None:
+        notes.append(f"The run: {run_estimate(plan.chosen.time, plan.hardware, tokens=settings.tokens)}.")
+    return plan, tuple(notes)
 
 
 def archive(files: Mapping[str, str]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .accelerate import check_accelerate
 from .deepspeed import check_deepspeed
 from .effects import effect_errors
-from .files import check_pair, check_text, parse_report
+from .files import check_text
 from .parsing import detect_kind
 from .report import Finding
 
@@ -13,9 +13,7 @@ __all__ = [
     "Finding",
     "check_accelerate",
     "check_deepspeed",
-    "check_pair",
     "check_text",
     "detect_kind",
     "effect_errors",
-    "parse_report",
 ]

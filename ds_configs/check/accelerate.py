@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..specs.errors import nearest_divisors
-from .parsing import Entry
 from .report import (
+    Entry,
     KeyWalker,
     Report,
     Schema,
@@ -238,7 +238,7 @@ def check_accelerate(report: Report, *, world_size: int | None) -> None:
         _check_deepspeed(report, schema)
     check_fsdp(report)
     check_parallelism(report, world_size=world_size)
-    check_combinations(settings_of_accelerate(report), columns_of_accelerate(report))
+    check_combinations(report, settings_of_accelerate(report), columns_of_accelerate(report))
 
 
 def _check_keys(report: Report, schema: Schema) -> None:

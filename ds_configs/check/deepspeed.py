@@ -6,8 +6,19 @@ from ..legality.axes import LARGEST_ZERO_STAGE
 from ..plan.rendering import HEADER
 from ..specs.errors import nearest_divisors
 from .effects import check_effects
-from .parsing import Entry, Node
-from .report import MAXIMUM_FINDINGS, KeyWalker, Report, Schema, check_deepspeed_combinations, load_keys, nearest_key
+from .report import (
+    MAXIMUM_FINDINGS,
+    Entry,
+    KeyWalker,
+    Node,
+    Report,
+    Schema,
+    check_combinations,
+    columns_of_deepspeed,
+    load_keys,
+    nearest_key,
+    settings_of_deepspeed,
+)
 
 _ZERO = "zero_optimization"
 STAGES = {
@@ -326,7 +337,11 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
             report.warning("activation_checkpointing", rule, "set gradient_checkpointing in TrainingArguments")
         if not report.has("zero_optimization"):
             report.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")
-        check_deepspeed_combinations(report)
+        check_combinations(report, settings_of_deepspeed(report), columns_of_deepspeed(report))
+        has_precision = any(report.has(section) for section in ("bf16", "bfloat16", "fp16"))
+        if (report.integer(_TENSOR) or 1) > 1 and not has_precision:
+            why = "because no section sets a precision; TrainingArguments have no effect on this"
+            report.warning(_TENSOR, f"loads the model in fp32, {why}", 'write "bf16": {"enabled": "auto"}')
 
 
 def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError
-from .parsing import parse_json
+from .parsing import parse
 from .report import Report
 
 
@@ -198,11 +198,8 @@ def _check_rates(report: Report) -> None:
 
 def effect_errors(configuration: Mapping[str, Any], *, name: str = "DeepSpeed configuration") -> list[ConfigError]:
     """Return the errors of `check_effects` for a configuration that a run is about to use."""
-    root = parse_json(json.dumps(configuration, default=str)).root
-    if root is None or root.kind != "mapping":
-        return []
-    report = Report(root, name)
+    report = parse(json.dumps(configuration, default=str), f"{name}.json")
     check_effects(report, uses_transformers=True)
     errors = (finding.error for finding in report.findings if finding.kind == "error")
     # The line number is that of the text above.
-    return [replace(error, where=error.where.replace(f"{name}:1 ", f"{name}: ")) for error in errors]
+    return [replace(error, where=error.where.replace(f"{name}.json:1 ", f"{name}: ")) for error in errors]

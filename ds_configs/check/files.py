@@ -20,15 +20,13 @@ from ..specs.errors import ConfigError, InputError, UsageError
 from ..specs.texts import strict_json
 from .accelerate import check_accelerate
 from .deepspeed import check_deepspeed
-from .parsing import MAXIMUM_BYTES, Node, detect_kind, parse
+from .parsing import MAXIMUM_BYTES, detect_kind, parse
 from .report import (
     Finding,
     Report,
     check_combinations,
     columns_of_accelerate,
     columns_of_deepspeed,
-    from_problem,
-    in_order,
     settings_of_accelerate,
     settings_of_deepspeed,
 )
@@ -38,37 +36,21 @@ def check_text(
     text: str | bytes, *, filename: str, world_size: int | None = None, uses_transformers: bool = True
 ) -> tuple[Finding, ...]:
     """Return the findings about one configuration file; does not raise errors for any content."""
-    root, findings = parse_report(text, filename)
-    if root is not None:
-        report = Report(root, filename)
-        if not root.entries:
-            report.error("", "the file has no keys")
-        elif detect_kind(root, filename) == "accelerate":
-            check_accelerate(report, world_size=world_size)
-        else:
-            check_deepspeed(report, world_size=world_size, uses_transformers=uses_transformers)
-        findings += report.findings
-    return in_order(findings, filename)
+    return _checked(parse(text, filename), world_size, uses_transformers)
 
 
-def parse_report(text: str | bytes, filename: str) -> tuple[Node | None, list[Finding]]:
-    """Return the tree of a file, `None` unless it is a mapping, and findings about the syntax."""
-    parsed = parse(text, filename)
-    findings = [from_problem(problem, filename) for problem in parsed.problems]
-    root = parsed.root
-    if root is not None and root.kind != "mapping":
-        report = Report(root, filename)
-        empty = root.kind == "scalar" and root.scalar is None
-        rule = "the file is empty" if empty else "the file must be a mapping of keys to values"
-        report.error("", rule, value=None if empty else root.plain())
-        return None, findings + report.findings
-    return root, findings
+def _checked(report: Report, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:
+    if report.is_readable and not report.root.entries:
+        report.error("", "the file has no keys")
+    elif report.is_readable and detect_kind(report) == "accelerate":
+        check_accelerate(report, world_size=world_size)
+    elif report.is_readable:
+        check_deepspeed(report, world_size=world_size, uses_transformers=uses_transformers)
+    return report.in_order()
 
 
-def check_pair(
-    accelerate: tuple[Node, str], deepspeed: tuple[Node, str], *, world_size: int | None, uses_transformers: bool
-) -> tuple[Finding, ...]:
-    launch, config = Report(*accelerate), Report(*deepspeed)
+def _check_pair(launch: Report, config: Report, world_size: int | None, uses_transformers: bool) -> None:
+    """Check a DeepSpeed JSON, and an Accelerate YAML only against it."""
     processes = launch.integer("num_processes") or world_size
     # The data-parallel processes: sequence-parallel ranks share one batch.
     sequence = launch.integer("parallelism_config.parallelism_config_sp_size") or 1
@@ -85,8 +67,8 @@ def check_pair(
     if launch.has("fp8_config") and config.true("fp16.enabled"):
         launch.error("fp8_config", f"requires bf16, but {config.filename} enables fp16", "enable bf16 instead")
     if uses_transformers:
-        check_combinations(settings_of_deepspeed(config), columns_of_accelerate(launch))
-        check_combinations(settings_of_accelerate(launch), columns_of_deepspeed(config))
+        check_combinations(config, settings_of_deepspeed(config), columns_of_accelerate(launch))
+        check_combinations(launch, settings_of_accelerate(launch), columns_of_deepspeed(config))
     if not config.has("zero_optimization") and not uses_transformers:
         config.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")
     init = str(launch.value("deepspeed_config.zero3_init_flag")).lower()
@@ -94,7 +76,6 @@ def check_pair(
     if init == "true" and stage is not None and stage != 3:
         rule = f"has no effect: {config.filename} sets stage {stage}"
         launch.warning("deepspeed_config.zero3_init_flag", rule, "remove the key")
-    return (*launch.findings, *in_order(config.findings, config.filename))
 
 
 PLAN_FILE, ARGUMENTS_FILE, MEASUREMENT_FILE = "plan.json", "training_arguments.json", "plan_measurement.json"
@@ -231,7 +212,7 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
     the number of processes that the YAML starts.
     """
     findings: list[Finding] = []
-    contents: dict[Path, bytes] = {}
+    reports: dict[Path, Report] = {}
     checked: list[Path] = []
     directories = [path if path.is_dir() else path.parent for path in paths if _is_of_a_plan(path)]
     for directory in dict.fromkeys(directories):
@@ -246,19 +227,23 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
         if isinstance(content, Finding):
             findings.append(content)
         else:
-            contents[path] = content
+            reports[path] = parse(content, str(path))
     in_pairs: set[str] = set()
-    for path, content in contents.items():
-        pair_findings, deepspeed_file = _check_deepspeed_file_of(path, content, world_size, uses_transformers)
-        findings += pair_findings
-        if deepspeed_file is not None:
-            in_pairs.add(os.path.realpath(deepspeed_file))
-            checked.append(deepspeed_file)
-    for path, content in contents.items():
+    for path, report in reports.items():
+        launch = Report(filename=report.filename, root=report.root)
+        config = _deepspeed_file_of(path, launch)
+        if config is not None and config.is_readable:
+            _check_pair(launch, config, world_size, uses_transformers)
+        findings += launch.findings
+        if config is not None:
+            findings += config.in_order()
+            file = Path(config.filename)
+            if file.is_file():
+                in_pairs.add(os.path.realpath(file))
+                checked.append(file)
+    for path, report in reports.items():
         if os.path.realpath(path) not in in_pairs:
-            findings += check_text(
-                content, filename=str(path), world_size=world_size, uses_transformers=uses_transformers
-            )
+            findings += _checked(report, world_size, uses_transformers)
     # The user's spelling of a path wins over that of a YAML.
     by_path = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
     return CheckedFiles(findings=tuple(findings), files=tuple(by_path.values()))
@@ -290,54 +275,43 @@ def read_config(path: Path) -> bytes | Finding:
     return content
 
 
-def _check_deepspeed_file_of(
-    path: Path, content: bytes, world_size: int | None, uses_transformers: bool
-) -> tuple[list[Finding], Path | None]:
-    root, _ = parse_report(content, str(path))
-    if root is None or detect_kind(root, str(path)) != "accelerate":
-        return [], None
-    report = Report(root, str(path))
-    name = report.text(_NAMED_FILE)
-    if not name:
-        return [], None
+def _deepspeed_file_of(path: Path, launch: Report) -> Report | None:
+    """Return the DeepSpeed configuration that an Accelerate YAML uses; `None` without one, or if it cannot be read.
 
-    def check_both(config: str | bytes, filename: str) -> list[Finding]:
-        tree, findings = parse_report(config, filename)
-        if tree is None:
-            return findings
-        launch = (root, str(path))
-        pair = check_pair(launch, (tree, filename), world_size=world_size, uses_transformers=uses_transformers)
-        return [*findings, *pair]
-
+    Adds findings about its path to the report of the YAML.
+    """
+    name = launch.text(_NAMED_FILE)
+    if not name or detect_kind(launch) != "accelerate":
+        return None
     of_plan = path.name == CONFIGURATION and (path.parent / PLAN_FILE).is_file()
     copy = copied_configuration(name)
     if copy is not None and not of_plan:
-        return check_both(copy, f"{path} {_NAMED_FILE}"), None
+        return parse(copy, f"{path} {_NAMED_FILE}")
     if copy is not None:
         name = str(path.parent / DEEPSPEED_FILE)
         if not Path(name).is_file():
             rule, fix = f"is a copy of {DEEPSPEED_FILE}, which is missing", "write the plan again"
-            report.findings.append(_error(ConfigError(where=f"{path}: {_NAMED_FILE}", rule=rule, fix=fix)))
+            launch.findings.append(_error(ConfigError(where=f"{path}: {_NAMED_FILE}", rule=rule, fix=fix)))
         elif keys := differing_keys(copy, path.parent):
-            report.findings.append(_error(copy_error(path.parent, keys)))
+            launch.findings.append(_error(copy_error(path.parent, keys)))
     elif of_plan and (moved := moved_finding(path.parent, Path(name))) is not None:
-        report.findings.append(moved)
+        launch.findings.append(moved)
         name = str(path.parent / Path(name).name)
     file = Path(name)
     try:
         if not file.exists() and (path.parent / name).exists():
             # Accelerate looks in the working directory, not in the directory of the YAML.
             rule = "is relative to the working directory, but the file is in the directory of this YAML"
-            report.warning(_NAMED_FILE, rule, f"launch from {path.parent}, or write an absolute path")
+            launch.warning(_NAMED_FILE, rule, f"launch from {path.parent}, or write an absolute path")
             file = path.parent / name
     except (OSError, ValueError):
         pass
-    config = read_config(file)
-    if isinstance(config, Finding):
-        rule = "the file " + config.error.rule
-        report.error(_NAMED_FILE, rule, "write a path that is absolute or relative to the working directory")
-        return report.findings, None
-    return [*report.findings, *check_both(config, str(file))], file
+    content = read_config(file)
+    if isinstance(content, Finding):
+        rule = "the file " + content.error.rule
+        launch.error(_NAMED_FILE, rule, "write a path that is absolute or relative to the working directory")
+        return None
+    return parse(content, str(file))
 
 
 def _unreadable(path: Path, rule: str, fix: str = "") -> Finding:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import json
 import re
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
 import yaml
+
+from .report import Entry, Node, Report, load_keys
 
 MAXIMUM_DEPTH = 64
 """Deeper nesting is rejected; real configurations stay below 8."""
@@ -18,85 +19,22 @@ MAXIMUM_NODES = 20_000
 """More values, with aliases expanded, are rejected; real configurations stay below 500."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """One value of a configuration file."""
-
-    line: int
-    """Line on which the value starts, counted from 1."""
-    kind: Literal["mapping", "sequence", "scalar"]
-    """Which of `entries`, `items` and `scalar` has the content."""
-    scalar: object = None
-    entries: tuple[Entry, ...] = ()
-    items: tuple[Node, ...] = ()
-    size: int = 1
-    """Values in this subtree, with aliases expanded."""
-
-    def get(self, key: str) -> Node | None:
-        return next((entry.node for entry in self.entries if entry.key == key), None)
-
-    def plain(self) -> object:
-        """Return the subtree as dictionaries, lists and scalars."""
-        if self.kind == "mapping":
-            return {entry.key: entry.node.plain() for entry in self.entries}
-        return [item.plain() for item in self.items] if self.kind == "sequence" else self.scalar
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One key of a mapping with its value."""
-
-    key: str
-    line: int
-    node: Node
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """One error or warning about the syntax."""
-
-    line: int
-    rule: str
-    fix: str = ""
-    """What to write instead."""
-    key: str = ""
-    """The key; empty if the problem is not about a key."""
-    value: object = None
-    warning: bool = False
-    """Whether the file can still be used."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parsed:
-    """Result of parsing a text."""
-
-    root: Node | None
-    """The tree; `None` if the text cannot be parsed."""
-    problems: tuple[Problem, ...]
-
-
 class UnreadableError(ValueError):
-    """The text cannot be parsed; has the problem that stopped the parser."""
+    """The text cannot be parsed: line, rule, fix and value of the finding that stopped the parser."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        super().__init__(problem.rule)
+    def __init__(self, line: int, rule: str, fix: str = "", value: object = None) -> None:
+        self.line, self.rule, self.fix, self.value = line, rule, fix, value
+        super().__init__(rule)
 
 
-def mapping(entries: list[Entry], line: int, problems: list[Problem]) -> Node:
+def mapping(entries: list[Entry], line: int, report: Report) -> Node:
     """Build a mapping and report duplicate keys, of which other parsers silently keep the last."""
     unique: dict[str, Entry] = {}
     for entry in entries:
         if entry.key in unique:
             first = unique[entry.key].line
-            problems.append(
-                Problem(
-                    line=entry.line,
-                    key=entry.key,
-                    rule=f"the key is duplicated; it is first set on line {first}",
-                    fix="remove one of the two",
-                )
-            )
+            rule = f"the key is duplicated; it is first set on line {first}"
+            report.error(entry.key, rule, "remove one of the two", line=entry.line)
         unique[entry.key] = entry
     kept = tuple(unique.values())
     return Node(line=line, kind="mapping", entries=kept, size=1 + sum(entry.node.size for entry in kept))
@@ -104,11 +42,9 @@ def mapping(entries: list[Entry], line: int, problems: list[Problem]) -> Node:
 
 def check_limits(size: int, depth: int, line: int) -> None:
     if depth > MAXIMUM_DEPTH:
-        raise UnreadableError(Problem(line=line, rule=_TOO_DEEP))
+        raise UnreadableError(line, _TOO_DEEP)
     if size > MAXIMUM_NODES:
-        raise UnreadableError(
-            Problem(line=line, rule=f"the file has more than {MAXIMUM_NODES} values (aliases expanded)")
-        )
+        raise UnreadableError(line, f"the file has more than {MAXIMUM_NODES} values (aliases expanded)")
 
 
 _STRINGS = json.JSONDecoder(strict=True)
@@ -119,21 +55,13 @@ _NOT_JSON = ("-Infinity", "Infinity", "NaN")
 _COMMENTS = ("#", "//", "/*")
 
 
-def parse_json(text: str) -> Parsed:
-    """Parse JSON as strictly as `json.load` in Transformers and Accelerate; DeepSpeed's hjson parser accepts more."""
-    reader = _Reader(text)
-    try:
-        root = reader.document()
-    except UnreadableError as error:
-        return Parsed(root=None, problems=(*reader.problems, error.problem))
-    return Parsed(root=root, problems=tuple(reader.problems))
+class _JsonReader:
+    """Reads JSON as strictly as `json.load` in Transformers and Accelerate; DeepSpeed's hjson parser accepts more."""
 
-
-class _Reader:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, report: Report) -> None:
         self.text = text
         self.position = 0
-        self.problems: list[Problem] = []
+        self.report = report
         self.count = 0
         self.breaks = [match.start() for match in re.finditer("\n", text)]
 
@@ -143,7 +71,7 @@ class _Reader:
     def stop(self, rule: str, fix: str = "") -> UnreadableError:
         if not fix and self.text.startswith(_COMMENTS, self.position):
             fix = "remove the comment: only DeepSpeed's parser supports comments"
-        return UnreadableError(Problem(line=self.line(), rule=f"not valid JSON: {rule}", fix=fix))
+        return UnreadableError(self.line(), f"not valid JSON: {rule}", fix)
 
     def peek(self) -> str:
         match = _BLANK.match(self.text, self.position)
@@ -153,7 +81,7 @@ class _Reader:
 
     def document(self) -> Node:
         if not self.peek():
-            raise UnreadableError(Problem(line=1, rule="the file is empty"))
+            raise UnreadableError(1, "the file is empty")
         root = self.value(0)
         if self.peek():
             raise self.stop("there is text after the end of the document")
@@ -187,9 +115,7 @@ class _Reader:
         for word in _NOT_JSON:
             if self.text.startswith(word, self.position):
                 line, self.position = self.line(), self.position + len(word)
-                self.problems.append(
-                    Problem(line=line, value=word, rule="is not a JSON number", fix="write a finite number")
-                )
+                self.report.error("", "is not a JSON number", "write a finite number", value=word, line=line)
                 return 0
         match = _NUMBER.match(self.text, self.position)
         if match is None:
@@ -200,9 +126,7 @@ class _Reader:
             return int(integer)
         number = float(match.group())
         if number in (float("inf"), float("-inf")):
-            self.problems.append(
-                Problem(line=line, value=match.group()[:40], rule="the number is too large", fix="reduce it")
-            )
+            self.report.error("", "the number is too large", "reduce it", value=match.group()[:40], line=line)
             return 0
         return number
 
@@ -232,7 +156,7 @@ class _Reader:
             self.position += 1
             entries.append(Entry(key=key, line=key_line, node=self.value(depth + 1)))
             if self.separator("}"):
-                return mapping(entries, line, self.problems)
+                return mapping(entries, line, self.report)
 
     def separator(self, closing: str) -> bool:
         character = self.peek()
@@ -258,27 +182,11 @@ _LARGEST_BITS = 1000
 _STANDARD = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 
 
-def parse_yaml(text: str) -> Parsed:
-    """Parse YAML as `yaml.safe_load` does, but with line numbers, and report what `safe_load` hides."""
-    problems: list[Problem] = []
-    try:
-        return Parsed(root=_Builder(problems).build(text), problems=tuple(problems))
-    except UnreadableError as error:
-        return Parsed(root=None, problems=(*problems, error.problem))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        # PyYAML 6.0.4 has a limit of its own, above ours.
-        if "nesting depth" in str(error.problem):
-            return Parsed(root=None, problems=(*problems, Problem(line=line, rule=_TOO_DEEP)))
-        return Parsed(root=None, problems=(*problems, Problem(line=line, rule=f"not valid YAML: {error.problem}")))
-    except yaml.YAMLError as error:
-        reason = str(error).splitlines()[0]
-        return Parsed(root=None, problems=(*problems, Problem(line=1, rule=f"not valid YAML: {reason}")))
+class _YamlBuilder:
+    """Builds what `yaml.safe_load` returns, but with line numbers, and reports what `safe_load` hides."""
 
-
-class _Builder:
-    def __init__(self, problems: list[Problem]) -> None:
-        self.problems = problems
+    def __init__(self, report: Report) -> None:
+        self.report = report
         self.anchors: dict[str, Node] = {}
         self.size = 0
         self.documents = 0
@@ -293,7 +201,7 @@ class _Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 self.documents += 1
                 if self.documents > 1:
-                    raise UnreadableError(Problem(line=line, rule="the file has more than one YAML document"))
+                    raise UnreadableError(line, "the file has more than one YAML document")
             if isinstance(event, yaml.CollectionStartEvent):
                 check_limits(self.size, len(stack) + 1, line)
                 self.check_tag(event.tag, line)
@@ -309,7 +217,7 @@ class _Builder:
             else:
                 root = node
         if root is None:
-            raise UnreadableError(Problem(line=1, rule="the file is empty"))
+            raise UnreadableError(1, "the file is empty")
         return root
 
     def finished(self, event: Any, stack: list[tuple[Any, list[Node]]], line: int) -> Node | None:
@@ -317,7 +225,7 @@ class _Builder:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 rule = f"the alias *{event.anchor} is used before or inside the value that it names"
-                raise UnreadableError(Problem(line=line, rule=rule))
+                raise UnreadableError(line, rule)
             return self.anchors[event.anchor]
         if isinstance(event, yaml.ScalarEvent):
             node = Node(line=line, kind="scalar", scalar=self.scalar(event, line))
@@ -330,7 +238,7 @@ class _Builder:
                 size = 1 + sum(child.size for child in children)
                 node = Node(line=start_line, kind="sequence", items=tuple(children), size=size)
             else:
-                node = mapping(self.entries(children), start_line, self.problems)
+                node = mapping(self.entries(children), start_line, self.report)
         else:
             return None
         if anchor:
@@ -342,14 +250,12 @@ class _Builder:
         merged: list[Entry] = []
         for key, value in zip(children[::2], children[1::2], strict=True):
             if key.kind != "scalar":
-                raise UnreadableError(Problem(line=key.line, rule="a key must be a string, not a list or mapping"))
+                raise UnreadableError(key.line, "a key must be a string, not a list or mapping")
             if isinstance(key.scalar, _Merge):
                 merged += [entry for source in value.items or (value,) for entry in source.entries]
                 continue
             if not isinstance(key.scalar, str):
-                self.problems.append(
-                    Problem(line=key.line, value=key.scalar, rule="a key must be a string", fix="quote the key")
-                )
+                self.report.error("", "a key must be a string", "quote the key", value=key.scalar, line=key.line)
             entries.append(Entry(key=str(key.scalar), line=key.line, node=value))
         present = {entry.key for entry in entries}
         for entry in merged:
@@ -361,7 +267,7 @@ class _Builder:
     def check_tag(self, tag: str | None, line: int) -> None:
         if tag not in (None, "!") and tag not in _STANDARD:
             rule = "tags that build objects are not supported, as in `yaml.safe_load`"
-            raise UnreadableError(Problem(line=line, value=tag, rule=rule, fix="write a plain value"))
+            raise UnreadableError(line, rule, "write a plain value", tag)
 
     def scalar(self, event: Any, line: int) -> object:
         """Return the value that `yaml.safe_load` returns."""
@@ -380,9 +286,7 @@ class _Builder:
                 raise OverflowError
             return value
         except (ValueError, yaml.YAMLError, KeyError, IndexError, OverflowError):
-            self.problems.append(
-                Problem(line=line, value=event.value[:80], rule="is not a valid YAML value", fix="quote it")
-            )
+            self.report.error("", "is not a valid YAML value", "quote it", value=event.value[:80], line=line)
             return event.value
 
 
@@ -398,72 +302,55 @@ MAXIMUM_BYTES = 1 << 20
 """Larger files are rejected without being parsed."""
 _JSON_SUFFIXES = {".json", ".hjson"}
 _YAML_SUFFIXES = {".yaml", ".yml"}
-_ACCELERATE_KEYS = {
-    "compute_environment",
-    "distributed_type",
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "mixed_precision",
-    "deepspeed_config",
-    "fsdp_config",
-    "parallelism_config",
-    "megatron_lm_config",
-    "fp8_config",
-    "dynamo_config",
-    "mpirun_config",
-    "main_training_function",
-    "main_process_ip",
-    "main_process_port",
-    "rdzv_backend",
-    "same_network",
-    "downcast_bf16",
-    "use_cpu",
-    "gpu_ids",
-}
-_DEEPSPEED_KEYS = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16",
-    "optimizer",
-    "scheduler",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "aio",
-    "activation_checkpointing",
-    "tensor_parallel",
-    "expert_parallel",
-    "data_types",
-    "flops_profiler",
-    "zero_optimisation",
-}
 
 
-def parse(text: str | bytes, filename: str) -> Parsed:
-    """Decode and parse a configuration: JSON by its suffix or first character, else YAML."""
-    problems: list[Problem] = []
+def parse(text: str | bytes, filename: str) -> Report:
+    """Decode and parse a configuration, JSON by its suffix or first character, else YAML; report syntax errors."""
+    report = Report(filename=filename)
+    try:
+        root = _tree(text, report)
+    except UnreadableError as error:
+        report.is_readable = False
+        report.error("", error.rule, error.fix, value=error.value, line=error.line)
+        return report
+    report.is_readable = root.kind == "mapping"
+    if report.is_readable:
+        report.root = root
+    else:
+        empty = root.kind == "scalar" and root.scalar is None
+        rule = "the file is empty" if empty else "the file must be a mapping of keys to values"
+        report.error("", rule, value=None if empty else root.plain(), line=root.line)
+    return report
+
+
+def _tree(text: str | bytes, report: Report) -> Node:
     size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
     if size > MAXIMUM_BYTES:
-        return _unreadable(f"the file has {size} bytes, but a configuration may have at most {MAXIMUM_BYTES}")
+        raise UnreadableError(1, f"the file has {size} bytes, but a configuration may have at most {MAXIMUM_BYTES}")
     if isinstance(text, bytes):
         content = text
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             line = content.count(b"\n", 0, error.start) + 1
-            return _unreadable(f"byte {error.start} is not UTF-8", "save the file as UTF-8", line)
-    as_json = is_json(text, filename)
+            raise UnreadableError(line, f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
+    as_json = is_json(text, report.filename)
     if text.startswith("\ufeff"):
         text = text[1:]
         rule = "the file starts with a byte order mark" + (", which `json.load` rejects" if as_json else "")
-        problems.append(
-            Problem(line=1, rule=rule, fix="save the file as UTF-8 without a byte order mark", warning=not as_json)
-        )
-    parsed = parse_json(text) if as_json else parse_yaml(text)
-    return Parsed(root=parsed.root, problems=(*problems, *parsed.problems))
+        add = report.error if as_json else report.warning
+        add("", rule, "save the file as UTF-8 without a byte order mark", line=1)
+    if as_json:
+        return _JsonReader(text, report).document()
+    try:
+        return _YamlBuilder(report).build(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        # PyYAML 6.0.4 has a limit of its own, above ours.
+        is_deep = "nesting depth" in str(error.problem)
+        raise UnreadableError(line, _TOO_DEEP if is_deep else f"not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise UnreadableError(1, f"not valid YAML: {str(error).splitlines()[0]}") from None
 
 
 def is_json(text: str, filename: str) -> bool:
@@ -474,14 +361,10 @@ def is_json(text: str, filename: str) -> bool:
     return text.lstrip("\ufeff \t\r\n").startswith(("{", "["))
 
 
-def detect_kind(tree: Node, filename: str = "") -> Literal["deepspeed", "accelerate"]:
-    """Return the format with more matching keys; the suffix decides a tie."""
-    keys = {entry.key for entry in tree.entries}
-    accelerate, deepspeed = len(keys & _ACCELERATE_KEYS), len(keys & _DEEPSPEED_KEYS)
-    if accelerate != deepspeed:
-        return "accelerate" if accelerate > deepspeed else "deepspeed"
-    return "accelerate" if PurePath(filename).suffix.lower() in _YAML_SUFFIXES else "deepspeed"
-
-
-def _unreadable(rule: str, fix: str = "", line: int = 1) -> Parsed:
-    return Parsed(root=None, problems=(Problem(line=line, rule=rule, fix=fix),))
+def detect_kind(report: Report) -> Literal["deepspeed", "accelerate"]:
+    """Return the format with more keys that the other does not have; the suffix decides a tie."""
+    accelerate, deepspeed = ({*load_keys(name)["root"]["keys"]} for name in ("accelerate", "deepspeed"))
+    keys = {entry.key for entry in report.root.entries}
+    difference = len(keys & accelerate - deepspeed) - len(keys & deepspeed - accelerate)
+    is_yaml = PurePath(report.filename).suffix.lower() in _YAML_SUFFIXES
+    return "accelerate" if difference > 0 or (difference == 0 and is_yaml) else "deepspeed"

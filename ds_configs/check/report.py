@@ -1,4 +1,4 @@
-"""Findings of a check, and the checks that both formats share: keys, types and combinations."""
+"""A parsed file with the findings about it, and the checks that both formats share: keys, types and combinations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,48 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..legality.combinations import SETTINGS, cell, rejection
 from ..specs.errors import ConfigError
-from .parsing import Entry, Node, Problem
 
 MAXIMUM_FINDINGS = 200
 """More findings are not listed: they probably have one cause, or the file is not a configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One value of a configuration file."""
+
+    line: int
+    """Line on which the value starts, counted from 1."""
+    kind: Literal["mapping", "sequence", "scalar"]
+    """Which of `entries`, `items` and `scalar` has the content."""
+    scalar: object = None
+    entries: tuple[Entry, ...] = ()
+    items: tuple[Node, ...] = ()
+    size: int = 1
+    """Values in this subtree, with aliases expanded."""
+
+    def get(self, key: str) -> Node | None:
+        return next((entry.node for entry in self.entries if entry.key == key), None)
+
+    def plain(self) -> object:
+        """Return the subtree as dictionaries, lists and scalars."""
+        if self.kind == "mapping":
+            return {entry.key: entry.node.plain() for entry in self.entries}
+        return [item.plain() for item in self.items] if self.kind == "sequence" else self.scalar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One key of a mapping with its value."""
+
+    key: str
+    line: int
+    node: Node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +83,25 @@ def _json_value(value: object) -> object:
     return value if isinstance(value, bool | int | str) or value is None else str(value)
 
 
+@dataclass(kw_only=True, slots=True)
 class Report:
-    """Findings about one parsed file, each with its file name, line and key path."""
+    """A parsed file and the findings about it, each with its file name, line and key path."""
 
-    def __init__(self, root: Node, filename: str) -> None:
-        self.root = root
-        self.filename = filename
-        self.findings: list[Finding] = []
+    filename: str
+    root: Node = Node(line=1, kind="mapping")
+    """The tree; an empty mapping if the file is not readable."""
+    is_readable: bool = True
+    """Whether the file is a mapping of keys to values."""
+    findings: list[Finding] = field(default_factory=list)
+
+    def in_order(self) -> tuple[Finding, ...]:
+        """Return the first `MAXIMUM_FINDINGS` findings, sorted by line."""
+        ordered = sorted(self.findings, key=_line_of)
+        if len(ordered) <= MAXIMUM_FINDINGS:
+            return tuple(ordered)
+        rule = f"has more than {MAXIMUM_FINDINGS} findings; the others are not listed"
+        more = Finding(kind="error", error=ConfigError(where=self.filename, rule=rule))
+        return (*ordered[:MAXIMUM_FINDINGS], more)
 
     def node(self, path: str) -> Node | None:
         """Return the node at a dotted path; `None` if it is absent."""
@@ -125,22 +169,7 @@ def as_integer(value: object) -> int | None:
     return int(value) if math.isfinite(value) and value == int(value) else None
 
 
-def from_problem(problem: Problem, filename: str) -> Finding:
-    where = f"{filename}:{problem.line} {printable_key(problem.key)}".rstrip()
-    error = ConfigError(where=where, value=problem.value, rule=problem.rule, fix=problem.fix)
-    return Finding(kind="warning" if problem.warning else "error", error=error)
-
-
-def in_order(findings: list[Finding], filename: str) -> tuple[Finding, ...]:
-    """Return the first `MAXIMUM_FINDINGS` findings, sorted by line."""
-    ordered = sorted(findings, key=line_of)
-    if len(ordered) <= MAXIMUM_FINDINGS:
-        return tuple(ordered)
-    rule = f"has more than {MAXIMUM_FINDINGS} findings; the others are not listed"
-    return (*ordered[:MAXIMUM_FINDINGS], Finding(kind="error", error=ConfigError(where=filename, rule=rule)))
-
-
-def line_of(finding: Finding) -> int:
+def _line_of(finding: Finding) -> int:
     line = finding.error.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
     return int(line) if line.isdigit() else 0
 
@@ -321,92 +350,75 @@ _MADE_BY_DEEPSPEED = frozenset({("sgd", "zero_offload"), ("rmsprop", "zero_offlo
 _DEVICES = ("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stated:
-    """A setting or a column of the table of combinations, and the key of a file that sets it."""
+def check_combinations(report: Report, settings: Iterable[tuple[str, str]], columns: Iterable[str]) -> None:
+    """Warn about each pair of a setting and a column that no test proves.
 
-    name: str
-    """A key of `SETTINGS` or `COLUMNS`."""
-    report: Report
-    path: str
-
-
-def check_combinations(settings: Iterable[Stated], columns: Iterable[Stated]) -> None:
-    """Warn about each pair of a setting and a column that no test proves, at the key of the setting."""
+    Args:
+        report: The file that has the settings.
+        settings: Keys of `SETTINGS`, each with the path of the key that sets it.
+        columns: Keys of `COLUMNS`, of this file or another one.
+    """
     columns = list(columns)
-    for setting in settings:
+    for setting, path in settings:
         rejected: dict[str, list[str]] = {}
         for column in columns:
-            verdict = cell(setting.name, column.name)
-            if not verdict.is_proven and (setting.name, column.name) not in _MADE_BY_DEEPSPEED:
-                rejected.setdefault(verdict.reason, []).append(column.name)
+            verdict = cell(setting, column)
+            if not verdict.is_proven and (setting, column) not in _MADE_BY_DEEPSPEED:
+                rejected.setdefault(verdict.reason, []).append(column)
         for reason, names in rejected.items():
-            rule, fix = rejection(setting.name, names, reason)
-            setting.report.warning(setting.path, f"{SETTINGS[setting.name]} {rule}", fix)
+            rule, fix = rejection(setting, names, reason)
+            report.warning(path, f"{SETTINGS[setting]} {rule}", fix)
 
 
-def check_deepspeed_combinations(report: Report) -> None:
-    """Check the combinations that a DeepSpeed JSON alone sets for a Trainer."""
-    check_combinations(settings_of_deepspeed(report), columns_of_deepspeed(report))
-    path = next((column.path for column in columns_of_deepspeed(report) if column.name == "tp"), None)
-    if path is not None and not any(report.has(section) for section in ("bf16", "bfloat16", "fp16")):
-        rule = "loads the model in fp32, because no section sets a precision; TrainingArguments have no effect on this"
-        report.warning(path, rule, 'write "bf16": {"enabled": "auto"}')
-
-
-def settings_of_deepspeed(report: Report) -> Iterator[Stated]:
+def settings_of_deepspeed(report: Report) -> Iterator[tuple[str, str]]:
     optimizer = _OPTIMIZERS.get((report.text("optimizer.type") or "").lower())
     if optimizer is not None:
-        yield Stated(name=optimizer, report=report, path="optimizer.type")
+        yield optimizer, "optimizer.type"
     for name, path in (("bf16", "bf16.enabled"), ("compile", "compile.deepcompile")):
         if report.true(path):
-            yield Stated(name=name, report=report, path=path)
+            yield name, path
 
 
-def columns_of_deepspeed(report: Report) -> Iterator[Stated]:
+def columns_of_deepspeed(report: Report) -> Iterator[str]:
     stage = report.integer("zero_optimization.stage") if report.has("zero_optimization.stage") else 0
     if stage in (0, 1, 2, 3):
-        yield Stated(name=f"zero{stage}", report=report, path="zero_optimization.stage")
-    for part in ("optimizer", "param"):
-        path = f"zero_optimization.offload_{part}.device"
-        if report.text(path) in ("cpu", "nvme"):
-            yield Stated(name="zero_offload", report=report, path=path)
-            break
+        yield f"zero{stage}"
+    devices = (report.text(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param"))
+    if any(device in ("cpu", "nvme") for device in devices):
+        yield "zero_offload"
     sizes = {"sp": "sequence_parallel_size", "tp": "tensor_parallel.autotp_size", "ep": "expert_parallel.autoep_size"}
     for name, path in sizes.items():
         enabled = name != "ep" or report.true("expert_parallel.enabled")
         if enabled and (report.integer(path) or 1) > 1:
-            yield Stated(name=name, report=report, path=path)
+            yield name
 
 
-def settings_of_accelerate(report: Report) -> Iterator[Stated]:
+def settings_of_accelerate(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the settings that Accelerate passes to the processes."""
     kind = report.text("distributed_type")
     if report.text("mixed_precision") == "bf16":
-        yield Stated(name="bf16", report=report, path="mixed_precision")
+        yield "bf16", "mixed_precision"
     for path in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
         if kind != "DEEPSPEED" and (report.text(path) or "no").lower() != "no":
-            yield Stated(name="compile", report=report, path=path)
+            yield "compile", path
     path = "fsdp_config.fsdp_activation_checkpointing"
     if kind == "FSDP" and str(report.value(path)).lower() == "true":
-        yield Stated(name="gradient_checkpointing", report=report, path=path)
+        yield "gradient_checkpointing", path
 
 
-def columns_of_accelerate(report: Report) -> Iterator[Stated]:
+def columns_of_accelerate(report: Report) -> Iterator[str]:
     """Yield the columns of an Accelerate YAML, without those of its DeepSpeed JSON."""
     kind = report.text("distributed_type")
     if kind in _DEVICES:
-        yield Stated(name="ddp", report=report, path="distributed_type")
+        yield "ddp"
     version = report.value("fsdp_config.fsdp_version") or report.value("fsdp_config.version")
     if kind == "FSDP" and str(version) == "2":
-        yield Stated(name="fsdp2", report=report, path="distributed_type")
-        path = "fsdp_config.fsdp_offload_params"
-        if str(report.value(path)).lower() == "true":
-            yield Stated(name="fsdp2_offload", report=report, path=path)
+        yield "fsdp2"
+        if str(report.value("fsdp_config.fsdp_offload_params")).lower() == "true":
+            yield "fsdp2_offload"
     stage = report.integer("deepspeed_config.zero_stage")
     if kind == "DEEPSPEED" and stage in (0, 1, 2, 3):
-        yield Stated(name=f"zero{stage}", report=report, path="deepspeed_config.zero_stage")
+        yield f"zero{stage}"
     for name in ("sp", "cp"):
-        path = f"parallelism_config.parallelism_config_{name}_size"
-        if (report.integer(path) or 1) > 1:
-            yield Stated(name=name, report=report, path=path)
+        if (report.integer(f"parallelism_config.parallelism_config_{name}_size") or 1) > 1:
+            yield name

@@ -567,9 +567,6 @@ RULES: tuple[Rule, ...] = (
 )
 """Every rule, in the order in which they are checked."""
 
-SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
-"""Rules that every layout must satisfy, even one that is planned but never run."""
-
 BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,

@@ -1,17 +1,15 @@
-"""Parse and validate `config.json`, and describe unknown decoders by their structure."""
+"""Parse and validate `config.json`."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..specs.errors import ConfigError, RefusedInputError
-from ..specs.model import Group, ModelConfig, ModelSpec, ParameterKind, ParameterShape
-from .families import CONFIG_FIELDS, FAST_FAMILIES, model_spec_from_config
+from ..specs.model import Group, ModelConfig, ParameterKind
+from .families import CONFIG_FIELDS, FAST_FAMILIES
 
 LARGEST_CONFIG_BYTES = 4 * 2**20
 """Largest size of a `config.json`; the largest public ones have some hundred kB of label maps."""
@@ -243,114 +241,8 @@ def _divisibility_errors(config: ModelConfig, names: Mapping[str, str], source: 
     return errors
 
 
-_ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
-    "hidden_size": ("n_embd", "d_model"),
-    "intermediate_size": ("ffn_hidden_size", "n_inner", "ffn_dim", "d_ff"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
-    "num_key_value_heads": ("multi_query_group_num", "num_kv_heads", "n_kv_heads"),
-    "head_dim": ("kv_channels",),
-    "vocab_size": ("padded_vocab_size",),
-    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("moe_topk", "moe_k", "num_selected_experts"),
-    "moe_intermediate_size": ("expert_intermediate_size",),
-}
-"""Names of the standard fields in decoders outside Transformers."""
-_COPIED = ("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
-_CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
 LAYER_INDEX = re.compile(r"\.\d+\.")
 """The layer index in the name of a parameter."""
-
-
-def model_spec_from_structure(
-    config: ModelConfig,
-    *,
-    name: str,
-    revision: str | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    release: str | None = None,
-) -> ModelSpec | None:
-    """Return the `ModelSpec` of a causal decoder from its files; `None` if they do not name a causal decoder.
-
-    Raises:
-        RefusedInputError: A size is missing or absurd.
-    """
-    code = config.get("auto_map")
-    causal = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
-    architecture: str | None
-    if isinstance(causal, str) and causal:
-        architecture = causal.rpartition(".")[2]
-    else:
-        architecture = next((c for c in config.get("architectures") or [] if c.endswith(_CAUSAL_ENDINGS)), None)
-    if architecture is None:
-        return None
-    sizes = _standard_sizes(config)
-    errors = config_errors(sizes, source=name)
-    spec = None if errors else model_spec_from_config(sizes, name=name, revision=revision, release=release)
-    if spec is None:
-        rule = "has remote code, which is not run, and its config.json lacks sizes that a plan needs"
-        missing = ConfigError(where=f"{name}: architectures", value=architecture, rule=rule)
-        raise RefusedInputError([missing, *errors])
-    spec = replace(
-        spec,
-        model_type=str(config["model_type"]),
-        architecture=architecture,
-        layer_classes=(),
-        weight_conversion=False,
-        source="structure",
-    )
-    if not shapes:
-        return spec
-    parameters = _stored_parameters(shapes, spec.dimensions.vocab_size)
-    dimensions = spec.dimensions
-    held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
-    if held and not dimensions.num_experts:
-        # If the config has no known name for the number of experts, count all experts as active.
-        width = dimensions.intermediate_size
-        more = {"num_experts": held, "experts_per_token": held, "expert_intermediate_size": width}
-        dimensions = replace(dimensions, **more)
-    tied = not any(parameter.group == "head" for parameter in parameters)
-    return replace(spec, parameters=parameters, dimensions=dimensions, tied_embeddings=tied)
-
-
-def _standard_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Return the config of a Llama, or with experts of a Qwen3-MoE, with the same sizes."""
-    sizes = {field: config[field] for field in _COPIED if field in config}
-    for field, others in _ALSO_CALLED.items():
-        value = next((config[key] for key in (field, *others) if config.get(key) is not None), None)
-        if value is not None:
-            sizes[field] = value
-    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
-    experts = sizes.get("num_experts")
-    if experts and not isinstance(experts, bool):
-        sizes.setdefault("num_experts_per_tok", experts)
-        sizes.setdefault("moe_intermediate_size", sizes.get("intermediate_size"))
-        return sizes | {"model_type": "qwen3_moe"}
-    if isinstance(hidden := sizes.get("hidden_size"), int):
-        sizes.setdefault("intermediate_size", 4 * hidden)
-    return sizes | {"model_type": "llama"}
-
-
-def _stored_parameters(shapes: Mapping[str, tuple[int, ...]], vocabulary: int) -> tuple[ParameterShape, ...]:
-    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for name, shape in shapes.items():
-        counts[LAYER_INDEX.sub(".*.", name, count=1), tuple(shape)] += 1
-    parameters = []
-    for (name, shape), count in counts.items():
-        kind: ParameterKind = "linear" if len(shape) == 2 else "other"
-        module = name.lower().rpartition(".")[0]
-        if name.endswith(".bias"):
-            kind = "bias"
-        elif "norm" in module.rpartition(".")[2] or len(shape) < 2:
-            kind = "norm"
-        elif len(shape) == 3 and "expert" in module:
-            kind = "experts"
-        elif kind == "linear" and ".*." not in name and ("emb" in module or "wte" in module) and shape[0] >= vocabulary:
-            kind = "embedding"
-        is_head = kind == "linear" and ".*." not in name and shape[0] == vocabulary
-        group: Group = "head" if is_head else parameter_group(name, kind)
-        parameters.append(ParameterShape(name=name, shape=shape, count=count, group=group, kind=kind))
-    return tuple(parameters)
 
 
 def parameter_group(name: str, kind: ParameterKind) -> Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,13 +15,13 @@ from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
-from ..search.optimizer_choice import ORDER, search_optimizers
+from ..search.optimizer_choice import search_optimizers
 from ..search.run_estimates import doubts
-from ..search.search import Evaluated, ParetoPoint, search
-from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
+from ..search.search import Evaluated, search
+from ..search.suggestions import Suggestion, cheapest_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
-from ..specs.hardware import HardwareSpec, with_gpus
+from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
@@ -29,9 +29,8 @@ from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.second_models import SecondModelRole
 from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.learning import MeasuredStep, learned, published_time
+from ..step_time.learning import MeasuredStep, learned
 from .clusters import NodeCommand, hostfile, slurm_script
-from .notebook import plan_html, plan_line, plan_rows
 from .output import write_files
 from .rendering import (
     HEADER,
@@ -57,9 +56,6 @@ class Plan(LaunchSpec):
 
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
-    pareto: tuple[ParetoPoint, ...] = ()
-    offers: tuple[Offer, ...] = ()
-    """Changes that would make training faster, but change its numbers."""
     versions: tuple[tuple[str, str], ...] = ()
     """Names and versions of the libraries that the plan was made with."""
     activations: Literal["stored", "traced", "upper bound"] = "stored"
@@ -72,16 +68,27 @@ class Plan(LaunchSpec):
     """Stored runs that corrected the chosen layout's step time."""
 
     def __repr__(self) -> str:
-        return plan_line(self)
-
-    def _repr_html_(self) -> str:
-        return plan_html(self, self.rejected)
+        layout, gpu = self.chosen.strategy, self.chosen.memory.gpu
+        micro_batches = f"micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+        memory = f"{gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
+        return f"<Plan {self.model.name} on {self.hardware.name}: {layout.label}, {micro_batches}, {memory}>"
 
     def to_dataframe(self) -> Any:
         """Return the chosen layout, then the others, as a pandas DataFrame: memory in GB, tokens/s, reason."""
         import pandas  # type: ignore[import-untyped]
 
-        return pandas.DataFrame(plan_rows(self, self.rejected))
+        rows = [
+            {
+                "layout": row.strategy.label,
+                "micro_batch_size": row.strategy.micro_batch_size,
+                "peak_GB": row.memory.gpu.peak_bytes / 1e9,
+                "high_GB": row.memory.gpu.high_bytes / 1e9,
+                "tokens_per_second": row.time.tokens_per_second,
+                "reason": row.reason,
+            }
+            for row in (self.chosen, *self.rejected)
+        ]
+        return pandas.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as the JSON values of `plan.json`."""
@@ -177,7 +184,6 @@ def make_plan(
     calibration: Calibration | None = None,
     measured_steps: tuple[MeasuredStep, ...] = (),
     versions: tuple[tuple[str, str], ...] = (),
-    offers: bool = True,
 ) -> Plan:
     """Choose a layout for a model, hardware and job.
 
@@ -188,38 +194,21 @@ def make_plan(
     context = SearchContext(
         model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
     )
-    if job.objective == "cost":
-        fixed = replace(job, optimizer=ORDER[0].optimizer) if job.optimizer == "auto" else job
-        hardware = _cheapest(replace(context, job=fixed))
-        context = replace(context, hardware=hardware)
     outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
     if outcome.chosen is None:
         context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
-    plan = Plan(
+    return Plan(
         model=model,
         hardware=hardware,
         job=outcome.job,
         chosen=outcome.chosen,
         rejected=outcome.rejected,
-        pareto=outcome.pareto,
         versions=versions,
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
         learned_from=() if known is None else known.runs,
-    )
-    return with_offers(plan, job) if offers else plan
-
-
-def with_offers(plan: Plan, requested: TrainingJob) -> Plan:
-    """Return a plan with its offers, as changes of the requested job, of which the plan has chosen the open fields."""
-    # Changes are compared as predicted, without the correction of measured runs.
-    chosen = replace(plan.chosen, time=published_time(plan.chosen.time))
-    names = ("optimizer", "optim_args", "weights_dtype") if requested.optimizer == "auto" else ()
-    job = replace(requested, **{name: getattr(plan.job, name) for name in names})
-    return replace(
-        plan, offers=faster_changes(chosen, SearchContext(model=plan.model, hardware=plan.hardware, job=job))
     )
 
 
@@ -239,39 +228,8 @@ def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
         job=replace(plan.job, loss=chosen.loss),
         chosen=replace(chosen, reason=tuned_reason(best, trials)),
         rejected=rejected,
-        pareto=(),
         trials=trials,
     )
-
-
-def _cheapest(context: SearchContext) -> HardwareSpec:
-    """Return the part of a cluster with the most tokens per accelerator and second; within 1 %, the largest part.
-
-    Returns the complete cluster if the job fits on no part.
-    """
-    hardware = context.hardware
-    speeds: list[tuple[float, HardwareSpec]] = []
-    for part in (*_parts(hardware), hardware):
-        try:
-            chosen = search(replace(context, hardware=part), compare=False).chosen
-        except UsageError:
-            continue
-        if chosen is not None:
-            speeds.append((chosen.time.tokens_per_second / part.world_size, part))
-    best = max((speed for speed, _ in speeds), default=0.0)
-    return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)
-
-
-def _parts(hardware: HardwareSpec) -> Iterator[HardwareSpec]:
-    """Yield smaller clusters of the same machines: one accelerator, its doublings, then doubled numbers of nodes."""
-    gpus = 1
-    while gpus < hardware.gpus_per_node:
-        yield with_gpus(hardware, nodes=1, gpus_per_node=gpus)
-        gpus *= 2
-    nodes = 1
-    while nodes < hardware.nodes:
-        yield with_gpus(hardware, nodes=nodes, gpus_per_node=hardware.gpus_per_node)
-        nodes *= 2
 
 
 SCHEMA_VERSION = 1
@@ -285,13 +243,11 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "model": model_summary(plan.model, plan.job),
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
-        "chosen": _evaluated_dict(plan.chosen)
-        | {"reason": plan.chosen.reason, "teacher": None}
+        "chosen": evaluated_dict(plan.chosen)
+        | {"teacher": None}
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": _global_batch_dict(plan),
-        "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
-        "pareto": [asdict(point) for point in plan.pareto],
-        "offers": [asdict(offer) for offer in plan.offers],
+        "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
@@ -348,11 +304,7 @@ def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "strategy": strategy}
 
 
-def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
-    return _evaluated_dict(candidate, reason=candidate.reason, analysis_only=candidate.analysis_only)
-
-
-def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]:
+def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     memory = evaluated.memory
     host = asdict(memory.host)
     nvme_bytes = host.pop("nvme_bytes_per_node")
@@ -363,7 +315,7 @@ def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]
         del step_time["learned_factors"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
-        **described,
+        "reason": evaluated.reason,
         "gpu_memory": asdict(memory.gpu),
         "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
         "nvme_bytes_per_node": nvme_bytes,
@@ -402,8 +354,6 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "job": job,
             "chosen": _evaluated_values(data["chosen"]),
             "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
-            "pareto": data["pareto"],
-            "offers": data["offers"],
             "versions": list(data["versions"].items()),
             "activations": data.get("activations", "stored"),
             "command": data.get("command", ""),
@@ -456,7 +406,6 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "time": candidate["step_time"],
         "loss": candidate["loss"],
         "placements": {role: candidate[role] for role in get_args(SecondModelRole) if candidate.get(role)},
-        "analysis_only": candidate.get("analysis_only", False),
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},
@@ -565,10 +514,10 @@ def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
 
 def header_lines(plan: Plan, directory: str) -> list[str]:
     """Return the header of every file: purpose, reason, launch command, assumptions."""
-    hardware, gpu, strategy = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
+    hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
     lines = [
-        f"{plan.model.name} on {hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
-        f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
+        f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
+        f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}{loaded_type(plan)}, sequences "
@@ -579,11 +528,11 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         lines.append(f"Requires the package {package}: pip install {package}")
     if plan.job.weights_dtype == "bf16":
         lines.append(bf16_weights_line(plan.job))
-    axes = strategy.axes
+    axes = layout.axes
     libraries = _AXIS_LIBRARIES | ({"tp": "each pipeline stage shards its layers."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
-        lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
+        lines += pipeline_warnings(stages=axes["pp"], micro_batches=layout.gradient_accumulation_steps)
     if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     for second in plan.job.second_models:
@@ -644,11 +593,11 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if attention == _class_attention(planned, planned.release):
         attention = _class_attention(planned, release)
     installed = replace(planned, release=release, attention=attention)
-    strategy, changes = plan.chosen.strategy, []
+    layout, changes = plan.chosen.strategy, []
     if installed.attention != planned.attention:
         changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     before, after = (
-        cached_activations(model, plan.job)(strategy.micro_batch_size, activation_mode(strategy, plan.job))
+        cached_activations(model, plan.job)(layout.micro_batch_size, activation_mode(layout, plan.job))
         for model in (planned, installed)
     )
     kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer

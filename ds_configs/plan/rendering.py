@@ -162,41 +162,41 @@ def launch_script(plan: LaunchSpec, header: str) -> str:
 
 def trainer_line(plan: LaunchSpec) -> str:
     """Return whether a stock Trainer can run a plan, and what it needs for that."""
-    strategy, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.strategy, plan.job
     if job.teacher is not None:
         return "Trainer: use `shardwright distill`, or DistillationTrainer in your script"
-    if strategy.pp > 1 or strategy.cp > 1:
-        axis = "pipeline" if strategy.pp > 1 else "context parallelism"
+    if layout.pp > 1 or layout.cp > 1:
+        axis = "pipeline" if layout.pp > 1 else "context parallelism"
         return f"Trainer: a stock Trainer cannot run the {axis}; use `shardwright train`, or trainer_for in your script"
     needs = []
-    if strategy.axes:
-        axes = ", ".join(f"{axis.upper()} {size}" for axis, size in strategy.axes.items())
+    if layout.axes:
+        axes = ", ".join(f"{axis.upper()} {size}" for axis, size in layout.axes.items())
         needs.append(f"`shardwright launch` or trainer_for for {axes}")
-    elif plan.hardware.gpu == "CPU" and strategy.engine != "single":
+    elif plan.hardware.gpu == "CPU" and layout.engine != "single":
         needs.append("`shardwright launch` for CPU ranks")
-    if strategy.recomputes_in_part:
+    if layout.recomputes_in_part:
         needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
     if features := [
         name
         for name, is_on in (
-            ("tiled MLPs", strategy.tiled_mlp),
+            ("tiled MLPs", layout.tiled_mlp),
             ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
-            ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+            ("checkpoints in host memory", layout.offloaded_checkpoints > 0),
             ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
         )
         if is_on
     ]:
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for for {', '.join(features)}")
-    if strategy.zero_stage == 3 and job.method == "qlora" and not strategy.recomputes_in_part:
+    if layout.zero_stage == 3 and job.method == "qlora" and not layout.recomputes_in_part:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
-    spec, sharded = OPTIMIZERS[job.optimizer], strategy.engine == "fsdp2"
+    spec, sharded = OPTIMIZERS[job.optimizer], layout.engine == "fsdp2"
     prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
-    if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
+    if layout.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
         needs.append(f"`shardwright launch` or trainer_for, which prepare {job.optimizer}")
     elif job.optimizer == "muon":
         needs.append("`shardwright launch`, or trainer_for with args=plan.training_arguments(...), for optim=muon")
-    stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
+    stock_bytes = stock_loading_bytes(layout, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
         size = gigabytes(stock_bytes)
         needs.append(
@@ -243,11 +243,11 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     With FSDP2 and accumulation, the Trainer would keep gradients unsharded between micro-batches
     (`Accelerator.no_sync`, accelerate/accelerator.py:1167); `sync_each_batch` keeps them sharded, as planned.
     """
-    strategy, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.strategy, plan.job
     arguments: dict[str, object] = {
-        "per_device_train_batch_size": strategy.micro_batch_size,
-        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
-        "gradient_checkpointing": strategy.gradient_checkpointing,
+        "per_device_train_batch_size": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+        "gradient_checkpointing": layout.gradient_checkpointing,
         "bf16": job.precision == "bf16" and job.weights_dtype != "bf16",
         "fp16": job.precision == "fp16",
         "optim": job.optimizer,
@@ -264,16 +264,16 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     if job.use_liger_kernel:
         arguments["use_liger_kernel"] = True
         fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
-        if strategy.tiled_mlp:
+        if layout.tiled_mlp:
             # Tiles replace the forward pass of MLPs, as these kernels do.
             fused |= {"swiglu": False, "geglu": False}
         arguments["liger_kernel_config"] = fused
     elif uses_liger(plan):
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
-    if strategy.engine == "fsdp2":
+    if layout.engine == "fsdp2":
         accelerator: dict[str, object] = {}
-        if strategy.gradient_accumulation_steps > 1:
+        if layout.gradient_accumulation_steps > 1:
             accelerator["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
         if plan.hardware.gpu == "CPU":
             # accelerate 1.15.0 silently trains plain DDP here. `shardwright launch` creates the state that this key
@@ -291,39 +291,39 @@ GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     """Return the DeepSpeed configuration of a plan, without keys that have no effect."""
-    strategy, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.strategy, plan.job
     config: dict[str, object] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": _zero_section(strategy, plan),
+        "zero_optimization": _zero_section(layout, plan),
     }
     if job.precision == "fp16":
         config["fp16"] = {"enabled": "auto"}
         del config["bf16"]
     if job.optimizer == "muon":
         config["optimizer"] = {"type": "Muon", "params": muon_parameters(job)}
-    if strategy.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
-    if strategy.offload_variant == "zenflow":
+    if layout.offload_variant == "zenflow":
         # Its step takes arguments that only DeepSpeed's own ZenFlowCPUAdam has, which this section creates.
         params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         config["optimizer"] = {"type": "AdamW", "params": params}
-    if strategy.tp > 1 and strategy.pp > 1:
+    if layout.tp > 1 and layout.pp > 1:
         # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
-    elif strategy.tp > 1:
+    elif layout.tp > 1:
         # The callback splits the layers by these values; without a vocabulary-parallel head the logits stay complete.
-        config["tensor_parallel"] = {"autotp_size": strategy.tp, "vocab_parallel_lm_head": False}
-    if strategy.ep > 1:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.ep}
-    if strategy.zero.gradient_accumulation_fp32:
+        config["tensor_parallel"] = {"autotp_size": layout.tp, "vocab_parallel_lm_head": False}
+    if layout.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
+    if layout.zero.gradient_accumulation_fp32:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
         config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
     return config
 
@@ -334,15 +334,15 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     Raises:
         UsageError: the plan does not use DeepSpeed.
     """
-    strategy, precision = plan.chosen.strategy, plan.job.precision
-    if strategy.engine != "deepspeed":
+    layout, precision = plan.chosen.strategy, plan.job.precision
+    if layout.engine != "deepspeed":
         rule = "does not use DeepSpeed"
         fix = "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate"
-        raise UsageError(ConfigError(where="plan", value=strategy.label, rule=rule, fix=fix))
+        raise UsageError(ConfigError(where="plan", value=layout.label, rule=rule, fix=fix))
     numbers = {
-        "train_batch_size": strategy.global_batch_size,
-        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
-        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "train_batch_size": layout.global_batch_size,
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
         "gradient_clipping": max_grad_norm(plan.job),
         "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
     }
@@ -357,22 +357,22 @@ def muon_parameters(job: TrainingJob) -> dict[str, object]:
     return parameters | {"ns_method": "standard", "torch_adam": True}
 
 
-def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
-    zero = strategy.zero
-    section: dict[str, Any] = {"stage": strategy.zero_stage}
-    if strategy.tp > 1 and strategy.pp == 1:
+def _zero_section(layout: Layout, plan: LaunchSpec) -> dict[str, Any]:
+    zero = layout.zero
+    section: dict[str, Any] = {"stage": layout.zero_stage}
+    if layout.tp > 1 and layout.pp == 1:
         # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
         section[GATHER_ON_SAVE] = True
-    if strategy.zero_stage == 0:
+    if layout.zero_stage == 0:
         return section
     section |= {
         "overlap_comm": zero.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": zero.reduce_bucket_size,
     }
-    if strategy.zero_stage == 3 and plan.job.optimizer == "muon":
+    if layout.zero_stage == 3 and plan.job.optimizer == "muon":
         section["reduce_scatter"] = False
-    if strategy.zero_stage == 3:
+    if layout.zero_stage == 3:
         keys: dict[str, object] = {
             "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
             "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
@@ -388,16 +388,16 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
         if zero.quantized_gradients:
             keys["zero_quantized_gradients"] = True
         section |= keys
-    if strategy.offload_optimizer != "none":
+    if layout.offload_optimizer != "none":
         section["offload_optimizer"] = _offload_section(
-            strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
+            layout.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
         )
-    if strategy.offload_variant == "superoffload":
+    if layout.offload_variant == "superoffload":
         section["offload_optimizer"] |= {"super_offload": True}
-    if strategy.offload_variant == "zenflow":
+    if layout.offload_variant == "zenflow":
         # DeepSpeed takes `update_interval` as the accumulation steps, so that both must be equal. The Trainer gives it
         # no data loader, without which columns are selected once, except with the strategy `step`.
-        interval = strategy.gradient_accumulation_steps
+        interval = layout.gradient_accumulation_steps
         section["zenflow"] = {
             "topk_ratio": ZENFLOW_TOPK_RATIO,
             "select_strategy": "step",
@@ -406,9 +406,9 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
             # On two CPU ranks, deepspeed 0.19.8 never ended a step of the process that overlaps.
             "overlap_step": plan.hardware.gpu != "CPU",
         }
-    if strategy.offload_param != "none":
+    if layout.offload_param != "none":
         section["offload_param"] = _offload_section(
-            strategy.offload_param,
+            layout.offload_param,
             plan,
             buffer_count=zero.parameter_buffer_count,
             buffer_size=zero.parameter_buffer_elements,
@@ -431,11 +431,11 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
     wrong after the directory was moved. `num_processes` counts the processes of all nodes. With a DeepSpeed file
     neither `mixed_precision` nor a value of that file is allowed (accelerate/utils/dataclasses.py:1507).
     """
-    strategy, hardware = plan.chosen.strategy, plan.hardware
+    layout, hardware = plan.chosen.strategy, plan.hardware
     # MULTI_GPU also for CPU ranks: accelerate 1.15.0 starts one plain process for MULTI_CPU.
     types = {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}
-    is_hpu = strategy.engine == "ddp" and hardware.gpu.startswith("Gaudi")
-    distributed_type = "MULTI_HPU" if is_hpu else types[strategy.engine]
+    is_hpu = layout.engine == "ddp" and hardware.gpu.startswith("Gaudi")
+    distributed_type = "MULTI_HPU" if is_hpu else types[layout.engine]
     config: dict[str, object] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": distributed_type,
@@ -448,19 +448,19 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
     if hardware.nodes > 1:
         config["main_process_ip"] = "main-process-host"
         config["main_process_port"] = 29500
-    if strategy.engine == "deepspeed":
+    if layout.engine == "deepspeed":
         launcher = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
         config["deepspeed_config"] = {
             "deepspeed_config_file": json.dumps(deepspeed_config(plan), indent=2) + "\n",
-            "zero3_init_flag": strategy.zero_stage == 3,
+            "zero3_init_flag": layout.zero_stage == 3,
             **launcher,
         }
-        if strategy.sp > 1:
+        if layout.sp > 1:
             # `dp_shard_size` counts the groups that share a sequence; Accelerate computes the batch from it. The
             # attention is the model's own, which the callback replaces.
             config["parallelism_config"] = {
-                "parallelism_config_dp_shard_size": hardware.world_size // strategy.sp,
-                "parallelism_config_sp_size": strategy.sp,
+                "parallelism_config_dp_shard_size": hardware.world_size // layout.sp,
+                "parallelism_config_sp_size": layout.sp,
                 "parallelism_config_sp_backend": "deepspeed",
                 "parallelism_config_sp_seq_length_is_variable": True,
                 "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
@@ -472,13 +472,13 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
     is_fp8 = plan.job.precision == "fp8"
     if is_fp8:
         config["fp8_config"] = {"fp8_backend": "AO"}
-    if strategy.engine == "fsdp2":
+    if layout.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
             "fsdp_reshard_after_forward": True,
-            "fsdp_offload_params": strategy.offload_param == "cpu",
+            "fsdp_offload_params": layout.offload_param == "cpu",
             # Accelerate 1.15.0 cannot use it with 4-bit weights (fsdp_utils.py:830) and torchao's fp8 layers
             # (accelerator.py:519); every rank reads the weights itself.
             "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora" and not is_fp8,
@@ -486,14 +486,14 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             # The Trainer enables checkpointing and rejects both switches together (trainer.py:847).
             "fsdp_activation_checkpointing": False,
         }
-        if strategy.dp_replicate > 1 or strategy.cp > 1:
+        if layout.dp_replicate > 1 or layout.cp > 1:
             parallelism: dict[str, object] = {
-                "parallelism_config_dp_replicate_size": strategy.dp_replicate,
-                "parallelism_config_dp_shard_size": strategy.dp_shard,
+                "parallelism_config_dp_replicate_size": layout.dp_replicate,
+                "parallelism_config_dp_shard_size": layout.dp_shard,
             }
-            if strategy.cp > 1:
+            if layout.cp > 1:
                 parallelism |= {
-                    "parallelism_config_cp_size": strategy.cp,
+                    "parallelism_config_cp_size": layout.cp,
                     "parallelism_config_cp_comm_strategy": "allgather",
                 }
             config["parallelism_config"] = parallelism

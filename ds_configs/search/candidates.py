@@ -9,15 +9,7 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from ..legality.rules import (
-    AXIS_RULES,
-    BATCH_RULES,
-    LAYOUT_RULES,
-    SIZE_RULES,
-    Rule,
-    broken_rules,
-    legality_errors,
-)
+from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
 from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
 from ..models.liger import has_liger_loss
@@ -99,35 +91,18 @@ def _divisors(world: int, limit: int) -> list[int]:
     return [size for size in range(2, min(world, limit, 1024) + 1) if world % size == 0]
 
 
-def _with_axes(strategy: Layout, axes: Mapping[str, int], hardware: HardwareSpec) -> Layout:
+def _with_axes(layout: Layout, axes: Mapping[str, int], hardware: HardwareSpec) -> Layout:
     """Return a layout with these axes; the remaining ranks are data-parallel."""
     others = 1
     for axis, size in axes.items():
         others *= size if axis != "ep" else 1
     left = max(1, hardware.world_size // max(1, others))
     changes: dict[str, Any] = dict(axes)
-    if strategy.dp_shard == 1:
+    if layout.dp_shard == 1:
         changes["dp_replicate"] = left
     else:
-        changes["dp_shard"] = max(1, left // strategy.dp_replicate)
-    return replace(strategy, **changes)
-
-
-def three_dimensional(
-    base: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> Iterator[tuple[Layout, str]]:
-    """Yield illegal layouts of tensor, pipeline and data parallelism together, with the reason why they cannot run.
-
-    Only those whose tensor and pipeline parallelism would each be legal without the other.
-    """
-    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.second_models:
-        return
-    for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
-        strategy, *alone = (_with_axes(base, axes, hardware) for axes in ({"tp": tp, "pp": pp}, {"tp": tp}, {"pp": pp}))
-        if any(any(broken_rules(AXIS_RULES, model, layout, job, hardware)) for layout in alone):
-            continue
-        if error := next(iter(broken_rules(AXIS_RULES, model, strategy, job, hardware)), None):
-            yield strategy, error.rule
+        changes["dp_shard"] = max(1, left // layout.dp_replicate)
+    return replace(layout, **changes)
 
 
 _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
@@ -257,44 +232,44 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     )
 
 
-def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ...]:
+def mechanisms(layout: Layout, *, chunked_loss: bool = False) -> tuple[str, ...]:
     """Return the names of what a layout adds to plain data parallelism.
 
     >>> mechanisms(Layout(engine="deepspeed", zero_stage=2, dp_shard=8, gradient_checkpointing=True))
     ('gradient checkpointing',)
     """
-    names = [axis.upper() for axis in strategy.axes]
-    if strategy.offload_optimizer != "none":
+    names = [axis.upper() for axis in layout.axes]
+    if layout.offload_optimizer != "none":
         names.append("optimizer offload")
-    if strategy.offload_param != "none":
+    if layout.offload_param != "none":
         names.append("parameter offload")
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+    if "nvme" in (layout.offload_optimizer, layout.offload_param):
         names.append("NVMe")
-    if strategy.gradient_checkpointing:
+    if layout.gradient_checkpointing:
         names.append("gradient checkpointing")
-    if strategy.tiled_mlp:
+    if layout.tiled_mlp:
         names.append("tiled MLP")
-    if strategy.offloaded_checkpoints:
+    if layout.offloaded_checkpoints:
         names.append("checkpoint offload")
-    if strategy.zero.hpz_partition_size > 1:
+    if layout.zero.hpz_partition_size > 1:
         names.append("hpZ")
-    if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
+    if layout.engine == "fsdp2" and layout.dp_replicate > 1:
         names.append("hybrid sharding")
     if chunked_loss:
         names.append("chunked loss")
     return tuple(names)
 
 
-def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
+def complexity(layout: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
     """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
 
     Offload comes first: its speed depends on the host, about which a plan knows least. Axes come next: a stock Trainer
     runs everything else.
     """
-    stage = 3 if strategy.engine == "fsdp2" else strategy.zero_stage or 0
-    offloads = strategy.offload_optimizer != "none" or strategy.offload_param != "none"
-    added = len(mechanisms(strategy, chunked_loss=chunked_loss))
-    return offloads, len(strategy.axes), added, stage, strategy.engine == "fsdp2"
+    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+    offloads = layout.offload_optimizer != "none" or layout.offload_param != "none"
+    added = len(mechanisms(layout, chunked_loss=chunked_loss))
+    return offloads, len(layout.axes), added, stage, layout.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384
@@ -361,7 +336,7 @@ class SearchContext:
 class Candidate:
     """A layout with micro-batch and recomputation, for a job whose loss and second models' placements are resolved."""
 
-    strategy: Layout
+    layout: Layout
     context: SearchContext
     index: int
     lean: bool = False
@@ -374,14 +349,14 @@ class Candidate:
     @cached_property
     def time(self) -> StepTime:
         context = self.context
-        time = estimate_step_time(self.strategy, context.model, context.hardware, context.job)
-        return corrected_time(time, context.measured_steps, hardware=context.hardware, engine=self.strategy.engine)
+        time = estimate_step_time(self.layout, context.model, context.hardware, context.job)
+        return corrected_time(time, context.measured_steps, hardware=context.hardware, engine=self.layout.engine)
 
     @cached_property
     def memory(self) -> MemoryEstimate:
         context = self.context
         return estimate_memory(
-            self.strategy, context.model, context.hardware, context.job, calibration=context.calibration
+            self.layout, context.model, context.hardware, context.job, calibration=context.calibration
         )
 
     @cached_property
@@ -392,22 +367,22 @@ class Candidate:
     @cached_property
     def complexity(self) -> tuple[bool, int, int, int, bool, bool]:
         """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
-        return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
+        return *complexity(self.layout, chunked_loss=self.job.loss == "chunked"), self.lean
 
     def with_recomputed(self, layers: int | None) -> Candidate:
         """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
-        return self._with_strategy(self.strategy.changed(gradient_checkpointing=True, checkpointed_layers=layers))
+        return self._with_layout(self.layout.changed(gradient_checkpointing=True, checkpointed_layers=layers))
 
     def with_offloaded(self, layers: int) -> Candidate:
         """Return the same layout with the inputs of its first `layers` in host memory."""
-        return self._with_strategy(self.strategy.changed(offloaded_checkpoints=layers))
+        return self._with_layout(self.layout.changed(offloaded_checkpoints=layers))
 
-    def _with_strategy(self, strategy: Layout) -> Candidate:
-        return Candidate(strategy=strategy, context=self.context, index=self.index, lean=self.lean)
+    def _with_layout(self, layout: Layout) -> Candidate:
+        return Candidate(layout=layout, context=self.context, index=self.index, lean=self.lean)
 
     def with_most_offloaded(self) -> Candidate:
         """Return the same layout with as many of its offloaded layer inputs in host memory as fit there."""
-        host, layers = self.memory.host, self.strategy.offloaded_checkpoints
+        host, layers = self.memory.host, self.layout.offloaded_checkpoints
         missing = host.peak_bytes_per_node - host.capacity_bytes_per_node
         each = (host.terms.get("offloaded_checkpoints", 0) + host.terms.get("pinned_rounding", 0)) / layers
         if missing <= 0 or missing >= each * layers:
@@ -439,13 +414,10 @@ def candidates(
     contexts: list[SearchContext],
     index: int,
     errors: list[ConfigError] | None,
-    *,
-    sizes_only: bool = False,
 ) -> Iterator[Candidate]:
     """Yield every legal candidate of a layout, without partial recomputation.
 
     There is one context for each loss to try. `errors` gets what makes candidates of the first one illegal.
-    `sizes_only` is for layouts that no library runs.
     """
     job = contexts[0].job
     forms = _forms(contexts[0])
@@ -460,10 +432,9 @@ def candidates(
             parameter_buffer_elements=layout.zero.parameter_buffer_elements,
         )
         layouts.append(replace(layout, zero=small))
-    layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for context in contexts:
         # Most rules do not depend on the batch, of which there are many.
-        legal = [not any(context.broken_rules(layout_rules, layout.changed(**form))) for form in forms]
+        legal = [not any(context.broken_rules(LAYOUT_RULES, layout.changed(**form))) for form in forms]
         collects = errors is not None and context is contexts[0]
         if not collects and not any(legal):
             continue
@@ -473,12 +444,12 @@ def candidates(
         ):
             if not collects and not is_legal:
                 continue
-            strategy = variant.changed(micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
-            if is_legal and not any(context.broken_rules(batch_rules, strategy)):
+            changed = variant.changed(micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
+            if is_legal and not any(context.broken_rules(BATCH_RULES, changed)):
                 lean = variant in layouts[1:]
-                yield Candidate(strategy=strategy, context=context, index=index, lean=lean)
+                yield Candidate(layout=changed, context=context, index=index, lean=lean)
             elif collects and errors is not None and _is_requested(form, job):
-                errors += legality_errors(context.model, strategy, context.job, context.hardware)
+                errors += legality_errors(context.model, changed, context.job, context.hardware)
 
 
 def _forms(context: SearchContext) -> list[dict[str, Any]]:

@@ -39,13 +39,13 @@ _NAMES = {
 }
 
 
-def display_name(strategy: Layout) -> str:
+def display_name(layout: Layout) -> str:
     """Return the layout's name for people, such as `ZeRO-1 + TP 2` or `ZeRO-2 + CPU offload of optimizer`."""
-    base, *parts = strategy.label.split("+")
+    base, *parts = layout.label.split("+")
     names = [_NAMES[base]]
     for part in parts:
         axis = part[:2]
-        if axis in strategy.axes and part[2:].isdigit():
+        if axis in layout.axes and part[2:].isdigit():
             names.append(f"{axis.upper()} {part[2:]}")
         else:
             names.append(part.replace("cpu-", "CPU ").replace("nvme-", "NVMe "))
@@ -69,21 +69,21 @@ def chosen_reason(
         others: All other layouts.
         fastest: The fastest candidate that fits, the first point of the frontier.
     """
-    strategy, gpu, time, job = best.strategy, best.memory.gpu, best.time, context.job
+    layout, gpu, time, job = best.layout, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions
     sequences = f"sequences of {job.seq_len_tokens:,} tokens"
     split = {
         "tp": f"the matrices of each layer ({sizes.num_attention_heads} heads)",
-        "pp": f"the {sizes.num_layers} layers, with {strategy.gradient_accumulation_steps} micro-batches per step",
+        "pp": f"the {sizes.num_layers} layers, with {layout.gradient_accumulation_steps} micro-batches per step",
         "sp": sequences,
         "cp": sequences,
         "ep": f"the {sizes.num_experts} experts of each layer",
     }
-    micro_batch = str(strategy.micro_batch_size)
-    if strategy.gradient_accumulation_steps > 1:
-        micro_batch += f" x {strategy.gradient_accumulation_steps}"
+    micro_batch = str(layout.micro_batch_size)
+    if layout.gradient_accumulation_steps > 1:
+        micro_batch += f" x {layout.gradient_accumulation_steps}"
     sentences = [
-        f"{display_name(strategy)} is {_preference(best, context, rows)}.",
+        f"{display_name(layout)} is {_preference(best, context, rows)}.",
         f"It reaches {time.tokens_per_second:,.0f} tokens/s ({_seconds(time.seconds)} s per step) and needs "
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
@@ -95,12 +95,12 @@ def chosen_reason(
     ):
         more = "needs more mechanisms" if _simpler(best, fastest) == "needs fewer mechanisms" else "is less simple"
         sentences.append(
-            f"The fastest candidate, {display_name(fastest.strategy)} with micro-batch "
-            f"{fastest.strategy.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
+            f"The fastest candidate, {display_name(fastest.layout)} with micro-batch "
+            f"{fastest.layout.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
             f"{_percent(fastest, best)} % faster, but {more}."
         )
     sentences += _long_sequence_gains(best)
-    if low := low_utilization_reason(strategy, time, context.model, context.hardware, best.job):
+    if low := low_utilization_reason(layout, time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
@@ -112,15 +112,15 @@ def chosen_reason(
             factors = [f"{time.learned_factors[part]:.2f} for {name}" for part, name in _PART_NAMES.items()]
             times += f" ({', '.join(factors)})"
         sentences.append(f"{times}, from {runs} on {context.hardware.gpu} (shardwright calibrate --list).")
-    if strategy.pp > 1 and job.pipeline_parallel_size is None:
+    if layout.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
-    batch, ranks = job.global_batch_size, strategy.world_size
+    batch, ranks = job.global_batch_size, layout.world_size
     requested = any((size or 1) > 1 for size in job.axis_sizes.values())
-    if batch is not None and strategy.axes and not requested and batch % ((job.micro_batch_size or 1) * ranks):
+    if batch is not None and layout.axes and not requested and batch % ((job.micro_batch_size or 1) * ranks):
         shown = f" in micro-batches of {job.micro_batch_size}" if (job.micro_batch_size or 1) > 1 else ""
         sentences.append(f"Data parallelism alone cannot divide a global batch of {batch} over {ranks} ranks{shown}.")
-    sentences += [f"{axis.upper()} {size} splits {split[axis]}." for axis, size in strategy.axes.items()]
-    if strategy.axes and (large := _too_large(strategy, others)):
+    sentences += [f"{axis.upper()} {size} splits {split[axis]}." for axis, size in layout.axes.items()]
+    if layout.axes and (large := _too_large(layout, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
 
@@ -129,17 +129,17 @@ _PART_NAMES = {"compute": "computation", "network": "communication", "host": "th
 
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:
-    strategy, job = best.strategy, context.job
+    layout, job = best.layout, context.job
     sizes = " with the requested sizes" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
     if job.strategy != "auto":
         return "the requested strategy"
     if job.objective == "memory":
         return f"the layout that needs the least memory{sizes}"
-    if strategy.engine == "single":
+    if layout.engine == "single":
         return "sufficient for one accelerator"
     faster = [row for row in rows if row.memory.fits and row.tokens_per_second > best.tokens_per_second]
     faster.sort(key=lambda row: -row.tokens_per_second)
-    pipelines = [row for row in faster if row.strategy.pp > 1 and strategy.pp == 1]
+    pipelines = [row for row in faster if row.layout.pp > 1 and layout.pp == 1]
     offloading = [row for row in faster if _only_offload_differs(row, best) and row not in pipelines]
     near = [row for row in faster if row not in pipelines and row not in offloading]
     # Others are named only if they are faster than the layout that is compared with.
@@ -149,13 +149,13 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     )
     layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
     if near:
-        gain, name = _percent(near[0], best), display_name(near[0].strategy)
+        gain, name = _percent(near[0], best), display_name(near[0].layout)
         text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and {_simpler(best, near[0])}"
     else:
         text = f"the fastest {layouts}{'' if offloading or pipelines else ' that fits'}{sizes}"
     if offloading:
         text += (
-            f". {display_name(offloading[0].strategy)} is predicted to be {_percent(offloading[0], best)} % faster; "
+            f". {display_name(offloading[0].layout)} is predicted to be {_percent(offloading[0], best)} % faster; "
             f"offload, whose speed is less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster"
         )
     return text
@@ -169,19 +169,18 @@ def _percent(faster: Candidate, best: Candidate) -> str:
 
 def _simpler(best: Candidate, faster: Candidate) -> str:
     counts = [
-        len(mechanisms(candidate.strategy, chunked_loss=candidate.job.loss == "chunked"))
-        for candidate in (best, faster)
+        len(mechanisms(candidate.layout, chunked_loss=candidate.job.loss == "chunked")) for candidate in (best, faster)
     ]
     return "needs fewer mechanisms" if counts[0] < counts[1] else "is simpler"
 
 
 def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
     """Return whether a faster layout was rejected because it offloads and the chosen one does not."""
-    return faster.strategy.offload_optimizer != "none" and best.strategy.offload_optimizer == "none"
+    return faster.layout.offload_optimizer != "none" and best.layout.offload_optimizer == "none"
 
 
 def _global_batch(best: Candidate) -> str:
-    job, sequences = best.job, best.strategy.global_batch_size
+    job, sequences = best.job, best.layout.global_batch_size
     why = global_batch_reason(job, best.context.hardware.world_size, sequences)
     size = f"{sequences:,} sequence{'s' if sequences > 1 else ''} ({sequences * job.seq_len_tokens:,} tokens)"
     if job.global_batch_size is not None:
@@ -190,16 +189,16 @@ def _global_batch(best: Candidate) -> str:
 
 
 def _recomputation(candidate: Candidate) -> str:
-    strategy = candidate.strategy
-    layers = -(-candidate.context.model.dimensions.num_layers // strategy.pp)
-    text = "gradient checkpointing" if strategy.gradient_checkpointing else "no gradient checkpointing"
-    if strategy.keeps_products:
+    layout = candidate.layout
+    layers = -(-candidate.context.model.dimensions.num_layers // layout.pp)
+    text = "gradient checkpointing" if layout.gradient_checkpointing else "no gradient checkpointing"
+    if layout.keeps_products:
         text += " that keeps matrix products and attention"
-    elif strategy.gradient_checkpointing and strategy.checkpointed_layers is not None:
-        text += f" of the first {strategy.checkpointed_layers} of {layers} layers"
-    if count := strategy.offloaded_checkpoints:
+    elif layout.gradient_checkpointing and layout.checkpointed_layers is not None:
+        text += f" of the first {layout.checkpointed_layers} of {layers} layers"
+    if count := layout.offloaded_checkpoints:
         text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"
-    text += ", tiled MLP" if strategy.tiled_mlp else ""
+    text += ", tiled MLP" if layout.tiled_mlp else ""
     return text + (", chunked loss" if candidate.job.loss == "chunked" else "")
 
 
@@ -210,8 +209,8 @@ def _long_sequence_gains(best: Candidate) -> list[str]:
         ("tiled_mlp", "The tiled MLP", "s"),
         ("offloaded_checkpoints", "Layer inputs on the host", ""),
     ):
-        if getattr(best.strategy, field):
-            without = replace(best, strategy=replace(best.strategy, **{field: type(getattr(best.strategy, field))()}))
+        if getattr(best.layout, field):
+            without = replace(best, layout=replace(best.layout, **{field: type(getattr(best.layout, field))()}))
             saved = without.memory.gpu.high_bytes - size
             slower = 100 * (best.time.seconds / without.time.seconds - 1)
             text = f"{subject} save{s} {gigabytes(saved)} GB per accelerator and cost{s} {slower:.1f} % of time"
@@ -226,7 +225,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
-def _too_large(strategy: Layout, others: Sequence[Candidate]) -> str:
+def _too_large(layout: Layout, others: Sequence[Candidate]) -> str:
     """Return the next smaller size of the same axes that does not fit, and the smallest layout without axes."""
 
     def size(layout: Layout) -> int:
@@ -236,22 +235,20 @@ def _too_large(strategy: Layout, others: Sequence[Candidate]) -> str:
     same = [
         other
         for other in failing
-        if other.strategy.axes.keys() == strategy.axes.keys() and size(other.strategy) < size(strategy)
+        if other.layout.axes.keys() == layout.axes.keys() and size(other.layout) < size(layout)
     ]
-    same.sort(key=lambda other: (-size(other.strategy), other.memory.gpu.high_bytes))
-    plain = sorted(
-        (other for other in failing if not other.strategy.axes), key=lambda other: other.memory.gpu.high_bytes
-    )
+    same.sort(key=lambda other: (-size(other.layout), other.memory.gpu.high_bytes))
+    plain = sorted((other for other in failing if not other.layout.axes), key=lambda other: other.memory.gpu.high_bytes)
     largest = ((other, other.memory.fullest) for other in same[:1] + plain[:1])
     return ", ".join(
-        f"{display_name(other.strategy)} (up to {gigabytes(needed)} GB {kind})" for other, (kind, needed, _) in largest
+        f"{display_name(other.layout)} (up to {gigabytes(needed)} GB {kind})" for other, (kind, needed, _) in largest
     )
 
 
 def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     """Return why a layout was not chosen: which memory is too small, or how much slower it is than the chosen one."""
     memory, job = candidate.memory, candidate.job
-    name, gpu, host = display_name(candidate.strategy), memory.gpu, memory.host
+    name, gpu, host = display_name(candidate.layout), memory.gpu, memory.host
     for second in job.second_models:
         placement = "as a replica" if second.placement == "replica" else second.placement
         name += f" with the {second.role} {placement}"
@@ -279,10 +276,10 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
         return (
             f"{name} is predicted to be {1 / ratio:.2f} times as fast ({speed}, up to {size}). Offload, whose speed is "
             f"less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster. Request it with --offload "
-            f"{candidate.strategy.offload_name}."
+            f"{candidate.layout.offload_name}."
         )
     if ratio < AS_FAST:
-        axes = candidate.strategy.axes
+        axes = candidate.layout.axes
         assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"
         wanted: dict[str, Any] = {field: axes[axis] for field, axis in AXIS_FIELDS.items() if axis in axes}
         flags = replace(job, **wanted).flags(job)
@@ -312,13 +309,3 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
 def _largest_terms(terms: Terms) -> str:
     largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
     return ", ".join(f"{name.replace('_', ' ')} {gigabytes(value)}" for name, value in largest)
-
-
-def analysis_reason(candidate: Candidate, best: Candidate, *, why_not: str) -> str:
-    """Return what a layout that cannot run would need and gain, and why it cannot run."""
-    ratio = candidate.tokens_per_second / best.tokens_per_second
-    return (
-        f"{display_name(candidate.strategy)} would be {ratio:.2f} times as fast as the chosen layout and need up to "
-        f"{gigabytes(candidate.memory.gpu.high_bytes)} GB. Analysis only, it cannot run with DeepSpeed 0.19.8: "
-        f"{why_not}."
-    )

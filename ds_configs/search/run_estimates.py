@@ -1,4 +1,4 @@
-"""Time and price of a complete run, and warnings about assumed inputs of a plan."""
+"""Time of a complete run, and warnings about assumed inputs of a plan."""
 
 from __future__ import annotations
 
@@ -13,51 +13,36 @@ from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.rates import hardware_constants
 
-_HOUR = 3600.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunCost:
-    """Time and price of training on a number of tokens."""
+class RunEstimate:
+    """Time of training on a number of tokens, without interruptions."""
 
     tokens: float
     steps: int
     seconds: float
-    """Expected time without interruptions."""
     low_seconds: float
     high_seconds: float
     gpu_hours: float
-    price: float | None
-    """GPU hours times the price of one; `None` without a price."""
 
     def __str__(self) -> str:
-        hours, low, high = (seconds / _HOUR for seconds in (self.seconds, self.low_seconds, self.high_seconds))
-        price = "" if self.price is None else f", a price of {self.price:,.0f}"
+        hours, low, high = (seconds / 3600 for seconds in (self.seconds, self.low_seconds, self.high_seconds))
         return (
             f"{self.tokens:,.0f} tokens take {self.steps:,} steps, {hours:,.1f} hours ({low:,.1f} to {high:,.1f}), "
-            f"{self.gpu_hours:,.0f} GPU hours{price}"
+            f"{self.gpu_hours:,.0f} GPU hours"
         )
 
 
-def run_cost(time: StepTime, hardware: HardwareSpec, *, tokens: float, gpu_hour_price: float | None = None) -> RunCost:
-    """Return time and price of training on `tokens` with a predicted step time.
-
-    >>> step = StepTime(seconds=2, low_seconds=1, high_seconds=4, tokens_per_second=500, terms={})
-    >>> from ..specs.hardware import parse_hardware
-    >>> run_cost(step, parse_hardware("8xA100-80GB"), tokens=1e6, gpu_hour_price=2).gpu_hours
-    4.444444444444445
-    """
-    tokens_of_a_step = time.tokens_per_second * time.seconds
-    steps = ceil(tokens / tokens_of_a_step)
-    gpu_hours = steps * time.seconds * hardware.world_size / _HOUR
-    return RunCost(
+def run_estimate(time: StepTime, hardware: HardwareSpec, *, tokens: float) -> RunEstimate:
+    """Return the time of training on `tokens` with a predicted step time."""
+    steps = ceil(tokens / (time.tokens_per_second * time.seconds))
+    return RunEstimate(
         tokens=tokens,
         steps=steps,
         seconds=steps * time.seconds,
         low_seconds=steps * time.low_seconds,
         high_seconds=steps * time.high_seconds,
-        gpu_hours=gpu_hours,
-        price=None if gpu_hour_price is None else gpu_hours * gpu_hour_price,
+        gpu_hours=steps * time.seconds * hardware.world_size / 3600,
     )
 
 
@@ -68,7 +53,7 @@ _TRUSTED_TOKENS = 262_144
 """Tokens of the longest published sequence used to fit them (torchtitan)."""
 
 
-def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
+def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[str, ...]:
     """Return warnings about inputs of a plan that are assumed, or outside the range checked against measurements."""
     sentences = []
     if model.source == "structure":
@@ -87,14 +72,14 @@ def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: Trai
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,
-        "zenflow": strategy.offload_variant == "zenflow",
-        "superoffload": strategy.offload_variant == "superoffload",
+        "zenflow": layout.offload_variant == "zenflow",
+        "superoffload": layout.offload_variant == "superoffload",
         "fp8": job.precision == "fp8",
     }
     sentences += [meaning for name, meaning in KERNEL_MEANINGS.items() if used[name]]
     if "network_bytes_per_s" in hardware.assumed:
         half = replace(hardware, network_bytes_per_s=hardware.network_bytes_per_s / 2)
-        times = [estimate_step_time(strategy, model, cluster, job).seconds for cluster in (half, hardware)]
+        times = [estimate_step_time(layout, model, cluster, job).seconds for cluster in (half, hardware)]
         sentences.append(
             f"the network is assumed to provide {hardware.network_bytes_per_s / 1e9:g} GB/s per accelerator; with "
             f"half of that a step of this layout takes {times[0] / times[1]:.2f} times as long"

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from ..memory.communication import default_zero_options, viewed_elements
 from ..memory.estimate import MemoryEstimate
 from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
@@ -29,7 +28,7 @@ from ..specs.second_models import (
 )
 from ..specs.terms import Term
 from ..specs.units import gigabytes
-from ..step_time.estimate import TERMS, StepTime, valued_terms
+from ..step_time.estimate import StepTime, valued_terms
 from .candidates import (
     Candidate,
     SearchContext,
@@ -37,9 +36,8 @@ from .candidates import (
     layouts_to_search,
     losses,
     planned_global_batch,
-    three_dimensional,
 )
-from .reasons import AS_FAST, OFFLOAD_GAIN, analysis_reason, chosen_reason, rejected_reason
+from .reasons import AS_FAST, OFFLOAD_GAIN, chosen_reason, rejected_reason
 
 _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
@@ -53,8 +51,6 @@ class Search:
     """All candidates of each layout, by its index."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
-    exhaustive: bool = True
-    """Whether all candidates that are as fast as those that fit are estimated, for the frontier."""
     fitting: dict[Candidate, None] = field(default_factory=dict)
     """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
@@ -64,8 +60,8 @@ class Search:
     slower: dict[Candidate, list[Candidate]] = field(default_factory=dict)
     """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
-    _recomputed: dict[Candidate, _RecomputedLayers] = field(default_factory=dict)
-    _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
+    _fewest: dict[Candidate, Candidate | None] = field(default_factory=dict)
+    _recomputing: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
@@ -77,8 +73,8 @@ class Search:
             fastest: dict[tuple[int, str, bool, int], Candidate] = {}
             alone: list[Candidate] = []
             for candidate in sorted(self.by_layout[index], key=_savings):
-                strategy = candidate.strategy
-                form = strategy.micro_batch_size, candidate.job.loss, strategy.tiled_mlp, strategy.offloaded_checkpoints
+                layout = candidate.layout
+                form = layout.micro_batch_size, candidate.job.loss, layout.tiled_mlp, layout.offloaded_checkpoints
                 first = fastest.setdefault(form, candidate)
                 adds = all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True))
                 if first is not candidate and adds:
@@ -99,16 +95,16 @@ class Search:
         """Return whether the leanest candidate of a layout fits: smallest micro-batch, everything that saves memory."""
         if index not in self.leanest:
             legal = self.by_layout[index]
-            recomputing = [candidate for candidate in legal if candidate.strategy.gradient_checkpointing] or legal
+            recomputing = [candidate for candidate in legal if candidate.layout.gradient_checkpointing] or legal
             chunked = [candidate for candidate in recomputing if candidate.job.loss == "chunked"] or recomputing
             tightest = [candidate for candidate in chunked if candidate.lean] or chunked
-            tightest = [candidate for candidate in tightest if candidate.strategy.tiled_mlp] or tightest
-            offloading = [candidate for candidate in tightest if candidate.strategy.offloaded_checkpoints]
-            tightest = [candidate for candidate in tightest if not candidate.strategy.offloaded_checkpoints] or tightest
-            size = min(candidate.strategy.micro_batch_size for candidate in tightest)
-            lean = [_fastest([candidate for candidate in tightest if candidate.strategy.micro_batch_size == size])]
+            tightest = [candidate for candidate in tightest if candidate.layout.tiled_mlp] or tightest
+            offloading = [candidate for candidate in tightest if candidate.layout.offloaded_checkpoints]
+            tightest = [candidate for candidate in tightest if not candidate.layout.offloaded_checkpoints] or tightest
+            size = min(candidate.layout.micro_batch_size for candidate in tightest)
+            lean = [_fastest([candidate for candidate in tightest if candidate.layout.micro_batch_size == size])]
             # Some engines keep unsharded gradients while they accumulate, so a larger micro-batch may need less.
-            single = [candidate for candidate in tightest if candidate.strategy.gradient_accumulation_steps == 1]
+            single = [candidate for candidate in tightest if candidate.layout.gradient_accumulation_steps == 1]
             if single and lean[0] not in single:
                 lean.append(_fastest(single))
             if offloading and not any(candidate.memory.fits for candidate in lean):
@@ -123,7 +119,7 @@ class Search:
 
     def fewest_offloaded(self, candidate: Candidate) -> Candidate:
         """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
-        low, high, fitting = -1, candidate.strategy.offloaded_checkpoints, candidate
+        low, high, fitting = -1, candidate.layout.offloaded_checkpoints, candidate
         while high - low > 1:
             middle = (low + high) // 2
             fewer = candidate.with_offloaded(middle)
@@ -134,78 +130,39 @@ class Search:
         return fitting
 
     def fewest_layers(self, candidate: Candidate) -> Candidate | None:
-        """Return the fastest candidate that recomputes some of the layers and may fit; it does if it is in `fitting`.
+        """Return the candidate with as few recomputed layers as fit; `None` if all are needed, or too few.
 
-        The result is `None` when recomputing all layers is needed, which is a candidate that the search tries anyway.
+        Recomputing all layers is a candidate that the search tries anyway.
         """
-        layers = self._recomputed.get(candidate)
-        if layers is None:
-            gpu, model, pp = candidate.memory.gpu, candidate.context.model, candidate.strategy.pp
-            count = -(-model.dimensions.num_layers // pp)
-            excess = max(0, gpu.high_bytes - gpu.capacity_bytes) * gpu.allocated_bytes / gpu.high_bytes
-            # A layer frees at most its part of the activations, and of the parameters that autograd has views of. Other
-            # parameters are gathered in another order.
-            freed = sum(size for name, size in gpu.terms.items() if TERMS[name].role == "activations")
-            gathered = gpu.terms.get("gathered_parameters", 0)
-            if viewed_elements(model, candidate.job):
-                freed += gathered
-            else:
-                excess -= gathered
-            low = ceil(excess * (model.dimensions.num_layers // pp) / freed) - 2 if freed else count - 1
-            low = 0 if self.exhaustive else min(count - 1, max(0, low))
-            layers = self._recomputed[candidate] = _RecomputedLayers(low=low, high=count, most=(0, gpu.high_bytes))
-        if layers.high - layers.low == 1:
-            return layers.fitting
-        return candidate.with_recomputed(layers.low + 1)
-
-    def narrow_layers(self, candidate: Candidate) -> None:
-        """Estimate one more candidate that recomputes some of the layers, or all that `fewest_layers` needs."""
-        layers = self._recomputed[candidate]
-        if layers.least is None:
-            if candidate.index not in self._by_strategy:
-                self._by_strategy[candidate.index] = {
-                    (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
-                }
-            # The candidate that differs only in recomputing all layers, whose memory may be known already.
-            everything = candidate.with_recomputed(None)
-            known = self._by_strategy[candidate.index]
-            everything = known.get((everything.strategy, everything.job.loss), everything)
-            layers.least = everything.memory.gpu.high_bytes
-            if not self.fits(everything):
-                layers.low = layers.high - 1
-                return
-        capacity = candidate.memory.gpu.capacity_bytes
-        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-        start, most = layers.most
-        share = (most - capacity) / (most - layers.least) if most > capacity >= layers.least else 0.5
-        middle = min(layers.high - 1, max(layers.low + 1, start + ceil(share * (layers.high - start))))
-        partial = candidate.with_recomputed(middle)
-        if self.fits(partial):
-            layers.high, layers.fitting, layers.least = middle, partial, partial.memory.gpu.high_bytes
-        else:
-            layers.low, layers.most = middle, (middle, partial.memory.gpu.high_bytes)
-        if self.exhaustive and layers.high - layers.low > 1:
-            self.narrow_layers(candidate)
-
-
-@dataclass(kw_only=True)
-class _RecomputedLayers:
-    """Bounds of the fewest layers that a candidate has to recompute to fit."""
-
-    low: int
-    """Too few layers."""
-    high: int
-    """Enough layers, or all of them."""
-    most: tuple[int, int]
-    """A number of layers that is too small, and the bytes with it."""
-    least: int | None = None
-    """Bytes with `high` layers."""
-    fitting: Candidate | None = None
-    """The candidate with `high` layers, unless these are all."""
+        if candidate in self._fewest:
+            return self._fewest[candidate]
+        fitting = None
+        # The candidate that differs only in recomputing all layers, whose memory may be known already.
+        everything = candidate.with_recomputed(None)
+        known = self._recomputing.setdefault(
+            candidate.index, {(other.layout, other.job.loss): other for other in self.by_layout[candidate.index]}
+        )
+        everything = known.get((everything.layout, everything.job.loss), everything)
+        if self.fits(everything):
+            capacity = candidate.memory.gpu.capacity_bytes
+            low, most = 0, candidate.memory.gpu.high_bytes
+            high = -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
+            least = everything.memory.gpu.high_bytes
+            while high - low > 1:
+                # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+                share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+                partial = candidate.with_recomputed(min(high - 1, max(low + 1, low + ceil(share * (high - low)))))
+                layers, size = partial.layout.checkpointed_layers or 0, partial.memory.gpu.high_bytes
+                if self.fits(partial):
+                    high, least, fitting = layers, size, partial
+                else:
+                    low, most = layers, size
+        self._fewest[candidate] = fitting
+        return fitting
 
 
 def _savings(candidate: Candidate) -> tuple[bool, bool]:
-    return candidate.strategy.gradient_checkpointing, candidate.lean
+    return candidate.layout.gradient_checkpointing, candidate.lean
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
@@ -223,11 +180,8 @@ def _need(candidate: Candidate) -> tuple[int, int]:
     return max(0, host.peak_bytes_per_node - host.capacity_bytes_per_node), candidate.memory.gpu.high_bytes
 
 
-def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: float = 0.0) -> Candidate | None:
-    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits.
-
-    If none that fits has more than `faster_than` tokens per second, returns any that fits.
-    """
+def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
+    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
     heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, str, Candidate]] = []
     order = 0
 
@@ -235,13 +189,6 @@ def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: flo
         nonlocal order
         order += 1
         heapq.heappush(heap, (-bound, candidate.complexity, order, state, candidate))
-
-    def push_fewest_layers(candidate: Candidate) -> None:
-        fewest = explored.fewest_layers(candidate)
-        if fewest in explored.fitting:
-            push(fewest, "fits", fewest.tokens_per_second)
-        elif fewest is not None:
-            push(candidate, "some layers", fewest.tokens_per_second)
 
     # No candidate of a layout needs to be timed if the leanest one does not fit.
     possible = [index for index in indices if explored.possible(index)]
@@ -254,92 +201,51 @@ def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: flo
         bound, _, _, state, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
-        if best is None and -bound <= faster_than:
-            return explored.leanest[possible[0]]
         if near and candidate.complexity >= min(other.complexity for other in near):
             # Neither faster nor simpler than one that fits.
             continue
         if state == "some layers":
-            explored.narrow_layers(candidate)
-            push_fewest_layers(candidate)
+            fewest = explored.fewest_layers(candidate)
+            if fewest is not None:
+                push(fewest, "fits", fewest.tokens_per_second)
             continue
         for other in explored.slower.get(candidate, ()) if state == "unchecked" else ():
             push(other, "unchecked", other.tokens_per_second)
         if state == "fits" or explored.fits(candidate):
             best = best or candidate.tokens_per_second
             near.append(candidate)
-        elif explored.partial and not candidate.strategy.gradient_checkpointing:
-            push_fewest_layers(candidate)
+        elif explored.partial and not candidate.layout.gradient_checkpointing:
+            push(candidate, "some layers", candidate.with_recomputed(1).tokens_per_second)
     if best is None:
         return None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
-def _preferred(explored: Search, indices: list[int], job: TrainingJob, *, faster_than: float = 0.0) -> Candidate | None:
+def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
     """Return the candidate of these layouts that the objective prefers; `None` when none fits.
 
-    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`. If the preferred
-    one has no more than `faster_than` tokens per second, another one that fits and is not faster may be returned.
+    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
     """
-    if job.objective != "memory":
-        without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
-        if job.offload != "auto" or len(without) == len(indices):
-            return search_fastest(explored, indices, faster_than=faster_than)
-        inside = search_fastest(explored, without, faster_than=faster_than)
-        least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
-        offloaded = [
-            index
-            for index in indices
-            if explored.by_layout[index][0].strategy.offload_optimizer != "none"
-            and explored.possible(index)
-            and explored.fastest_first(index)[0].tokens_per_second >= least
-        ]
-        best = search_fastest(explored, offloaded, faster_than=max(least, faster_than))
-        if best is None or (inside is not None and best.tokens_per_second <= max(least, faster_than)):
-            return inside
-        if inside is not None and faster_than:
-            least = best.tokens_per_second / OFFLOAD_GAIN
-            inside = search_fastest(explored, without, faster_than=least)
-        return best if inside is None or not faster_than or inside.tokens_per_second <= least else inside
-    return min(
-        (explored.leanest[index] for index in indices if explored.possible(index)),
-        key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
-        default=None,
-    )
-
-
-def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
-    """Return the fastest layout of tensor, pipeline and data parallelism at its best, and why it cannot run.
-
-    Layouts are searched in the order of their fastest candidates, until none can be as fast as those found. Returns
-    `None` if none is faster than `faster_than` tokens per second by more than 5 %.
-    """
-    model, hardware, job = context.model, context.hardware, context.job
-    zero = default_zero_options(model, job, stage=1)
-    base = Layout(engine="deepspeed", zero_stage=1, dp_shard=hardware.world_size, zero=zero)
-    # A chunked loss supports neither axis.
-    contexts = losses(context)[:1]
-    reasons: dict[int, str] = {}
-    by_layout: dict[int, list[Candidate]] = {}
-    for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
-        by_layout[index] = list(candidates(strategy, contexts, index, None, sizes_only=True))
-        reasons[index] = why_not
-    explored = Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto", exhaustive=False)
-    bounds = {index: explored.fastest_first(index)[0].tokens_per_second for index, legal in by_layout.items() if legal}
-    choices: list[Candidate] = []
-    fastest = faster_than / AS_FAST
-    for index in sorted(bounds, key=lambda index: -bounds[index]):
-        if bounds[index] < AS_FAST * fastest or AS_FAST * bounds[index] <= faster_than:
-            break
-        choice = search_fastest(explored, [index])
-        if choice is not None:
-            choices.append(choice)
-            fastest = max(fastest, choice.tokens_per_second)
-    near = [choice for choice in choices if choice.tokens_per_second >= AS_FAST * fastest]
-    best = min(near, key=lambda choice: (choice.complexity, -choice.tokens_per_second), default=None)
-    if best is None or AS_FAST * best.tokens_per_second <= faster_than:
-        return None
-    return best, reasons[best.index]
+    if job.objective == "memory":
+        return min(
+            (explored.leanest[index] for index in indices if explored.possible(index)),
+            key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
+            default=None,
+        )
+    without = [index for index in indices if explored.by_layout[index][0].layout.offload_optimizer == "none"]
+    if job.offload != "auto" or len(without) == len(indices):
+        return search_fastest(explored, indices)
+    inside = search_fastest(explored, without)
+    least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
+    offloaded = [
+        index
+        for index in indices
+        if explored.by_layout[index][0].layout.offload_optimizer != "none"
+        and explored.possible(index)
+        and explored.fastest_first(index)[0].tokens_per_second >= least
+    ]
+    best = search_fastest(explored, offloaded)
+    return inside if best is None or (inside is not None and best.tokens_per_second <= least) else best
 
 
 def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
@@ -358,7 +264,7 @@ def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
             fitting.append(index)
     for index in sorted(fitting, key=lambda index: _order(explored.fastest_first(index)[0])):
         fastest = explored.fastest_first(index)[0]
-        axes, sizes = frozenset(fastest.strategy.axes), frozenset(fastest.strategy.axes.items())
+        axes, sizes = frozenset(fastest.layout.axes), frozenset(fastest.layout.axes.items())
         speeds = listed.setdefault(axes, {})
         others = sorted((speed for other, speed in speeds.items() if other != sizes), reverse=True)
         slower_than = speeds.get(sizes, others[_SIZES_SHOWN_PER_AXIS - 1] if others[_SIZES_SHOWN_PER_AXIS - 1 :] else 0)
@@ -382,7 +288,7 @@ def _fewer_of_each_axis(ranked: Iterable[Candidate]) -> list[Candidate]:
     sizes: set[frozenset[tuple[str, int]]] = set()
     shown: list[Candidate] = []
     for candidate in ranked:
-        axes = candidate.strategy.axes
+        axes = candidate.layout.axes
         key = frozenset(axes.items())
         if axes:
             if key in sizes or counts[frozenset(axes)] >= _SIZES_SHOWN_PER_AXIS:
@@ -404,7 +310,7 @@ _COSTS: dict[Placement, str] = {
 
 def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
     """Return a second model's placement under the chosen layout, and what the others would cost."""
-    layout, hardware, job, placement = best.strategy, best.context.hardware, best.job, second.planned_placement
+    layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
     costs, needs = [], {}
     for other in PLACEMENTS:
         if other == placement or (other == "sharded" and hardware.world_size == 1):
@@ -460,7 +366,6 @@ class Evaluated:
     """How head and loss are computed: `eager` or `chunked`."""
     placements: dict[SecondModelRole, PlacementChoice] = field(default_factory=dict)
     """Placements of second models under the chosen layout, by role; empty for rejected layouts."""
-    analysis_only: bool = False
 
     @property
     def terms(self) -> tuple[Term, ...]:
@@ -474,18 +379,6 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoPoint:
-    """A layout that no other one beats in both speed and memory."""
-
-    label: str
-    """Layout, micro-batch, recomputation and loss in words."""
-    tokens_per_second: float
-    step_seconds: float
-    high_bytes: int
-    """Upper end of its memory on one accelerator."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Result of the search."""
 
@@ -493,7 +386,6 @@ class Outcome:
     """The fastest layout that fits; `None` when none does."""
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
-    pareto: tuple[ParetoPoint, ...] = ()
     job: TrainingJob
     """The job with the loss that was chosen."""
     candidates: int = 0
@@ -501,18 +393,27 @@ class Outcome:
     estimated: int = 0
 
 
+def _evaluated(candidate: Candidate, reason: str) -> Evaluated:
+    return Evaluated(
+        strategy=candidate.layout,
+        memory=candidate.memory,
+        time=candidate.time,
+        reason=reason,
+        loss=candidate.job.loss,
+    )
+
+
 LONG_SEQUENCE_TOKENS = 32_768
 """Sequence length from which every search tries tiled MLPs and offloaded layer inputs. Shorter ones try them only if
 nothing fits otherwise: tiles have as many tokens as the hidden size, so they save little."""
 
 
-def search(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
+def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the result of `search_one_batch` at the global batch that the plan states.
 
     Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
     sequence per accelerator does fit, the batch is that. Mechanisms for long sequences are tried for long sequences,
-    and for others if nothing fits without. If no layout has more than `faster_than` tokens per second, the chosen one
-    is any that fits.
+    and for others if nothing fits without.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -520,20 +421,20 @@ def search(context: SearchContext, *, compare: bool = True, faster_than: float =
     if _tries_long_sequences(context.job) and not context.long_sequences:
         extended = replace(context, long_sequences=True)
         if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS:
-            return _search_batches(extended, compare=compare, faster_than=faster_than)
-        outcome = _search_batches(context, compare=compare, faster_than=faster_than)
+            return _search_batches(extended, compare=compare)
+        outcome = _search_batches(context, compare=compare)
         if outcome.chosen is not None:
             return outcome
         context = extended
-    return _search_batches(context, compare=compare, faster_than=faster_than)
+    return _search_batches(context, compare=compare)
 
 
 def _tries_long_sequences(job: TrainingJob) -> bool:
     return "auto" in (job.tiled_mlp, job.offload_activations)
 
 
-def _search_batches(context: SearchContext, *, compare: bool, faster_than: float) -> Outcome:
-    outcome = search_one_batch(context, compare=compare, faster_than=faster_than)
+def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
+    outcome = search_one_batch(context, compare=compare)
     smallest, job = _with_smallest_batch(context), context.job
     if smallest is None:
         return outcome
@@ -543,7 +444,7 @@ def _search_batches(context: SearchContext, *, compare: bool, faster_than: float
         smaller_fits = _anything_fits(replace(smallest, job=inside))
     else:
         smaller_fits = outcome.chosen is None and _anything_fits(smallest)
-    return search_one_batch(smallest, compare=compare, faster_than=faster_than) if smaller_fits else outcome
+    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
@@ -555,12 +456,12 @@ def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
     return replace(context, smallest_batch=True)
 
 
-def search_one_batch(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
+def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
     Second models are tried as replicas on every rank, then sharded, then in host memory. Each placement is tried under
     all layouts without offload before the states of the trained model leave the accelerator. Without `compare`, the
-    result has no rejected layouts and no frontier, in half of the time.
+    result has no rejected layouts, in half of the time.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -581,13 +482,12 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
     proposed: list[int] = []
     for part, indices in _rounds(layouts, context):
         explored = _legal(layouts, indices, part, errors)
-        explored.exhaustive = compare
         searches.append(explored)
         requested = job.pipeline_parallel_size is not None
         trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
         # A stock Trainer cannot run a pipeline, so one that was not requested is only proposed if nothing else fits.
         for proposed in (trainer_runs, list(explored.by_layout)):
-            best = _preferred(explored, proposed, job, faster_than=faster_than)
+            best = _preferred(explored, proposed, job)
             if best is not None:
                 break
         if best is not None:
@@ -597,7 +497,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
         raise UsageError(list(dict.fromkeys(errors)) or nothing)
-    chosen, rejected, pareto = None, [], []
+    chosen = None
     if best is None:
         leanest_of: dict[int, Candidate] = {}
         for explored in searches:
@@ -611,85 +511,26 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
             best = searches[-1].fewest_offloaded(best)
         others = _for_comparison(searches[-1], best) if compare else []
         fitting = [candidate for candidate in searches[-1].fitting if candidate.index in proposed]
-        chosen = Evaluated(
-            strategy=best.strategy,
-            memory=best.memory,
-            time=best.time,
-            loss=best.job.loss,
-            reason=chosen_reason(
-                best,
-                context,
-                rows=_fewer_of_each_axis(others),
-                others=others,
-                fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
-            ),
-            placements={
-                second.role: _placement_choice(best, second, requested=requested.placement != "auto")
-                for requested, second in zip(job.second_models, best.job.second_models, strict=True)
-            },
+        reason = chosen_reason(
+            best,
+            context,
+            rows=_fewer_of_each_axis(others),
+            others=others,
+            fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
         )
-        if compare and (faster := _best_three_dimensional(context, faster_than=best.tokens_per_second)):
-            candidate, why_not = faster
-            rejected.append(
-                Evaluated(
-                    strategy=candidate.strategy,
-                    memory=candidate.memory,
-                    time=candidate.time,
-                    reason=analysis_reason(candidate, best, why_not=why_not),
-                    analysis_only=True,
-                )
-            )
-        pareto = _frontier(fitting) if compare else []
-    rejected += [
-        Evaluated(
-            strategy=candidate.strategy,
-            memory=candidate.memory,
-            time=candidate.time,
-            loss=candidate.job.loss,
-            reason=rejected_reason(candidate, best),
-        )
-        for candidate in _fewer_of_each_axis(others)
-    ]
+        placements = {
+            second.role: _placement_choice(best, second, requested=requested.placement != "auto")
+            for requested, second in zip(job.second_models, best.job.second_models, strict=True)
+        }
+        chosen = replace(_evaluated(best, reason), placements=placements)
+    rejected = [_evaluated(candidate, rejected_reason(candidate, best)) for candidate in _fewer_of_each_axis(others)]
     return Outcome(
         chosen=chosen,
         rejected=tuple(rejected),
-        pareto=tuple(pareto),
         job=job if best is None else replace(job, loss=best.job.loss),
         candidates=sum(len(legal) for explored in searches for legal in explored.by_layout.values()),
         estimated=sum(explored.estimated for explored in searches),
     )
-
-
-def _frontier(fitting: Iterable[Candidate]) -> list[ParetoPoint]:
-    """Return the candidates that no other one beats in both speed and memory, fastest first."""
-    points: list[ParetoPoint] = []
-    for candidate in sorted(
-        fitting,
-        key=lambda candidate: (-candidate.tokens_per_second, candidate.memory.gpu.high_bytes, candidate.complexity),
-    ):
-        strategy, high_bytes = candidate.strategy, candidate.memory.gpu.high_bytes
-        if points and high_bytes >= points[-1].high_bytes:
-            continue
-        label = f"{strategy.label}, micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
-        if strategy.gradient_checkpointing:
-            layers = candidate.context.model.dimensions.num_layers
-            label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
-            label += " but for products" if strategy.keeps_products else ""
-            label += (
-                f", {strategy.offloaded_checkpoints} inputs in host memory" if strategy.offloaded_checkpoints else ""
-            )
-        label += ", tiled MLP" if strategy.tiled_mlp else ""
-        if candidate.job.loss == "chunked":
-            label += ", chunked loss"
-        points.append(
-            ParetoPoint(
-                label=label,
-                tokens_per_second=candidate.time.tokens_per_second,
-                step_seconds=candidate.time.seconds,
-                high_bytes=high_bytes,
-            )
-        )
-    return points
 
 
 def anything_fits(context: SearchContext) -> bool:

@@ -1,45 +1,35 @@
-"""Changes that would make a job fit, with the memory they need, and changes that would make it faster."""
+"""Changes that would make a job fit, with the memory they need."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
-from ..specs.job import AXIS_FIELDS, TrainingJob
-from ..specs.model import ModelSpec
+from ..specs.job import AXIS_FIELDS, Method, TrainingJob
 from ..specs.second_models import Placement
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
-from ..step_time.estimate import estimate_step_time
-from .candidates import SearchContext, planned_global_batch
+from .candidates import SearchContext
 from .optimizer_choice import ORDER
 from .reasons import display_name
-from .search import Evaluated, anything_fits, search
+from .search import anything_fits, search
 
 _MOST = 3
-_LARGEST_OFFERED = 64
-_LEAST_GAIN = 1.05
-"""Smallest speed-up that is reported."""
 _LARGEST_WORLD = 4096
-_VOCABULARY_MULTIPLE = 64
-"""Rows to which vocabularies are padded: a multiple of 8 on up to 8 ranks of tensor parallelism."""
 _SHORTEST_SEQUENCE = 512
 
 
-Pair = tuple[HardwareSpec, TrainingJob]
+Change = tuple[HardwareSpec, TrainingJob]
 """The changed hardware and job."""
-Change = tuple[str, HardwareSpec, TrainingJob]
-"""The options of a change, the changed hardware and job."""
 
 
-def change_flags(hardware: HardwareSpec, job: TrainingJob, pair: Pair) -> str:
+def change_flags(hardware: HardwareSpec, job: TrainingJob, change: Change) -> str:
     """Return the options to add to a command that plans a job on a hardware, to plan a change of them."""
-    other, changed_job = pair
+    other, changed_job = change
     options, known = other.options(), hardware.options()
     if other.file and other.file == hardware.file and other.world_size != hardware.world_size:
         return f"nodes: {other.nodes} and gpus_per_node: {other.gpus_per_node} in the hardware file"
@@ -71,43 +61,31 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
     At most one change of each kind is returned, the cheapest; other clusters fill the remaining places.
     """
     suggestions: list[Suggestion] = []
+    hardware, job = context.hardware, context.job
 
     def fits(change: Change) -> bool:
-        _, cluster, changed = change
+        cluster, changed = change
         try:
             return anything_fits(replace(context, hardware=cluster, job=changed))
         except ShardwrightError:
             return False
 
-    hardware, job = context.hardware, context.job
-    more_memory = [(_with_host_memory(hardware, hardware.host_bytes_per_node * 2**power), job) for power in range(1, 5)]
-    kinds: list[tuple[Iterable[Pair], int]] = [
-        (_automatic_settings(hardware, job), 1),
-        (_chunked_loss_or_other_placement(hardware, job), 1),
-        (_shorter_sequences(hardware, job), 1),
-        (chain(_smaller_states(hardware, job), _smaller_weights(hardware, job)), 1),
-        (chain(_adapters(hardware, job), _first_rank_adapters(hardware, job)), 1),
-        (_more_accelerators(hardware, job), 1),
-        (_larger_accelerators(hardware, job), 1),
-        (more_memory, 1),
-        (_smallest_adapters(hardware, job), 1),
-        (_other_clusters(hardware, job), _MOST),
-    ]
-    for pairs, most in kinds:
-        limit = min(_MOST, len(suggestions) + most)
+    *jobs, adapters = ([(hardware, changed) for changed in kind] for kind in _changed_jobs(hardware, job))
+    *sizes, others = ([(cluster, job) for cluster in kind] for kind in _changed_clusters(hardware, job))
+    for changes in (*jobs, *sizes, adapters, others):
+        limit = min(_MOST, len(suggestions) + (_MOST if changes is others else 1))
         if len(suggestions) == limit:
             continue
-        changes = ((change_flags(hardware, job, pair), *pair) for pair in pairs)
-        for change, changed_hardware, changed_job in _fitting(changes, fits):
+        for cluster, changed in _fitting(changes, fits):
             try:
-                outcome = search(replace(context, hardware=changed_hardware, job=changed_job), compare=False)
+                outcome = search(replace(context, hardware=cluster, job=changed), compare=False)
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:
                 gpu = outcome.chosen.memory.gpu
                 suggestions.append(
                     Suggestion(
-                        change=change,
+                        change=change_flags(hardware, job, (cluster, changed)),
                         strategy=display_name(outcome.chosen.strategy),
                         high_bytes=gpu.high_bytes,
                         capacity_bytes=gpu.capacity_bytes,
@@ -118,7 +96,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
     return tuple(suggestions)
 
 
-def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Iterator[Change]:
+def _fitting(changes: list[Change], fits: Callable[[Change], bool]) -> Iterator[Change]:
     """Yield the changes that fit, in order.
 
     The last change of a kind has the most memory. If it does not fit, clusters with less of everything are skipped,
@@ -126,12 +104,11 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
     """
     compared = ("nodes", "gpus_per_node", "gpu_bytes", "host_bytes_per_node", "nvme_bytes_per_node", "supports_bf16")
     failed: list[HardwareSpec] = []
-    remaining = list(changes)
-    for index, change in enumerate(remaining):
-        _, cluster, job = change
-        last = remaining[-1][1]
+    for index, change in enumerate(changes):
+        cluster, job = change
+        last = changes[-1][0]
         grows = job.global_batch_size is None and cluster != last
-        if index == 1 and grows and not fits(remaining[-1]):
+        if index == 1 and grows and not fits(changes[-1]):
             failed.append(last)
         if any(all(getattr(cluster, name) <= getattr(other, name) for name in compared) for other in failed):
             continue
@@ -141,74 +118,8 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
             failed.append(cluster)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """A change that would make training faster but changes its numbers, so that no plan applies it by itself."""
-
-    change: str
-    """The flag or the line of Python."""
-    times_faster: float
-    """Tokens per second divided by those of the plan."""
-    strategy: str
-
-    def __str__(self) -> str:
-        return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
-
-
-def faster_changes(chosen: Evaluated, context: SearchContext) -> tuple[Offer, ...]:
-    """Return changes that would be faster: a padded vocabulary, 8-bit optimizer states, adapters.
-
-    The latter two are tried only if memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
-    accelerators; on more, states are sharded so thinly that neither helps. `context` has the requested job.
-    """
-    model, hardware, job = context.model, context.hardware, context.job
-    if job.second_models:
-        return ()
-    offers = _padded_vocabulary(chosen, model, hardware, replace(job, loss=chosen.loss))
-    if hardware.world_size > _LARGEST_OFFERED:
-        return tuple(offers)
-    if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
-        return tuple(offers)
-    batch, least = chosen.strategy.global_batch_size, _LEAST_GAIN * chosen.time.tokens_per_second
-    for _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
-        # The batch stays the same.
-        if planned_global_batch(changed, hardware.world_size) != batch:
-            changed = replace(changed, global_batch_size=batch)
-        try:
-            changed_context = SearchContext(model=model, hardware=hardware, job=changed)
-            other = search(changed_context, compare=False, faster_than=least).chosen
-        except ShardwrightError:
-            continue
-        if other is None or other.strategy.global_batch_size != batch:
-            continue
-        ratio = other.time.tokens_per_second / chosen.time.tokens_per_second
-        if ratio > _LEAST_GAIN:
-            change = change_flags(hardware, job, (hardware, changed))
-            offers.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
-    return tuple(offers)
-
-
-def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Offer]:
-    # Kernels are slow if a width is not a multiple of 8 elements; the added rows are never used.
-    rows = model.dimensions.vocab_size
-    padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    if rows % 8 == 0:
-        return []
-    parameters = tuple(
-        replace(parameter, shape=tuple(padded if size == rows else size for size in parameter.shape))
-        for parameter in model.parameters
-    )
-    wider = replace(model, dimensions=replace(model.dimensions, vocab_size=padded), parameters=parameters)
-    time = estimate_step_time(chosen.strategy, wider, hardware, job)
-    ratio = chosen.time.seconds / time.seconds
-    if ratio <= _LEAST_GAIN:
-        return []
-    change = f"model.resize_token_embeddings({padded}) instead of {rows} rows"
-    return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
-
-
-def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield each fixed setting set to auto, then all of them together."""
+def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[TrainingJob]]:
+    """Yield alternatives of each kind of change, the cheapest first; the last kind is QLoRA on short sequences."""
     fields: dict[str, Any] = {
         "gradient_checkpointing": "auto",
         "micro_batch_size": None,
@@ -218,127 +129,92 @@ def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pa
         **dict.fromkeys(AXIS_FIELDS),
     }
     fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
-    for field, value in fixed.items():
-        change: dict[str, Any] = {field: value}
-        yield hardware, replace(job, **change)
-    if len(fixed) > 1:
-        yield hardware, replace(job, **fixed)
+    one_open = [replace(job, **{field: value}) for field, value in fixed.items()]
+    yield one_open + ([replace(job, **fixed)] if len(fixed) > 1 else [])
 
-
-def _chunked_loss_or_other_placement(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    if not job.second_models:
-        if job.loss != "chunked":
-            yield hardware, replace(job, loss="chunked")
-        return
     placements: tuple[Placement, ...] = ("cached", "quantized")
-    for second in job.second_models:
-        for placement in placements:
-            if second.placement != placement:
-                yield hardware, job.placed(second.role, placement)
+    if job.second_models:
+        yield [
+            job.placed(second.role, placement)
+            for second in job.second_models
+            for placement in placements
+            if second.placement != placement
+        ]
+    else:
+        yield [replace(job, loss="chunked")] if job.loss != "chunked" else []
 
-
-def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    # Sequence and context parallelism can split the rounded length over all ranks.
     unit = 2 * hardware.world_size
     rounded = job.seq_len_tokens // unit * unit
-    length = job.seq_len_tokens
-    if _SHORTEST_SEQUENCE <= rounded < length:
-        # Sequence and context parallelism can split this length over all ranks.
-        yield hardware, replace(job, seq_len_tokens=rounded)
-        length = rounded
-    length //= 2
-    while length >= _SHORTEST_SEQUENCE:
-        yield hardware, replace(job, seq_len_tokens=length)
-        length //= 2
+    is_shorter = _SHORTEST_SEQUENCE <= rounded < job.seq_len_tokens
+    lengths = [rounded] if is_shorter else [job.seq_len_tokens]
+    lengths += _halved(lengths[0])
+    yield [replace(job, seq_len_tokens=length) for length in lengths if length < job.seq_len_tokens]
 
-
-def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    if job.method == "full" and job.optimizer in ("adamw_torch_fused", "adamw_torch"):
-        yield hardware, replace(job, optimizer="adamw_8bit")
-
-
-def _smaller_weights(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield bf16 weights, then the optimizers that `--optimizer auto` would select for speed too."""
-    if job.method != "full":
-        return
-    if job.weights_dtype != "bf16":
-        yield hardware, replace(job, weights_dtype="bf16")
-    for step in (step for step in ORDER[1:] if not step.only_to_fit):
-        yield (
-            hardware,
-            replace(job, optimizer=step.optimizer, weights_dtype=step.weights_dtype, optim_args=step.optim_args),
-        )
-
-
-def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    smaller: list[TrainingJob] = []
     if job.method == "full":
-        yield hardware, replace(job, method="lora")
-    if job.method != "qlora":
-        yield hardware, replace(job, method="qlora")
+        if job.optimizer in ("adamw_torch_fused", "adamw_torch"):
+            smaller.append(replace(job, optimizer="adamw_8bit"))
+        if job.weights_dtype != "bf16":
+            smaller.append(replace(job, weights_dtype="bf16"))
+        # The optimizers that `--optimizer auto` would select for speed too.
+        smaller += [
+            replace(job, optimizer=step.optimizer, weights_dtype=step.weights_dtype, optim_args=step.optim_args)
+            for step in ORDER[1:]
+            if not step.only_to_fit
+        ]
+    yield smaller
 
+    # LoRA instead of QLoRA: only the first rank of sharded 16-bit weights loads them. That is less host memory where
+    # bitsandbytes leaves most weights in 16 bit, as fused experts.
+    methods: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ("lora",)}
+    yield [replace(job, method=method) for method in methods[job.method]]
 
-def _first_rank_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield LoRA instead of QLoRA: only the first rank of sharded 16-bit weights loads them.
-
-    That is less host memory where bitsandbytes leaves most weights in 16 bit, as fused experts.
-    """
-    if job.method == "qlora":
-        yield hardware, replace(job, method="lora")
-
-
-def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    nodes, gpus = hardware.nodes, hardware.gpus_per_node
-    while nodes * gpus < _LARGEST_WORLD:
-        if gpus < 8:
-            gpus = min(8, 2 * gpus)
-        else:
-            nodes *= 2
-        larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
-        batch = job.global_batch_size
-        if batch is None or batch % larger.world_size == 0:
-            yield larger, job
-
-
-def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
-    for memory, gpu in sorted(_memories().items()):
-        if memory * 2**30 > hardware.gpu_bytes * 1.02:
-            yield _named(f"{prefix}{hardware.gpus_per_node}x{gpu}", hardware), job
-
-
-def _memories() -> dict[float, str]:
-    """Return an accelerator of each memory size in GiB, the first of the catalog."""
-    memories: dict[float, str] = {}
-    for gpu, entry in gpu_catalog().items():
-        memories.setdefault(float(entry["usable_gib"]), gpu)
-    return memories
-
-
-def _named(name: str, hardware: HardwareSpec) -> HardwareSpec:
-    """Return the cluster of a name with the host memory and NVMe of the user's command."""
-    options = hardware.options()
-    return parse_hardware(name, host_memory=options.get("host_memory"), nvme=options.get("nvme"))
-
-
-def _with_host_memory(hardware: HardwareSpec, size: int) -> HardwareSpec:
-    assumed = tuple(name for name in hardware.assumed if name != "host_bytes_per_node")
-    return replace(hardware, host_bytes_per_node=size, assumed=assumed)
-
-
-def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield QLoRA with chunked loss and ever shorter sequences."""
-    length = job.seq_len_tokens
-    while length >= _SHORTEST_SEQUENCE:
-        small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length)
-        yield hardware, small
-        length //= 2
-
-
-def _other_clusters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield clusters of known accelerators by total memory, the smallest first."""
-    sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
-    kinds = {gpu: memory for memory, gpu in _memories().items() if gpu != "CPU"}
-    clusters = [
-        (nodes * gpus * memory, f"{nodes}x{gpus}x{kind}") for nodes, gpus in sizes for kind, memory in kinds.items()
+    yield [
+        replace(job, method="qlora", loss="chunked", seq_len_tokens=length)
+        for length in (job.seq_len_tokens, *_halved(job.seq_len_tokens))
+        if length >= _SHORTEST_SEQUENCE
     ]
-    for _, name in sorted(clusters):
-        yield _named(name, hardware), job
+
+
+def _halved(length: int) -> list[int]:
+    lengths = []
+    while (length := length // 2) >= _SHORTEST_SEQUENCE:
+        lengths.append(length)
+    return lengths
+
+
+def _changed_clusters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[HardwareSpec]]:
+    """Yield clusters with more accelerators, larger ones, more host memory, and others by total memory."""
+    more, nodes, gpus = [], hardware.nodes, hardware.gpus_per_node
+    while nodes * gpus < _LARGEST_WORLD:
+        nodes, gpus = (nodes, min(8, 2 * gpus)) if gpus < 8 else (2 * nodes, gpus)
+        larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
+        if job.global_batch_size is None or job.global_batch_size % larger.world_size == 0:
+            more.append(larger)
+    yield more
+
+    # An accelerator of each memory size in GiB, the first of the catalog.
+    kinds: dict[float, str] = {}
+    for gpu, entry in gpu_catalog().items():
+        kinds.setdefault(float(entry["usable_gib"]), gpu)
+    options = hardware.options()
+
+    def named(name: str) -> HardwareSpec:
+        return parse_hardware(name, host_memory=options.get("host_memory"), nvme=options.get("nvme"))
+
+    count = f"{hardware.nodes}x" * (hardware.nodes > 1) + f"{hardware.gpus_per_node}x"
+    yield [named(count + gpu) for memory, gpu in sorted(kinds.items()) if memory * 2**30 > hardware.gpu_bytes * 1.02]
+
+    assumed = tuple(name for name in hardware.assumed if name != "host_bytes_per_node")
+    host_sizes = (hardware.host_bytes_per_node * 2**power for power in range(1, 5))
+    yield [replace(hardware, host_bytes_per_node=size, assumed=assumed) for size in host_sizes]
+
+    sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
+    clusters = [
+        (nodes * gpus * memory, f"{nodes}x{gpus}x{gpu}")
+        for nodes, gpus in sizes
+        for memory, gpu in kinds.items()
+        if gpu != "CPU"
+    ]
+    yield [named(name) for _, name in sorted(clusters)]

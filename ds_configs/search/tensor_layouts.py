@@ -26,7 +26,6 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from ..step_time.model_work import Product
 from ..step_time.rates import group_bytes_per_s, others
 
 LayoutName = Literal["1D", "2D", "2.5D", "3D"]
@@ -51,79 +50,40 @@ class TensorLayout:
     """Time to receive them without overlap, with separate links for every group of ranks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
-    """Communication of one layer within one kind of rank group."""
+def received_elements(
+    name: LayoutName, shape: tuple[int, ...], *, inputs: float, outputs: float, weights: float, hidden: float
+) -> list[tuple[float, int, int]]:
+    """Return what one rank receives, forward and backward: elements, ranks of the group, and their distance.
 
-    elements: float
-    """Elements that one rank receives, forward and backward."""
-    group_ranks: int
-    stride: int
-    """Distance between neighbours of a group, in ranks."""
+    - 1D: each all-reduce moves `2 (p - 1) / p` of `[T, hidden]` (Megatron-LM, section 3).
+    - 2D and 2.5D: for `C = A B`, `dA = dC B^T` and `dB = A^T dC` (Optimus, algorithms 1 to 3), `A` is broadcast twice
+      along rows and `dA` reduced, `3 (q - 1) / q^2` of `[T / d, K]` in all; along columns the same of `[K, N]` for `B`
+      and `dB`. Over the depths `dB` is all-reduced, `2 (d - 1) / d` of a block (Tesseract, section 3.2).
+    - 3D: every tensor is split evenly over all `q^3` ranks (algorithm 1). Forward `A` and `B` are gathered and `C` is
+      scattered; backward `dC` and `B` are gathered for `dA`, `A` again for `dB`, and both are scattered. Each brings
+      `(q - 1) / q^3` of its tensor: 3 times `A` and `B`, twice `C`.
 
-
-def one_dimensional_traffic(tokens: int, hidden_size: int, ranks: int) -> tuple[Traffic, ...]:
-    """Return 4 all-reduces of `[T, hidden]`, each `2 (p - 1) / p` of its tensor (Megatron-LM, section 3).
-
-    >>> one_dimensional_traffic(10, 4, 2)[0].elements
-    160.0
+    Args:
+        name: The algorithm.
+        shape: Ranks along each side of the mesh.
+        inputs: Elements of all `A`, `[T, K]`.
+        outputs: Elements of all `C`, `[T, N]`.
+        weights: Elements of all `B`, `[K, N]`.
+        hidden: Elements of `[T, hidden]`.
     """
-    return (Traffic(elements=4 * 2 * others(ranks) * tokens * hidden_size, group_ranks=ranks, stride=1),)
-
-
-def summa_traffic(products: tuple[Product, ...], tokens: int, side: int, depth: int = 1) -> tuple[Traffic, ...]:
-    """Return what SUMMA moves for `C = A B`, `dA = dC B^T` and `dB = A^T dC` (Optimus, algorithms 1 to 3).
-
-    Along rows: `A` is broadcast for `C` and `dB`, and `dA` reduced, `3 (q - 1) / q^2` of `[T / d, K]` in all. Along
-    columns: `B` is broadcast for `C` and `dA`, and `dB` reduced, `3 (q - 1) / q^2` of `[K, N]`. Over the depths `dB`
-    is all-reduced, `2 (d - 1) / d` of a block (Tesseract, section 3.2).
-
-    A micro-batch has `T` tokens, a row and a column `q` ranks (`side`), and `d` ranks (`depth`) hold the same weights.
-    """
+    side = shape[0]
+    if name == "1D":
+        return [(4 * 2 * others(side) * hidden, side, 1)]
+    if name == "3D":
+        share = (side - 1) / side**3
+        return [(3 * share * inputs, side, 1), (2 * share * outputs, side, side), (3 * share * weights, side, side**2)]
+    depth = shape[2] if name == "2.5D" else 1
     share = 3 * (side - 1) / side**2
-    inputs = sum(product.in_features for product in products) * tokens / depth
-    weights = sum(product.weight for product in products)
-    return (
-        Traffic(elements=share * inputs, group_ranks=side, stride=1),
-        Traffic(elements=share * weights, group_ranks=side, stride=side),
-        Traffic(elements=2 * others(depth) * weights / side**2, group_ranks=depth, stride=side**2),
-    )
-
-
-def cube_traffic(products: tuple[Product, ...], tokens: int, side: int) -> tuple[Traffic, ...]:
-    """Return what the cube moves; every tensor is split evenly over all `q^3` ranks (arXiv 2105.14450, algorithm 1).
-
-    Forward `A` and `B` are gathered and `C` is scattered; backward `dC` and `B` are gathered for `dA`, `A` is gathered
-    again for `dB`, and both are scattered. Each brings `(q - 1) / q^3` of its tensor: 3 times `A` and `B`, twice `C`.
-    """
-    share = (side - 1) / side**3
-    inputs = sum(product.in_features for product in products) * tokens
-    outputs = sum(product.out_features for product in products) * tokens
-    weights = sum(product.weight for product in products)
-    return (
-        Traffic(elements=3 * share * inputs, group_ranks=side, stride=1),
-        Traffic(elements=2 * share * outputs, group_ranks=side, stride=side),
-        Traffic(elements=3 * share * weights, group_ranks=side, stride=side**2),
-    )
-
-
-def layer_products(model: ModelSpec) -> tuple[Product, ...]:
-    """Return the products of one decoder layer.
-
-    Raises:
-        UsageError: the layers are mixtures of experts.
-    """
-    sizes = model.dimensions
-    if sizes.num_experts:
-        rule, fix = "has mixtures of experts; only dense layers are compared", "use ep to split the experts"
-        raise UsageError(ConfigError(where="model", value=model.architecture, rule=rule, fix=fix))
-    hidden, up = sizes.hidden_size, sizes.intermediate_size * (2 if _is_gated(model) else 1)
-    return (
-        Product(in_features=hidden, out_features=sizes.query_size + 2 * sizes.key_value_size),
-        Product(in_features=sizes.query_size, out_features=hidden),
-        Product(in_features=hidden, out_features=up),
-        Product(in_features=sizes.intermediate_size, out_features=hidden),
-    )
+    return [
+        (share * inputs / depth, side, 1),
+        (share * weights, side, side),
+        (2 * others(depth) * weights / side**2, depth, side**2),
+    ]
 
 
 def compare_tensor_layouts(
@@ -137,54 +97,52 @@ def compare_tensor_layouts(
         UsageError: `ranks` is below 1, or the layers are mixtures of experts.
     """
     if ranks < 1:
-        raise UsageError(
-            ConfigError(where="ranks", value=ranks, rule="must be at least 1", fix="pass the tensor-parallel size")
-        )
-    products = layer_products(model)
-    hardware = replace(hardware, nodes=max(hardware.nodes, -(-ranks // hardware.gpus_per_node)))
-    tokens = job.seq_len_tokens * (job.micro_batch_size or 1)
-    # Elements kept for the backward pass that 1D replicates, and that it splits (arXiv 2205.05198).
+        rule, fix = "must be at least 1", "pass the tensor-parallel size"
+        raise UsageError(ConfigError(where="ranks", value=ranks, rule=rule, fix=fix))
     sizes = model.dimensions
-    mlp = (3 if _is_gated(model) else 2) * sizes.intermediate_size
-    replicated, split = (
-        4.0 * tokens * sizes.hidden_size,
-        tokens * (2.0 * sizes.query_size + 2.0 * sizes.key_value_size + mlp),
-    )
-    weights = sum(product.weight for product in products)
-    width = job.compute_bytes
+    if sizes.num_experts:
+        rule, fix = "has mixtures of experts; only dense layers are compared", "use ep to split the experts"
+        raise UsageError(ConfigError(where="model", value=model.architecture, rule=rule, fix=fix))
+    hardware = replace(hardware, nodes=max(hardware.nodes, -(-ranks // hardware.gpus_per_node)))
+    tokens, width = job.seq_len_tokens * (job.micro_batch_size or 1), job.compute_bytes
+    hidden, inner, query, key_value = sizes.hidden_size, sizes.intermediate_size, sizes.query_size, sizes.key_value_size
+    is_gated = any(name in parameter.name for parameter in model.parameters for name in ("gate_proj", "gate_up_proj"))
+    # In- and output widths of the products.
+    products = [(hidden, query + 2 * key_value), (query, hidden), (hidden, inner * (1 + is_gated)), (inner, hidden)]
+    elements: dict[str, float] = {
+        "inputs": tokens * sum(columns for columns, _ in products),
+        "outputs": tokens * sum(rows for _, rows in products),
+        "weights": sum(columns * rows for columns, rows in products),
+        "hidden": tokens * hidden,
+    }
+    # Elements kept for the backward pass that 1D replicates, and that it splits (arXiv 2205.05198).
+    replicated = 4.0 * tokens * hidden
+    split = tokens * (2.0 * query + 2.0 * key_value + (2 + is_gated) * inner)
 
-    def layout(name: LayoutName, shape: tuple[int, ...], traffic: tuple[Traffic, ...], depth: int = 1) -> TensorLayout:
-        activations = replicated + split / ranks if name == "1D" else (replicated + split) / ranks
-        received = sum(part.elements for part in traffic) * width
-        seconds = sum(
-            part.elements * width / group_bytes_per_s(hardware, ranks=part.group_ranks, stride=part.stride)
-            for part in traffic
-        )
+    def layout(name: LayoutName, *shape: int) -> TensorLayout:
+        traffic = received_elements(name, shape, **elements)
+        depth = shape[2] if name == "2.5D" else 1
         return TensorLayout(
             name=name,
             ranks=ranks,
             shape=shape,
-            weight_bytes=weights * depth / ranks * width,
-            activation_bytes=activations * width,
-            communication_bytes=received,
-            communication_seconds=seconds,
+            weight_bytes=elements["weights"] * depth / ranks * width,
+            activation_bytes=(replicated + split / ranks if name == "1D" else (replicated + split) / ranks) * width,
+            communication_bytes=sum(received for received, _, _ in traffic) * width,
+            communication_seconds=sum(
+                received * width / group_bytes_per_s(hardware, ranks=group, stride=stride)
+                for received, group, stride in traffic
+            ),
         )
 
-    layouts = [layout("1D", (ranks,), one_dimensional_traffic(tokens, model.dimensions.hidden_size, ranks))]
-    side = isqrt(ranks)
+    layouts = [layout("1D", ranks)]
+    side, cube = isqrt(ranks), round(ranks ** (1 / 3))
     if side > 1 and side**2 == ranks:
-        layouts.append(layout("2D", (side, side), summa_traffic(products, tokens, side)))
+        layouts.append(layout("2D", side, side))
     depths = [
-        layout("2.5D", (q, q, ranks // q**2), summa_traffic(products, tokens, q, ranks // q**2), ranks // q**2)
-        for q in range(2, isqrt(ranks) + 1)
-        if ranks % q**2 == 0 and 1 < ranks // q**2 <= q
+        layout("2.5D", q, q, ranks // q**2) for q in range(2, side + 1) if ranks % q**2 == 0 and 1 < ranks // q**2 <= q
     ]
     layouts += sorted(depths, key=lambda shape: shape.communication_seconds)[:1]
-    side = round(ranks ** (1 / 3))
-    if side > 1 and side**3 == ranks:
-        layouts.append(layout("3D", (side, side, side), cube_traffic(products, tokens, side)))
+    if cube > 1 and cube**3 == ranks:
+        layouts.append(layout("3D", cube, cube, cube))
     return tuple(layouts)
-
-
-def _is_gated(model: ModelSpec) -> bool:
-    return any(name in parameter.name for parameter in model.parameters for name in ("gate_proj", "gate_up_proj"))

@@ -64,11 +64,7 @@ def layouts_to_measure(chosen: Evaluated, rejected: Iterable[Evaluated], *, tria
     were not requested are omitted, since a stock Trainer does not run them. Offload comes last if the chosen layout
     does without: it only copies more, unless it makes a larger micro-batch fit.
     """
-    runnable = [
-        other
-        for other in rejected
-        if other.memory.fits and not other.analysis_only and (other.strategy.pp == 1 or chosen.strategy.pp > 1)
-    ]
+    runnable = [other for other in rejected if other.memory.fits and (other.strategy.pp == 1 or chosen.strategy.pp > 1)]
     fastest = max(layout.time.tokens_per_second for layout in (chosen, *runnable))
     near = [other for other in runnable if other.time.tokens_per_second * (1 + WORTH_MEASURING) >= fastest]
     keeps_all = chosen.strategy.offload_optimizer == "none"
@@ -123,10 +119,10 @@ def tuned_reason(best: Trial, trials: Sequence[Trial]) -> str:
             f"Measured {gigabytes(best.peak_allocated_bytes)} GB of tensors on the fullest rank, "
             f"{gigabytes(best.predicted_allocated_bytes)} GB predicted."
         )
-    strategy = best.strategy
-    recomputation = "" if strategy.gradient_checkpointing else "no "
+    layout = best.strategy
+    recomputation = "" if layout.gradient_checkpointing else "no "
     sentences.append(
-        f"Micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}, "
+        f"Micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}, "
         f"{recomputation}gradient checkpointing."
     )
     return " ".join(sentences)

@@ -25,7 +25,7 @@ StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
-ObjectiveName = Literal["throughput", "cost", "memory"]
+ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
@@ -196,9 +196,7 @@ class PlanFields:
         "auto"
     )
     """`auto` selects `chunked` if the plan becomes faster, and with Liger's kernels wherever they compute it."""
-    objective: Annotated[ObjectiveName, _option("Select by tokens/s, tokens per GPU hour, or free memory")] = (
-        "throughput"
-    )
+    objective: Annotated[ObjectiveName, _option("Select by tokens/s or free memory")] = "throughput"
     """What the plan optimizes among the layouts that fit; `cost` may leave accelerators idle."""
 
 

@@ -135,6 +135,9 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("save_seconds", "mtbf_hours"), "omit it: --save-steps of train sets how often checkpoints are saved"
     ),
+    "objective=cost": "plan for each size of cluster, and compare tokens/s per accelerator",
+    "longest_sequence": "pass a --seq-len that is too long: the error has a length that fits",
+    "gpu_hour_price": "omit it, and multiply the GPU hours that --tokens prints by your price",
     "bit_schedule": "omit it: train with the scheme's bits from --start-step on",
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }

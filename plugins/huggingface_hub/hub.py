@@ -6,11 +6,11 @@ downloaded by branch name is cached under its commit, where offline mode finds i
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,35 +25,31 @@ from ...ds_configs.specs.errors import ConfigError, RefusedInputError, Shardwrig
 from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, read_checkpoint
 
 Result = TypeVar("Result")
-FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 5.0, 30.0
 _LIMIT_FACTOR = 6
-_LEAST_BYTES = 10_000
-"""Bytes that must arrive within the limit for a download to continue."""
-_POLL_SECONDS = 0.1
+_NOTICE_SECONDS = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class HubTimeoutError(ShardwrightError):
     """The Hub did not answer in time."""
 
 
-def within_limit(
-    work: Callable[[], Result], what: str, *, limit: float | None = None, arrived: Callable[[], int] | None = None
-) -> Result:
-    """Run a request to the Hub with a time limit.
+def within_limit(work: Callable[[], Result], what: str) -> Result:
+    """Return the response of a request to the Hub within six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s by default).
+
+    Requests for files have time limits in huggingface_hub; those for information about repositories have none there.
 
     Args:
         work: Sends the request and returns the response.
         what: Name of the request for messages, such as `model ORG/NAME`.
-        limit: Seconds; `None` for six times `HF_HUB_DOWNLOAD_TIMEOUT`, whose default is 10 s.
-        arrived: Returns the bytes received so far, for long downloads; the limit restarts when bytes arrive.
 
     Raises:
         HubTimeoutError: the limit has passed; `work` continues in a thread that ends with the process.
     """
-    if limit is None:
-        from huggingface_hub import constants
+    from huggingface_hub import constants
 
-        limit = float(_LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    limit = _LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT
     response: list[Result] = []
     failure: list[BaseException] = []
 
@@ -65,22 +61,16 @@ def within_limit(
 
     # A daemon, so that the process can exit without it.
     thread = threading.Thread(target=request, name="hub", daemon=True)
-    began = moved = time.monotonic()
     thread.start()
-    next_word, seen = began + FIRST_WORD_SECONDS, 0
-    while thread.is_alive():
-        thread.join(_POLL_SECONDS)
-        now = time.monotonic()
-        if arrived is not None and now - moved >= limit / 2 and (received := arrived()) >= seen + _LEAST_BYTES:
-            seen, moved = received, now
-        if now - moved >= limit:
-            fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
-            raise HubTimeoutError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
-        if now >= next_word and thread.is_alive():
-            print(f"waiting for the Hub: {what}, {now - began:.0f} s", file=sys.stderr, flush=True)
-            next_word = now + NEXT_WORD_SECONDS
+    thread.join(min(_NOTICE_SECONDS, limit))
+    if thread.is_alive():
+        logger.warning(f"waiting for the Hub: {what}")
+        thread.join(max(0, limit - _NOTICE_SECONDS))
     if failure:
         raise failure[0]
+    if not response:
+        fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
+        raise HubTimeoutError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
     return response[0]
 
 
@@ -88,25 +78,11 @@ def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Se
     """Return the local directory of a model's files; download files that are not in the cache.
 
     Raises:
-        HubTimeoutError: no data arrived within the limit.
         Exception: any error of connection, cache or disk.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
-    directory = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
-
-    def fetch() -> Path:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
-
-    def cached_bytes() -> int:
-        """Count the bytes of the model's files in the cache, including unfinished ones."""
-        total = 0
-        for path in directory.glob("blobs/*"):
-            with suppress(OSError):
-                total += path.stat().st_size
-        return total
-
-    return within_limit(fetch, f"files of {repository}", arrived=cached_bytes)
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -280,22 +256,6 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
         raise
     except hub_errors() as error:
         raise explain_hub_error(model, commit, error) from None
-
-
-def stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a model's safetensors headers; empty without such files.
-
-    Raises:
-        RefusedInputError: a header is corrupt.
-        ShardwrightError: the Hub does not answer.
-    """
-    if not source.checkpoint_parameters:
-        return {}
-    if source.revision is not None:
-        tensors = read_hub_tensors(source.name, source.revision)
-    else:
-        tensors = read_checkpoint(Path(source.name))
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from .hub import HUB_ID, hub_failure, hub_status, within_limit
+from .hub import HUB_ID, hub_status, within_limit
 
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
 LEFT_OUT = (
@@ -29,55 +29,28 @@ logger = logging.getLogger(__name__)
 
 
 def push_errors(repository: str | None) -> list[ConfigError]:
-    """Return why a directory could not be uploaded to a repository: its name, or the token's rights.
+    """Return why a directory cannot be uploaded to a repository: its name, or a missing token.
 
-    Requests the token's owner from the Hub; without a repository it sends no request.
+    Sends no request: `pushed` creates the repository before the work, which proves write access.
     """
+    from huggingface_hub import get_token
+
     if repository is None:
         return []
-
-    def config_error(rule: str, fix: str) -> list[ConfigError]:
-        return [ConfigError(where="push_to_hub", value=repository, rule=rule, fix=fix)]
-
-    from huggingface_hub import HfApi, get_token
-
     if not HUB_ID.fullmatch(repository):
-        return config_error("is not a name of a Hub repository", "write ORG/NAME")
-    if get_token() is None:
-        return config_error("needs a Hub token, and there is none", "hf auth login, or set HF_TOKEN")
-    try:
-        owner: dict[str, Any] = within_limit(HfApi().whoami, "who the token belongs to")
-    except Exception as error:
-        if hub_status(error) == 401:
-            return config_error("the Hub does not accept the token", "hf auth login with a valid one")
-        rule, _, fix = hub_failure(error).partition("; ")
-        return config_error(rule, f"{fix or 'try again later'}, or omit the option")
-    namespace, _, name = repository.rpartition("/")
-    token = owner.get("auth", {}).get("accessToken", {})
-    scopes = token.get("fineGrained", {}).get("scoped")
-    can_write = token.get("role") != "read"
-    if token.get("role") == "fineGrained" and scopes is not None:
-        # A fine-grained token needs write access to the repository or to all repositories of its owner.
-        owner_name = namespace or str(owner.get("name"))
-        entities = (owner_name, f"{owner_name}/{name}")
-        can_write = any(
-            scope.get("entity", {}).get("name") in entities and "repo.write" in scope.get("permissions", ())
-            for scope in scopes
-        )
-    if not can_write:
-        fix = "create one with write access in the Hub's settings, then hf auth login"
-        return config_error("the token has no write access", fix)
-    known = [owner.get("name"), *(group.get("name") for group in owner.get("orgs", []))]
-    if namespace and namespace not in known:
-        return config_error(f"the token's owner is not a member of {namespace}", f"use {owner.get('name')}/{name}")
-    return []
+        rule, fix = "is not a name of a Hub repository", "write ORG/NAME"
+    elif get_token() is None:
+        rule, fix = "needs a Hub token, and there is none", "hf auth login, or set HF_TOKEN"
+    else:
+        return []
+    return [ConfigError(where="push_to_hub", value=repository, rule=rule, fix=fix)]
 
 
 @contextmanager
 def pushed(directory: Path, repository: str | None, *, private: bool) -> Iterator[None]:
-    """Create a model repository, and upload a directory without `LEFT_OUT` after the block that fills it.
+    """Create a model repository, check write access, and upload a directory without `LEFT_OUT` after the block.
 
-    Creating it proves write access. Without a repository nothing is done. Call `check_push` before.
+    The block fills the directory. Without a repository nothing is done. Call `check_push` before.
 
     Raises:
         ShardwrightError: the Hub rejects the request, or the upload failed; a second upload sends the missing files.
@@ -87,8 +60,10 @@ def pushed(directory: Path, repository: str | None, *, private: bool) -> Iterato
         return
     from huggingface_hub import HfApi
 
-    def create() -> object:
-        return HfApi().create_repo(repository, private=private, exist_ok=True)
+    def create() -> None:
+        created = HfApi().create_repo(repository, private=private, exist_ok=True)
+        # A repository that exists proves no access.
+        HfApi().auth_check(created.repo_id, write=True)
 
     try:
         within_limit(create, f"repository {repository}")
@@ -122,8 +97,10 @@ def check_push(repository: str | None) -> None:
 
 def _reason(error: Exception) -> str:
     status = hub_status(error)
-    if status in (401, 403):
-        return f"{status}: the token has no write access to it"
+    if status == 401:
+        return "401: the Hub does not accept the token; `hf auth login` with a valid one"
+    if status == 403:
+        return "403: the token has no write access to it"
     return type(error).__name__ if status is None else f"{type(error).__name__}, {status}"
 
 

@@ -1,12 +1,11 @@
-"""Measured runs, step times and rates of CPU ranks: one file in the user's data directory, which processes share.
+"""Measured runs and step times: one file in the user's data directory, which processes share.
 
 Each line is a JSON object that one write appends, so that processes lose nothing and no line is half written. To forget
 is a line too. The file is read from top to bottom:
 
     {"kind": "run", "stored_at": ..., fields of MeasuredRun}
     {"kind": "step", "stored_at": ..., fields of MeasuredStep}
-    {"kind": "cpu", "stored_at": ..., fields of MeasuredCpu}
-    {"kind": "forget", "stored_at": ..., "identifier": of a run and its step, or "all" or "cpu"}
+    {"kind": "forget", "stored_at": ..., "identifier": of a run and its step, or "all"}
 """
 
 from __future__ import annotations
@@ -22,21 +21,15 @@ from pydantic import TypeAdapter
 from ...ds_configs.memory.estimate import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.texts import strict_json
-from ...ds_configs.step_time.cpu_ranks import MeasuredCpu
 from ...ds_configs.step_time.learning import MeasuredStep
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
 FILE_NAME = "calibration.jsonl"
-_EARLIER_NAME = "calibration.sqlite3"
-Measured = MeasuredRun | MeasuredStep | MeasuredCpu
-_KINDS: dict[str, type[Measured]] = {"run": MeasuredRun, "step": MeasuredStep, "cpu": MeasuredCpu}
+Measured = MeasuredRun | MeasuredStep
+_KINDS: dict[str, type[Measured]] = {"run": MeasuredRun, "step": MeasuredStep}
 _POSITIVE = {
     "run": ("ranks", "predicted_allocated_bytes", "reserved_peak_bytes"),
     "step": ("ranks", "predicted_seconds", "measured_seconds"),
-    "cpu": (
-        *("cores", "ranks", "threads", "memory_bytes_per_s"),
-        *("fp32_flops_per_s", "bf16_flops_per_s", "fp32_attention_flops_per_s", "bf16_attention_flops_per_s"),
-    ),
 }
 """Fields that plans divide by, of each kind."""
 
@@ -55,7 +48,7 @@ class CalibrationStore:
     """Measurements on disk.
 
     Raises, from every method:
-        RefusedInputError: The file is not such a file, or an earlier version wrote the measurements.
+        RefusedInputError: The file is not such a file.
         ShardwrightError: The file cannot be accessed.
     """
 
@@ -78,26 +71,20 @@ class CalibrationStore:
         """Return the measured step times, oldest first."""
         return tuple(each for each in self._measurements() if isinstance(each, MeasuredStep))
 
-    def cpus(self) -> tuple[MeasuredCpu, ...]:
-        """Return the measured rates of CPU ranks, oldest first."""
-        return tuple(each for each in self._measurements() if isinstance(each, MeasuredCpu))
-
     def forget(self, identifier: str) -> int:
         """Remove one run by a prefix of its identifier, or `all`; return the number of removed runs.
 
-        A run may have memory peaks, a step time, or both. `all` includes measured CPU ranks; `cpu` removes
-        the rates of CPU ranks only, and returns their number.
+        A run may have memory peaks, a step time, or both.
 
         Raises:
             UsageError: No run, or several runs, have this prefix.
         """
         stored = self._measurements()
-        runs = sorted({each.identifier for each in stored if not isinstance(each, MeasuredCpu)})
-        if identifier in ("all", "cpu"):
-            count = len(runs) if identifier == "all" else len(self.cpus())
+        runs = sorted({each.identifier for each in stored})
+        if identifier == "all":
             if stored:
                 self._append("forget", {"identifier": identifier})
-            return count
+            return len(runs)
         matches = [name for name in runs if identifier and name.startswith(identifier)]
         if len(matches) != 1:
             rule, fix = "is not a stored run", "`shardwright calibrate --list` lists the runs"
@@ -124,10 +111,6 @@ class CalibrationStore:
         """Return everything that was stored and not removed, each once, oldest first."""
         try:
             lines = self.path.read_bytes().splitlines() if self.path.exists() else []
-            earlier = self.path.with_name(_EARLIER_NAME)
-            if not self.path.exists() and earlier.exists():
-                rule, fix = "was written by an earlier version", "remove it, and `shardwright calibrate` the runs again"
-                raise RefusedInputError(ConfigError(where=f"calibration file {earlier}", rule=rule, fix=fix))
         except OSError as error:
             raise self._unusable(error) from None
         # Keys keep their order.
@@ -137,7 +120,11 @@ class CalibrationStore:
                 values = strict_json(line)
                 kind, _ = values.pop("kind"), values.pop("stored_at")
                 if kind == "forget":
-                    stored = {each: None for each in stored if not _is_forgotten(each, values["identifier"])}
+                    forgotten = values["identifier"]
+                    stored = {each: None for each in stored if forgotten not in ("all", each.identifier)}
+                    continue
+                if kind == "cpu":
+                    # Rates of CPU ranks, which earlier versions stored.
                     continue
                 stored[TypeAdapter(_KINDS[kind]).validate_json(json.dumps(values), strict=True)] = None
                 if zero := [name for name in _POSITIVE[kind] if not values[name] > 0]:
@@ -151,9 +138,3 @@ class CalibrationStore:
     def _unusable(self, error: OSError) -> ShardwrightError:
         detail = f"cannot be used ({error.strerror}); set {DATA_DIRECTORY_VARIABLE}"
         return ShardwrightError(f"calibration file {self.path}: {detail}")
-
-
-def _is_forgotten(measured: Measured, identifier: str) -> bool:
-    if isinstance(measured, MeasuredCpu):
-        return identifier in ("all", "cpu")
-    return identifier in ("all", measured.identifier)

@@ -16,7 +16,6 @@ from ...ds_configs.memory.activations import activations_are_stored, cached_acti
 from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
 from ...ds_configs.search.candidates import SearchContext
-from ...ds_configs.search.longest import LongestSequence, longest_sequences
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
@@ -47,7 +46,6 @@ def plan(
     num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
     notify: Callable[[str], None] | None = None,
-    offers: bool = True,
     **fields: object,
 ) -> Plan:
     """Choose a layout for a model and hardware.
@@ -62,7 +60,6 @@ def plan(
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
         notify: Function that receives warnings.
-        offers: Whether the plan suggests faster settings that change the training results.
         **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; the teacher may be
             a name. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
@@ -83,36 +80,7 @@ def plan(
         calibration=context.calibration,
         measured_steps=context.measured_steps,
         versions=installed_versions(),
-        offers=offers,
     )
-
-
-def longest_sequence(
-    model: str | Path | LoadedModel,
-    hardware: str | Path | HardwareSpec,
-    job: TrainingJob | JobSettings | None = None,
-    *,
-    revision: str | None = None,
-    host_memory: str | None = None,
-    nvme: str | None = None,
-    num_processes: int | None = None,
-    calibration: Calibration | Literal["user"] | None = "user",
-    notify: Callable[[str], None] | None = None,
-    **fields: object,
-) -> list[LongestSequence]:
-    """Return the longest sequence that fits on a hardware, for each mechanism added to those before it.
-
-    Takes the arguments of `plan`; the last item has everything. Settings that are not `auto` stay as they are.
-
-    Raises:
-        UsageError: A name, value or combination is invalid.
-
-    >>> longest_sequence("config.json", "8xH100-80GB")[-1].tokens  # doctest: +SKIP
-    3272704
-    """
-    options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    tell = notify or (lambda _: None)
-    return longest_sequences(_search_context(model, hardware, job, fields, revision, options, calibration, tell))
 
 
 def _search_context(
@@ -143,7 +111,7 @@ def _search_context(
     if errors:
         raise UsageError(errors)
     with collecting(errors):
-        cluster = _cluster(hardware, sizes_of_cluster, tell)
+        cluster = _cluster(hardware, sizes_of_cluster)
     with collecting(errors):
         job = checked_job(job, fields, tell)
     if errors or job is None:
@@ -180,11 +148,9 @@ def _search_context(
     )
 
 
-def _cluster(
-    hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any], tell: Callable[[str], None]
-) -> HardwareSpec:
+def _cluster(hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any]) -> HardwareSpec:
     if not isinstance(hardware, HardwareSpec):
-        return read_hardware(str(hardware), tell=tell, **sizes)
+        return read_hardware(str(hardware), **sizes)
     rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
     stated = {name: value for name, value in sizes.items() if value is not None}
     if errors := [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]:
@@ -283,8 +249,7 @@ def read_hardware(
     host_memory: str | None = None,
     nvme: str | None = None,
     num_processes: int | None = None,
-    measures_cpu: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
+    on_cpu: bool = True,
 ) -> HardwareSpec:
     """Return the cluster for a name, a YAML file or `local`.
 
@@ -293,17 +258,14 @@ def read_hardware(
         host_memory: Memory per node.
         nvme: NVMe per node as `PATH:SIZE`.
         num_processes: Number of accelerators, for a name without one such as `T4`; of ranks for `local` without one.
-        measures_cpu: Whether `local` measures CPU ranks on a machine without accelerators.
-        tell: Function that receives what was measured.
+        on_cpu: Whether `local` means CPU ranks on a machine without accelerators.
 
     Raises:
         UsageError: The name, the file or one of its values is invalid, or has another number of processes.
     """
     if text == "local":
-        from .cpu_host import DEFAULT_RANKS
-
-        ranks = (num_processes or DEFAULT_RANKS) if measures_cpu else None
-        cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks, tell=tell)
+        ranks = (2 if num_processes is None else num_processes) if on_cpu else None
+        cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks)
     elif text.endswith((".yaml", ".yml")):
         stated = yaml_mapping(read_small_file(Path(text), what="hardware"), name=text, what="hardware")
         errors = [
@@ -325,24 +287,19 @@ def read_hardware(
 
 
 def detect_hardware(
-    *,
-    host_memory: str | None = None,
-    nvme: str | None = None,
-    cpu_ranks: int | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    *, host_memory: str | None = None, nvme: str | None = None, cpu_ranks: int | None = None
 ) -> HardwareSpec:
     """Return this machine as a cluster of one node.
 
     Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
-    from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, `cpu_ranks` ranks
-    are measured.
+    from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, the machine has
+    `cpu_ranks` CPU ranks: half of its memory is for their tensors, half is host memory.
 
     Raises:
-        UsageError: No accelerator is visible and `cpu_ranks` is `None`, or it is not in the catalog.
+        UsageError: No accelerator is visible and `cpu_ranks` is `None` or more than the machine has cores, or it is
+            not in the catalog.
     """
     import torch
-
-    from .cpu_host import host_memory_bytes, local_cpu_hardware
 
     if nvme is not None and ":" not in nvme:
         path = Path(nvme).absolute()
@@ -350,11 +307,23 @@ def detect_hardware(
             rule, fix = "must be a writable directory", "check the path, or pass PATH:SIZE"
             raise UsageError(ConfigError(where="nvme", value=nvme, rule=rule, fix=fix))
         nvme = f"{path}:{shutil.disk_usage(path).free}B"
+    values: dict[str, Any]
     overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
     indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     devices = [torch.cuda.get_device_properties(index) for index in indices]
     if not devices and cpu_ranks is not None:
-        return local_cpu_hardware(cpu_ranks, tell=tell, **overrides)
+        most = max(2, os.cpu_count() or 1)
+        if not 1 <= cpu_ranks <= most:
+            rule, fix = (
+                f"must be from 1 to {most}, the cores of this machine",
+                f"or plan for --hardware {cpu_ranks}xCPU",
+            )
+            raise UsageError(ConfigError(where="num_processes", value=cpu_ranks, rule=rule, fix=fix))
+        total = int(overrides.pop("host_bytes_per_node", 0)) or _host_memory_bytes()
+        rank_bytes = total // (2 * cpu_ranks)
+        values = {"name": f"{cpu_ranks}xCPU (local)", "gpu": "CPU", "gpus_per_node": cpu_ranks, "gpu_bytes": rank_bytes}
+        values |= {"host_bytes_per_node": total - cpu_ranks * rank_bytes}
+        return hardware_from_mapping(values | overrides, name="local")
     if not devices:
         rule, fix = (
             "torch does not see an accelerator",
@@ -364,11 +333,21 @@ def detect_hardware(
     smallest = min(devices, key=lambda device: device.total_memory)
     memory = smallest.total_memory
     gpu = find_gpu(smallest.name, where="hardware (local)")
-    values: dict[str, Any] = {
+    values = {
         "name": f"{len(devices)}x{gpu} (local)",
         "gpu": gpu,
         "gpus_per_node": len(devices),
         "gpu_bytes": memory,
-        "host_bytes_per_node": host_memory_bytes(),
+        "host_bytes_per_node": _host_memory_bytes(),
     }
     return hardware_from_mapping(values | overrides, name="local")
+
+
+def _host_memory_bytes() -> int:
+    """Return the memory of this machine, or of the control group that limits this process."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -7,12 +7,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from ...ds_configs.models.families import model_spec_from_config
-from ...ds_configs.models.model_config import model_spec_from_structure
 from ...ds_configs.models.stored_shapes import model_spec_from_shapes, model_type_of
 from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.model import ModelSpec
-from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
+from ..huggingface_hub.hub import ModelSource, read_model_source
 from ..releases import installed_version, transformers_release
 
 
@@ -32,8 +31,9 @@ def load_model_spec(
 ) -> LoadedModel:
     """Return the specification of a Hub id, local directory or `config.json`; torch loads only for rarer families.
 
-    With `by_structure`, a decoder with remote code is described by its files instead of rejected. With `packaged`, a
-    public model of the package is described by the package if the Hub cannot be reached or denies access.
+    With `by_structure`, a model type of remote code whose class Transformers has is planned as the type of that class.
+    With `packaged`, a public model of the package is described by the package if the Hub cannot be reached or denies
+    access.
 
     Raises:
         UsageError: The model does not exist.
@@ -112,16 +112,6 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
         spec = spec or model_spec_from_shapes(config, **identity, release=release)
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
-    if spec is None and family is None and by_structure and "auto_map" in config:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-        shapes = None
-        if config["model_type"] not in CONFIG_MAPPING_NAMES:
-            shapes = None if config.get("quantization_config") else stored_shapes(source)
-            spec = model_spec_from_structure(config, **identity, shapes=shapes, release=release)
-        if spec is not None:
-            basis = "the shapes of its checkpoint" if shapes else "its sizes, counted as a Llama decoder: an assumption"
-            notes.append(f"{spec.architecture} has remote code, which is not run: planned from {basis}")
     if spec is None:
         from ..transformers.meta_model import model_spec_from_meta
 

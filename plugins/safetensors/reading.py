@@ -1,8 +1,7 @@
-"""Strict reading of safetensors files and shard indexes: every value of a header or an index is checked.
+"""Strict reading of safetensors files and shard indexes.
 
-A file consists of eight bytes with the header's length, a JSON header, and the data of all tensors without gap or
-overlap (https://github.com/huggingface/safetensors#format). Headers are read here without a tensor library, which
-planning does not need; data is read by safetensors' own reader after the header was checked.
+safetensors' own reader checks the header of a file: its length, every value, and that tensors fill the file without gap
+or overlap (https://github.com/huggingface/safetensors#format). It needs no torch for that.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 """File by which a Transformers checkpoint is found: the index of its shards, or its only file."""
-_LARGEST_HEADER_BYTES = 100_000_000
-"""Limit of safetensors itself (0.8.0, `MAX_HEADER_SIZE`)."""
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -45,8 +42,6 @@ class StoredTensor:
     """Stored elements in each dimension."""
     file: Path = Path()
     """File that contains it."""
-    first_byte: int = 0
-    """Offset of its data in the file."""
 
     @property
     def elements(self) -> int:
@@ -67,45 +62,42 @@ class Header:
     """Every tensor by its name, in the order of the header."""
     metadata: dict[str, str]
     """Metadata that its writer added."""
-    data_begin: int
-    """Offset of the data of all tensors in the file."""
+
+
+@contextmanager
+def opened(file: Path, *, framework: Literal["pt", "np"] = "pt") -> Iterator[Any]:
+    """Check a file and yield safetensors' own reader of its tensors on the CPU.
+
+    Raises:
+        RefusedInputError: the file is missing or damaged; also inside the block.
+        UsageError: the file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    fix = "download it again"
+    try:
+        try:
+            reader = safe_open(file, framework=framework)
+        except FileNotFoundError:
+            raise RefusedInputError(ConfigError(where=str(file), rule="is missing", fix=fix)) from None
+        except OSError as error:
+            raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error})")) from None
+        with reader as stored:
+            yield stored
+    except SafetensorError as error:
+        rule = f"is not a complete safetensors file ({error})"
+        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix=fix)) from None
 
 
 def read_header(file: Path) -> Header:
-    """Read and check the header of a file: its length, and that tensors fill the file without overlap.
-
-    Raises:
-        RefusedInputError: the file is missing, truncated, or not a safetensors file.
-        UsageError: the file cannot be read.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(_LARGEST_HEADER_BYTES, size - 8):
-                raise ValueError(f"header of {length} bytes in a file of {size}")
-            stated = json.loads(stream.read(length), object_pairs_hook=_without_duplicates)
-        metadata = stated.pop("__metadata__", None)
-        metadata = {} if metadata is None else metadata
-        if not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("its metadata is not text")
-        tensors = {name: _stored(name, entry, file, 8 + length) for name, entry in stated.items()}
-        # No gaps and no overlaps, as in safetensors, and no data after the last tensor.
-        end = 8 + length
-        for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].first_byte, item[1].bits)):
-            if tensor.first_byte != end:
-                raise ValueError(f"{name!r} begins at byte {tensor.first_byte}, not {end}")
-            end += tensor.bits // 8
-        if end != size:
-            raise ValueError(f"the header describes {end} bytes, the file has {size}")
-    except FileNotFoundError:
-        raise RefusedInputError(ConfigError(where=str(file), rule="is missing", fix="download it again")) from None
-    except OSError as error:
-        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
-    except _DAMAGED as error:
-        rule = f"is not a complete safetensors file ({error})"
-        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix="download it again")) from None
-    return Header(tensors=tensors, metadata=metadata, data_begin=8 + length)
+    """Return the header of a file; raises the errors of `opened`."""
+    with opened(file, framework="np") as stored:
+        slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
+        tensors = {
+            name: StoredTensor(dtype=part.get_dtype(), shape=tuple(part.get_shape()), file=file)
+            for name, part in slices.items()
+        }
+        return Header(tensors=tensors, metadata=stored.metadata() or {})
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -114,19 +106,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values
-
-
-def _stored(name: str, entry: Any, file: Path, data: int) -> StoredTensor:
-    first, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(number) is int and number >= 0 for number in (*shape, first, end)):
-        raise ValueError(f"{name!r} has shape {list(shape)} at bytes {first} to {end}")
-    tensor = StoredTensor(dtype=entry["dtype"], shape=shape, file=file, first_byte=data + first)
-    if tensor.dtype not in _BITS:
-        raise ValueError(f"{name!r} has dtype {tensor.dtype!r}, which is not part of the format")
-    if tensor.bits != 8 * (end - first):
-        raise ValueError(f"{name!r}, {tensor.dtype} {list(shape)}, does not fit bytes {first} to {end}")
-    return tensor
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -232,25 +211,6 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
         tensors |= header.tensors
     _raise_errors(errors)
     return tensors
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """Check a file's header and yield safetensors' own reader of PyTorch tensors on the CPU.
-
-    Raises:
-        RefusedInputError: the file is missing or damaged; also inside the block.
-        UsageError: the file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    read_header(file)
-    try:
-        with safe_open(file, framework="pt") as stored:
-            yield stored
-    except SafetensorError as error:
-        rule = f"is not a complete safetensors file ({error})"
-        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix="download it again")) from None
 
 
 def load_tensors(*files: Path) -> dict[str, Tensor]:

@@ -103,19 +103,14 @@ def rename_tensors(directory: Path, renamed: Callable[[str], str]) -> int:
     """Rename tensors of a checkpoint in its headers and index, without reading tensors; return how many changed."""
     changed = 0
     for file in sorted(directory.glob("*.safetensors")):
-        header = read_header(file)
-        names = {name: renamed(name) for name in header.tensors}
+        names = {name: renamed(name) for name in read_header(file).tensors}
         if count := sum(name != new for name, new in names.items()):
             changed += count
-            entries: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
-            for name, tensor in header.tensors.items():
-                first = tensor.first_byte - header.data_begin
-                offsets = [first, first + tensor.bits // 8]
-                entries[names[name]] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-            text = json.dumps(entries, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            with replacing(file) as temporary, file.open("rb") as source, temporary.open("wb") as target:
-                source.seek(header.data_begin)
+            with file.open("rb") as source, replacing(file) as temporary, temporary.open("wb") as target:
+                entries = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+                entries = {names.get(name, name): entry for name, entry in entries.items()}
+                text = json.dumps(entries, separators=(",", ":")).encode()
+                text += b" " * (-len(text) % 8)
                 target.write(len(text).to_bytes(8, "little") + text)
                 shutil.copyfileobj(source, target, 1 << 22)
     if changed and (directory / INDEX).is_file():

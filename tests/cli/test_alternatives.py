@@ -1,4 +1,4 @@
-"""Alternatives of one plan: terminal, plan.json, report, notebook and page show the same figures."""
+"""Alternatives of one plan: terminal, plan.json, report, data frame and page show the same figures."""
 
 from __future__ import annotations
 
@@ -79,9 +79,10 @@ def test_all_outputs_show_the_same_alternatives(
     row = re.compile(r"^(\S.*?) {2,}\d+ +\S+ +[\d.]+ +([\d,]+) +[-+][\d.]+ %$", re.MULTILINE)
     assert [(name, speed) for name, speed in row.findall(table)] == expected
     assert layouts_of(report_html(tmp_path / "p"))[: len(expected)] == expected
-    chosen, *others = layouts_of(plan._repr_html_())
-    assert chosen == (plan.chosen.strategy.label, f"{plan.chosen.time.tokens_per_second:,.0f}")
-    labels = [candidate.strategy.label for candidate in fitting]
-    assert others[: len(expected)] == list(zip(labels, speeds, strict=True))
+    frame = plan.to_dataframe()
+    layouts = (plan.chosen, *plan.rejected)
+    assert list(frame["layout"]) == [layout.strategy.label for layout in layouts]
+    assert list(frame["tokens_per_second"]) == [layout.time.tokens_per_second for layout in layouts]
+    assert list(frame["peak_GB"]) == [layout.memory.gpu.peak_bytes / 1e9 for layout in layouts]
     on_page, _ = planned(settings_from({"model": model, "hardware": hardware} | flags))
     assert on_page.rejected == plan.rejected

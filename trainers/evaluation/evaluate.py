@@ -12,14 +12,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.huggingface_hub.hub import model_directory, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ..counting.estimates import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
-from ..reports.runs import evaluation_table, verdict
 from .loading import (
     EvalModel,
     StoredSizes,
@@ -127,11 +125,6 @@ class Evaluation:
     def __repr__(self) -> str:
         baseline = "" if self.baseline is None else f", baseline {self.baseline.name}"
         return f"<Evaluation of {self.model.name}{baseline}: perplexity {self.model.perplexity.value:.4g}>"
-
-    def _repr_html_(self) -> str:
-        data = self.to_dict()
-        table = evaluation_table(data)
-        return result_html(self.model.name, table.headings, table.rows, *filter(None, [verdict(data)]))
 
     def to_dict(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION} | asdict(self)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.output import output_errors, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
@@ -72,12 +71,6 @@ class Rehearsal:
         return (
             f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.strategy.label}, {self.ranks} ranks: {verdict}>"
         )
-
-    def _repr_html_(self) -> str:
-        """Return the checks as a notebook shows them."""
-        words = {True: "passed", False: "FAILED", None: "-"}
-        rows = [(check.name, words[check.passed], check.detail) for check in self.checks]
-        return result_html(repr(self).strip("<>"), ("check", "", "observation"), rows, f"{self.seconds:.0f} s")
 
     @property
     def passed(self) -> bool:

@@ -43,7 +43,6 @@ def plan_report(plan: Plan) -> Report:
     reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in chosen.placements.items()]
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    reasons += [f"Changes the results: {offer}" for offer in plan.offers]
     reasons += [f"Less certain: {doubt}" for doubt in doubts(layout, model, hardware, plan.job)]
     sections = [Section("Why this layout", reasons)]
     if plan.trials:
@@ -116,8 +115,4 @@ def _other_layouts(plan: Plan) -> list[Table]:
         speed = significant(other.time.tokens_per_second)
         rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
     headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
-    tables = [Table(headings, rows, "Other layouts; those that fit come first.")]
-    if plan.pareto:
-        points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
-        tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
-    return tables
+    return [Table(headings, rows, "Other layouts; those that fit come first.")]

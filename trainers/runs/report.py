@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
 from ...plugins.huggingface_hub.push import CARD_FILE
 from ..counting.estimates import Estimate, exponential
@@ -77,12 +76,6 @@ class LaunchedOutcome(ABC):
         measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
         layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
         return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {measures}>"
-
-    def _repr_html_(self) -> str:
-        """Return the outcome as a notebook shows it."""
-        headings, rows = self.measures()
-        line = f"{self.statistics.source}, {self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
-        return result_html(line, headings, rows, f"{self.seconds:.0f} s total")
 
     def where_and_what(self) -> dict[str, Any]:
         return {

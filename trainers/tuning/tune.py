@@ -199,7 +199,7 @@ def _run_trial(
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
     job = replace(plan.job, loss=layout.loss)
-    plan = replace(plan, job=job, chosen=layout, rejected=(), pareto=(), offers=())
+    plan = replace(plan, job=job, chosen=layout, rejected=())
     trial = Trial(
         strategy=layout.strategy,
         loss=layout.loss,

@@ -70,7 +70,7 @@ def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
         "runs": 1,
     }
     listed = json.loads(shell("calibrate", "--list", "--format", "json").out)
-    assert listed.keys() == {"schema_version", "runs", "steps", "cpus", "database"}
+    assert listed.keys() == {"schema_version", "runs", "steps", "database"}
     assert listed["runs"][0].keys() == stored["run"].keys()
     assert json.loads(shell("calibrate", "--forget", "all", "--format", "json").out)["forgotten"] == 1
 

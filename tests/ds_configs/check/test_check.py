@@ -111,9 +111,7 @@ def test_key_with_control_characters_is_printed_on_one_line() -> None:
 
 def test_format_is_detected_by_content_before_suffix() -> None:
     def kind(content: str, filename: str) -> str:
-        root = parse(content, filename).root
-        assert root is not None
-        return detect_kind(root, filename)
+        return detect_kind(parse(content, filename))
 
     assert kind(json.dumps(yaml.safe_load(FSDP2)), "a.json") == "accelerate"
     assert kind(yaml.safe_dump(ZERO_2), "a.yaml") == "deepspeed"
@@ -124,8 +122,7 @@ def test_format_is_detected_by_content_before_suffix() -> None:
 
 def test_yaml_merge_keys_and_aliases_match_safe_load() -> None:
     text = "base: &b {x: 1, y: 2}\nuse: {<<: *b, y: 3}\nlist: [*b, *b]\nnumber: 1e5\nfloat: 1.0e+5\nword: no\n"
-    root = parse(text, "a.yaml").root
-    assert root is not None and root.plain() == yaml.safe_load(text)
+    assert parse(text, "a.yaml").root.plain() == yaml.safe_load(text)
 
 
 def test_yaml_exponent_without_dot_is_reported_as_string() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from planning import public_config, public_model
@@ -18,7 +17,6 @@ from shardwright.ds_configs.memory.rank_parameters import rank_shares
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
 from shardwright.ds_configs.search.candidates import SearchContext
-from shardwright.ds_configs.search.longest import longest_sequences
 from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -201,7 +199,7 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
 
 
 def test_plans_carry_the_mechanisms():
-    plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000), offers=False)
+    plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000))
     assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")
@@ -212,23 +210,6 @@ def test_plans_carry_the_mechanisms():
     del data["job"]["tiled_mlp"], data["job"]["offload_activations"]
     old = plan_from_dict(data, source="test").chosen.strategy
     assert (old.tiled_mlp, old.offloaded_checkpoints) == (False, 0)
-
-
-def test_longest_sequence_grows_with_each_mechanism():
-    steps = longest_sequences(context())
-    assert [step.added for step in steps][:2] == ["gradient checkpointing", "tiled loss"]
-    assert all(earlier.tokens <= later.tokens for earlier, later in pairwise(steps))
-    assert steps[-1].tokens > 50 * steps[0].tokens > 0
-    last = steps[-1]
-    job = TrainingJob(seq_len_tokens=last.tokens, loss=last.loss)
-    assert estimate_memory(last.strategy, MODEL, H100, job).fits
-    longer = replace(job, seq_len_tokens=round(1.01 * last.tokens) // 2048 * 2048)
-    assert not estimate_memory(last.strategy, MODEL, H100, longer).fits
-    # A requested value stays, and a small host limits the inputs that wait there.
-    fixed = longest_sequences(context(sequence_parallel_size=2, tiled_mlp="off"))
-    assert all(step.strategy.sp == 2 and not step.strategy.tiled_mlp for step in fixed if step.strategy)
-    poor = replace(context(), hardware=replace(H100, host_bytes_per_node=400 * 10**9))
-    assert longest_sequences(poor)[-1].limited_by == "host memory"
 
 
 @pytest.mark.parametrize("tiled", [False, True])

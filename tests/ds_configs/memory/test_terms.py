@@ -104,7 +104,7 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         monkeypatch.setattr(TrainingJob, "placed", lambda job, role, placement: job)
         # Jobs are keys of caches, so that each role needs a job with another length.
         job = TrainingJob(seq_len_tokens=1031 + len(role), strategy="zero3")
-        plan = make_plan(SMALL, A100, job, offers=False)
+        plan = make_plan(SMALL, A100, job)
         names = {term.name for term in plan.chosen.terms}
         assert {f"offloaded_{role}", f"{role}_forward"} <= names
         memory = estimate_memory(plan.chosen.strategy, SMALL, A100, plan.job)

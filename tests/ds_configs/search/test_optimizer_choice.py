@@ -24,6 +24,6 @@ def test_auto_returns_the_smallest_change_that_fits(
 ) -> None:
     job = TrainingJob(seq_len_tokens=4096, optimizer="auto", weights_dtype="auto")
     model = public_model("meta-llama/Llama-3.1-8B")
-    plan = make_plan(model, parse_hardware(hardware, host_memory=host_memory), job, offers=False)
+    plan = make_plan(model, parse_hardware(hardware, host_memory=host_memory), job)
     assert plan.job.optimizer == optimizer
     assert words in plan.chosen.reason

@@ -49,7 +49,7 @@ def _check(model: str, gpus: str, job: TrainingJob) -> None:
     chosen = outcome.chosen
     if chosen is None:
         return
-    rows = [row for row in outcome.rejected if row.memory.fits and not row.analysis_only]
+    rows = [row for row in outcome.rejected if row.memory.fits]
     speeds = [row.time.tokens_per_second for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     first = chosen.reason.partition(". It reaches")[0]
@@ -70,10 +70,6 @@ def _check(model: str, gpus: str, job: TrainingJob) -> None:
         assert display_name(next(row for row in faster if row not in skipped).strategy) == name
     elif "is the fastest layout that fits" in first:
         assert all(speed <= own for speed in speeds)
-    if outcome.pareto and job.objective == "throughput":
-        fastest = outcome.pareto[0].tokens_per_second
-        is_named = "The fastest candidate, " in chosen.reason
-        assert is_named == (float(f"{fastest:.9g}") > max(float(f"{speed:.9g}") for speed in (own, *speeds)))
 
 
 def test_layouts_that_lack_memory_say_which() -> None:

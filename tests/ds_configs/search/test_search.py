@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -51,17 +50,8 @@ def test_no_fitting_layout_that_a_trainer_runs_is_more_than_five_percent_faster(
     )
     assert outcome.chosen is not None
     best = outcome.chosen.time.tokens_per_second
-    assert all(point.tokens_per_second * AS_FAST <= best for point in outcome.pareto)
     others = [one for one in outcome.rejected if one.memory.fits and one.strategy.pp == 1]
     assert all(one.time.tokens_per_second * AS_FAST <= best for one in others)
-
-
-def test_the_frontier_falls_in_both_speed_and_memory():
-    points = make_plan(LLAMA_8B, parse_hardware("8xA100-40GB"), TrainingJob()).pareto
-    assert len(points) > 2
-    for faster, leaner in pairwise(points):
-        assert faster.tokens_per_second >= leaner.tokens_per_second
-        assert faster.high_bytes > leaner.high_bytes
 
 
 def test_fewest_layers_that_fit_are_recomputed():
@@ -247,21 +237,5 @@ def test_recomputation_and_smaller_buffers_are_never_faster(
     for index in explored.by_layout:
         for candidate in explored.fastest_first(index):
             for slower in explored.slower.get(candidate, ()):
-                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.strategy
+                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.layout
     assert len(explored.slower) > 50
-
-
-def test_a_search_for_something_faster_finds_what_the_complete_one_chooses() -> None:
-    context = SearchContext(
-        model=public_model("mistralai/Mixtral-8x7B-v0.1"),
-        hardware=parse_hardware("2x8xH100-80GB"),
-        job=TrainingJob(method="lora"),
-    )
-    complete = search(context).chosen
-    assert complete is not None
-    speed = complete.time.tokens_per_second
-    for least in (0.5 * speed, 0.99 * speed):
-        found = search(context, compare=False, faster_than=least).chosen
-        assert found is not None and found.strategy == complete.strategy
-    slower = search(context, compare=False, faster_than=1.1 * speed).chosen
-    assert slower is not None and slower.memory.fits and slower.time.tokens_per_second <= 1.1 * speed

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
-from shardwright.ds_configs.search.tensor_layouts import (
-    compare_tensor_layouts,
-    cube_traffic,
-    summa_traffic,
-)
+from shardwright.ds_configs.search.tensor_layouts import compare_tensor_layouts, received_elements
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.step_time.model_work import Product
 
 RANDOM = np.random.default_rng(0)
 
@@ -110,10 +105,12 @@ def test_summa_traffic_equals_simulated_messages(side: int, depth: int) -> None:
         np.testing.assert_allclose(np.block(summa_input_gradient(mesh, dc_, b_, d)), dc @ b.T)
         gradients.append(np.block(summa_weight_gradient(mesh, a_, dc_, d)))
     np.testing.assert_allclose(sum(gradients), whole_a.T @ whole_dc)
-    rows, columns, depths = summa_traffic((Product(in_features=width, out_features=out),), tokens, side, depth)
-    assert rows.elements == mesh.each("row")
-    assert columns.elements == mesh.each("column")
-    assert depths.elements == pytest.approx(ring_all_reduce(width * out // side**2, depth))
+    name, shape = ("2.5D", (side, side, depth)) if depth > 1 else ("2D", (side, side))
+    sizes = {"inputs": tokens * width, "outputs": tokens * out, "weights": width * out, "hidden": tokens * width}
+    rows, columns, depths = (elements for elements, _, _ in received_elements(name, shape, **sizes))
+    assert rows == mesh.each("row")
+    assert columns == mesh.each("column")
+    assert depths == pytest.approx(ring_all_reduce(width * out // side**2, depth))
 
 
 def ring_all_reduce(elements: int, ranks: int) -> float:
@@ -138,8 +135,9 @@ def test_cube_traffic_equals_simulated_gathers(side: int) -> None:
         # It keeps one part in `side` of the sum, of which every other rank of the line sends it a summand.
         received["C"] = (side - 1) * (tokens // side) * (out // side) // side
     np.testing.assert_allclose(np.block(c), a @ b)
-    found = cube_traffic((Product(in_features=width, out_features=out),), tokens, side)
-    assert [part.elements for part in found] == pytest.approx([3 * received["A"], 2 * received["C"], 3 * received["B"]])
+    sizes = {"inputs": tokens * width, "outputs": tokens * out, "weights": width * out, "hidden": tokens * width}
+    elements = [count for count, _, _ in received_elements("3D", (side, side, side), **sizes)]
+    assert elements == pytest.approx([3 * received["A"], 2 * received["C"], 3 * received["B"]])
 
 
 JOB = TrainingJob(seq_len_tokens=4096, micro_batch_size=1)
@@ -147,16 +145,10 @@ H100S = parse_hardware("8x8xH100-80GB")
 
 
 def test_layouts_by_count() -> None:
-    def names(ranks: int) -> list[str]:
-        return [one.name for one in compare_tensor_layouts(llama(), parse_hardware("8x8xH100-80GB"), JOB, ranks)]
-
-    assert names(1) == ["1D"]
-    assert names(2) == ["1D"]
-    assert names(4) == ["1D", "2D"]
-    assert names(8) == ["1D", "2.5D", "3D"]
-    assert names(9) == ["1D", "2D"]
-    assert names(16) == ["1D", "2D"]
-    assert names(64) == ["1D", "2D", "2.5D", "3D"]
+    names = {1: "1D", 2: "1D", 4: "1D 2D", 8: "1D 2.5D 3D", 9: "1D 2D", 64: "1D 2D 2.5D 3D"}
+    for ranks, expected in names.items():
+        layouts = compare_tensor_layouts(llama(), H100S, JOB, ranks)
+        assert " ".join(layout.name for layout in layouts) == expected
 
 
 @settings(max_examples=12)
@@ -164,8 +156,8 @@ def test_layouts_by_count() -> None:
 def test_divided_memory(side: int, micro_batch_size: int) -> None:
     job = TrainingJob(seq_len_tokens=2048, micro_batch_size=micro_batch_size)
     model = llama()
-    for layout in compare_tensor_layouts(model, parse_hardware("8x8xH100-80GB"), job, side**2):
-        one, *_ = compare_tensor_layouts(model, parse_hardware("8x8xH100-80GB"), job, 1)
+    for layout in compare_tensor_layouts(model, H100S, job, side**2):
+        one, *_ = compare_tensor_layouts(model, H100S, job, 1)
         assert layout.weight_bytes == pytest.approx(one.weight_bytes / side**2 * (layout.shape[2:] or (1,))[0])
         whole = one.activation_bytes / side**2
         assert layout.activation_bytes == pytest.approx(whole) or layout.name == "1D"

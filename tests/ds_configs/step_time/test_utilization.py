@@ -36,7 +36,7 @@ def test_utilization_counts_the_experts_that_a_token_visits():
 
 
 def test_a_plan_of_low_utilization_names_what_takes_the_time():
-    plan = make_plan(LLAMA_70B, H100, TrainingJob(), offers=False)
+    plan = make_plan(LLAMA_70B, H100, TrainingJob())
     chosen = plan.chosen
     reached = utilization(chosen.time, plan.model, plan.hardware, plan.job)
     assert reached < LOW_UTILIZATION
@@ -60,4 +60,4 @@ def test_a_plan_of_low_utilization_names_what_takes_the_time():
 def test_few_tokens_are_named_as_the_cause(model, hardware, cause):
     cluster = parse_hardware(hardware)
     job = TrainingJob(seq_len_tokens=128, global_batch_size=cluster.world_size)
-    assert cause in make_plan(public_model(model), cluster, job, offers=False).chosen.reason
+    assert cause in make_plan(public_model(model), cluster, job).chosen.reason

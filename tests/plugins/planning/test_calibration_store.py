@@ -70,8 +70,6 @@ def test_concurrent_processes_lose_no_run(tmp_path: Path) -> None:
     path = tmp_path / "shared" / FILE_NAME
 
     def write(number: int) -> bool:
-        if number % 10 == 9:
-            CalibrationStore(path).forget("cpu")
         return CalibrationStore(path).add(numbered(number % 20))
 
     with ThreadPoolExecutor(max_workers=8) as pool:

@@ -1,4 +1,4 @@
-"""Model types that Transformers does not know: planned as the family of a known class, or reported as an assumption."""
+"""Model types that Transformers does not know: planned as the family of a known class."""
 
 from __future__ import annotations
 
@@ -61,13 +61,6 @@ def test_remote_code_of_a_known_class_is_not_planned_as_another_known_type(tmp_p
     model = loaded(DEEPSEEK | CODE | {"model_type": "llama"}, tmp_path / "own")
     assert model.spec.parameter_count == loaded(DEEPSEEK, tmp_path / "family").spec.parameter_count
     assert any("'llama'" in note and "DeepseekV3ForCausalLM" in note for note in model.notes)
-
-
-@pytest.mark.parametrize("architectures", [["OwnForCausalLM"], None], ids=["unknown class", "no class"])
-def test_an_unknown_class_is_reported_as_an_assumption(architectures: list[str] | None, tmp_path: Path) -> None:
-    config = public("meta-llama--Llama-3.2-1B") | CODE | {"model_type": "own_llama", "architectures": architectures}
-    notes = loaded({key: value for key, value in config.items() if value is not None}, tmp_path / "own").notes
-    assert any("remote code" in note and "assumption" in note for note in notes)
 
 
 def test_a_class_of_another_family_than_the_known_type_is_reported(tmp_path: Path) -> None:

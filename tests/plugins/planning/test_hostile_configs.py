@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.planning.from_names import plan
-from shardwright.plugins.planning.models import load_model_spec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -41,7 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_source_positions": 64},
     "clip": {"text_config": SIZES | {"max_position_embeddings": 16}, "vision_config": VISION, "projection_dim": 8},
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 100},
-    "unheard_of": SIZES | {"auto_map": {"AutoModelForCausalLM": "code.OwnForCausalLM"}},
 }
 ABSURD: tuple[Any, ...] = (
     *(None, -1, 0, 1_000, 10**6, 10**9, 10**30, 1.5, float("inf"), True, "x", ""),
@@ -107,41 +103,6 @@ def test_unknown_model_type_suggests_a_newer_transformers(more: dict[str, Any], 
     assert (error.value, way_out in error.fix) == ("unheard_of", True)
 
 
-def test_remote_code_is_planned_from_its_sizes_and_marked(tmp_path: Path) -> None:
-    config = FAMILIES["unheard_of"] | {"model_type": "unheard_of"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RefusedInputError, match="which Shardwright does not run"):
-        load_model_spec(str(tmp_path))
-    reported: list[str] = []
-    made = plan(str(tmp_path), "4xA100-80GB", seq_len=64, calibration=None, notify=reported.append)
-    (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
-    assert made.model.parameter_count == load_model_spec(str(tmp_path)).spec.parameter_count
-    assert (made.model.source, made.activations, made.model.architecture) == (
-        "structure",
-        "upper bound",
-        "OwnForCausalLM",
-    )
-    assert any("which is not run" in line for line in reported)
-    assert any("has custom code" in doubt for doubt in made.to_dict()["doubts"])
-    assert {layout.strategy.engine for layout in (made.chosen, *made.rejected)} <= {"ddp", "deepspeed"}
-    assert not any(layout.strategy.axes for layout in (made.chosen, *made.rejected))
-
-
-def test_remote_code_is_planned_from_the_shapes_of_its_checkpoint(tmp_path: Path) -> None:
-    config = FAMILIES["unheard_of"] | {"model_type": "unheard_of"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "own.embed.weight": (100, 32),
-        "own.head.weight": (100, 32),
-        **{f"own.layers.{i}.attention.qkv.weight": (64, 32) for i in range(2)},
-        **{f"own.layers.{i}.ffn.up.weight": (40, 32) for i in range(2)},
-        **{f"own.layers.{i}.norm1.weight": (32,) for i in range(2)},
-        **{f"own.layers.{i}.moe.experts.w": (4, 16, 32) for i in range(2)},
-    }
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
-    spec = load_model_spec(str(tmp_path), by_structure=True).spec
-    assert spec.parameter_count == 2 * 3200 + 2 * (2048 + 1280 + 32 + 2048)
-    groups = {"embedding": 3200, "head": 3200, "attention": 4096, "mlp": 2560, "norm": 64, "experts": 4096}
-    assert spec.group_counts() == groups
-    assert not spec.tied_embeddings
-    assert plan(str(tmp_path), "1xA100-80GB", seq_len=64, calibration=None).activations == "upper bound"
+def test_remote_code_of_an_unknown_class_is_rejected(tmp_path: Path) -> None:
+    error = refusal(tmp_path, SIZES | {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": "code.Own"}})
+    assert "which Shardwright does not run" in error.fix

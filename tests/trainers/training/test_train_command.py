@@ -235,7 +235,6 @@ def test_training_from_python_and_resuming(
     whole = shardwright.train(str(model), tmp_path / "whole", **how)
     assert whole.metrics[-1]["loss"] < whole.metrics[0]["loss"]
     assert "\n" not in repr(whole) and len(repr(whole)) < 200 + len(str(tmp_path)) and "before" in repr(whole)
-    assert whole._repr_html_().count("<tr>") == 3 and "perplexity" in whole._repr_html_()
     # A run that ends behind its second step leaves that checkpoint.
     checkpoints = tmp_path / "whole" / "checkpoints"
     (tmp_path / "again" / "checkpoints").mkdir(parents=True)
