@@ -90,7 +90,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "MODEL --dataset python-help --output-dir judged",
         "MODEL --text book.txt --format json",
     ),
-    "report": ("tuned", "tuned tuned-lora --output both.html", "plan --output plan.html --force"),
+    "report": ("tuned", "tuned --output other.html", "plan --output plan.html --force"),
     "serve": (
         "model-w4 --hardware 1xRTX4090",
         "MODEL --hardware 2xA100-80GB --max-model-len 32768 --dry-run",
