@@ -50,7 +50,7 @@ _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
 @contextmanager
 def running(arguments: Sequence[str]) -> Iterator[None]:
-    """Let `command_line` and `arguments` return these arguments of `shardwright` during the block."""
+    """Let `command_line` return these arguments of `shardwright` during the block."""
     token = _arguments.set(tuple(arguments))
     try:
         yield
@@ -58,20 +58,10 @@ def running(arguments: Sequence[str]) -> Iterator[None]:
         _arguments.reset(token)
 
 
-def command_line() -> str:
-    """Return the command line without directories of absolute paths; empty when a Python program calls."""
-    stated = arguments()
-    return shlex.join(["shardwright", *map(_without_directory, stated)]) if stated else ""
-
-
-def full_command_line() -> str:
-    """Return the command line as it was called; empty when a Python program calls."""
-    return shlex.join(["shardwright", *arguments()]) if arguments() else ""
-
-
-def arguments() -> tuple[str, ...]:
-    """Return the arguments of `shardwright`; none when a Python program calls."""
-    return _arguments.get()
+def command_line(*, full: bool = False) -> str:
+    """Return the command line, unless `full` without directories of absolute paths; empty for a Python program."""
+    words = _arguments.get()
+    return shlex.join(["shardwright", *(words if full else map(_without_directory, words))]) if words else ""
 
 
 def _without_directory(argument: str) -> str:

@@ -154,7 +154,7 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
 
 
 def _show_costs(out: Console, plan: Plan) -> None:
-    """Print the terms of memory and time, what is less certain, and the placements of a teacher."""
+    """Print the terms of memory and time, what is less certain, and the placements of second models."""
     hardware, chosen = plan.hardware, plan.chosen
     title = f"Memory per accelerator, {chosen.memory.gpu.phase} phase"
     print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))

@@ -17,7 +17,7 @@ from ..ds_configs.specs.errors import UsageError, collecting
 from .machines import MachineOptions
 from .options import TrainingOptions
 from .progress import note, progress_on_stderr
-from .settings import command_line, full_command_line
+from .settings import command_line
 
 if TYPE_CHECKING:
     from ..trainers.data.samples import Samples
@@ -52,7 +52,7 @@ def launched_command(
         place=None if options.dry_run or errors else machines.place(),
         check_nodes=machines.check_nodes,
         command=command_line(),
-        full_command=full_command_line(),
+        full_command=command_line(full=True),
     )
     prepared = None
     # Some libraries log to stdout, which is for results only.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +75,6 @@ def quantize_with_bitsandbytes(
     dense: Sequence[str],
     dtype: str,
     device: str,
-    options: Mapping[str, Any],
-    scratch: Path | None = None,
 ) -> BitsAndBytesModel:
     """Load a model with quantized layers and write its checkpoint to a temporary directory.
 
@@ -87,18 +85,12 @@ def quantize_with_bitsandbytes(
         dense: All other linear layers.
         dtype: Dtype of dense layers and of computations.
         device: Device that the model runs on.
-        options: Must be empty: bitsandbytes has no options here.
-        scratch: Parent of the temporary directory; default: the system's temporary directory.
 
     Raises:
-        UsageError: there are options, or layers that bitsandbytes does not replace.
+        UsageError: there are layers that bitsandbytes does not replace.
         RefusedInputError: weights are not finite.
         ShardwrightError: Transformers cannot load the model with bitsandbytes.
     """
-    if options:
-        names = ", ".join(options)
-        rule = "bitsandbytes has no options: the scheme determines its formats"
-        raise UsageError(ConfigError(where="method_options", value=names, rule=rule, fix="remove it"))
     _check_finite(directory)
     model = _load(directory, scheme, dense, dtype, device)
     import bitsandbytes
@@ -110,7 +102,7 @@ def quantize_with_bitsandbytes(
         rule = f"{len(missed)} matrices would stay in 16 bit: bitsandbytes replaces linear layers, not fused experts"
         fix = "use --scheme W4A16, which quantizes experts, or add them to --ignore"
         raise UsageError(ConfigError(where="method", value=missed[0], rule=rule, fix=fix))
-    written = tempfile.TemporaryDirectory(prefix="shardwright-bitsandbytes-", dir=scratch)
+    written = tempfile.TemporaryDirectory(prefix="shardwright-bitsandbytes-")
     model.save_pretrained(written.name)
     return BitsAndBytesModel(model=model, quantized_layers=layers, written=written)
 

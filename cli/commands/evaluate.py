@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import Names, Paths
+from ...ds_configs.specs.settings import Names, Paths, RevisionSettings
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @grouped
-class EvaluateOptions(ReportOptions):
+class EvaluateOptions(ReportOptions, RevisionSettings):
     group = "Evaluation"
 
     baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
@@ -51,7 +51,6 @@ class EvaluateOptions(ReportOptions):
         "auto", description="Type to load weights as; auto: as stored"
     )
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     baseline_revision: str | None = Field(None, description="Branch, tag or commit of a Hub baseline")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
 

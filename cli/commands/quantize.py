@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from ...ds_configs.quantization.settings import QuantizeSettings
-from ...ds_configs.specs.settings import HubSettings
+from ...ds_configs.specs.settings import HubSettings, RevisionSettings
 from ..options import RunOptions
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
@@ -26,9 +26,8 @@ grouped(QuantizeSettings)
 
 
 @grouped
-class QuantizeOptions(RunOptions, HubSettings):
+class QuantizeOptions(RunOptions, HubSettings, RevisionSettings):
     config: str | None = Field(None, description="YAML file with settings, such as those of examples/quantization")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
     force: bool = Field(False, description="Write into a directory that is not empty")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import HardwareSettings, Settings
+from ...ds_configs.specs.settings import HardwareSettings, RevisionSettings
 from ..options import FormatOptions
 from ..progress import note
 from ..settings import FILLED, Options, grouped
@@ -24,7 +24,7 @@ grouped(HardwareSettings)
 
 
 @grouped
-class ServeSettings(Settings):
+class ServeSettings(RevisionSettings):
     group = "Serving"
 
     tensor_parallel_size: int | None = Field(
@@ -45,7 +45,6 @@ class ServeSettings(Settings):
     draft_tokens: int = Field(4, ge=1, description="Tokens that the draft proposes per step")
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
 
 @grouped

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
-
-from ...ds_configs.specs.settings import HubSettings
+from ...ds_configs.specs.settings import HubSettings, RevisionSettings
 from ...trainers.distillation.student.request import StudentRequest
 from ..options import WriteOptions
 from ..settings import FILLED, Options, grouped
@@ -19,8 +17,8 @@ grouped(StudentRequest)
 
 
 @grouped
-class StudentOptions(WriteOptions, HubSettings):
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
+class StudentOptions(WriteOptions, HubSettings, RevisionSettings):
+    """Options of `student`."""
 
 
 def student_command(

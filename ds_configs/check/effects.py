@@ -6,6 +6,7 @@ Seen in deepspeed 0.19.8, whose file and line each entry names, and Accelerate 1
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -198,7 +199,9 @@ def _check_rates(report: Report) -> None:
 
 def effect_errors(configuration: Mapping[str, Any], *, name: str = "DeepSpeed configuration") -> list[ConfigError]:
     """Return the errors of `check_effects` for a configuration that a run is about to use."""
-    report = parse(json.dumps(configuration, default=str), f"{name}.json")
+    # Accelerate sets `steps_per_print` to infinity, which JSON does not have.
+    finite = {key: value for key, value in configuration.items() if value != math.inf}
+    report = parse(json.dumps(finite, default=str), f"{name}.json")
     check_effects(report, uses_transformers=True)
     errors = (finding.error for finding in report.findings if finding.kind == "error")
     # The line number is that of the text above.

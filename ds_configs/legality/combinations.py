@@ -168,8 +168,8 @@ _SAMPLES = "Accelerate splits a batch over all ranks, but some ranks must read t
 _NO_STAGES = "it does not support pipeline stages, which compute only the cross-entropy of labels"
 _PARTS = "it computes a loss from parts of sequences, where labels cannot be shifted"
 _SUMS = "it needs log-probabilities of full sequences, but a rank has a part of each"
-_SECOND = "the teacher is a second model and would attend only to the rank's part of the sequence"
-_ORDER = "context parallelism reorders the sequence, which a teacher cannot follow"
+_SECOND = "the second model would attend only to the rank's part of the sequence"
+_ORDER = "context parallelism reorders the sequence, which a second model cannot follow"
 _UNPROVEN = "no test compares it with one process"
 
 _REJECTED: tuple[tuple[str, str, str], ...] = (

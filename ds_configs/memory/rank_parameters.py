@@ -332,7 +332,6 @@ class RankParameters:
 
     trainable: int
     """Elements with gradients and optimizer states."""
-    frozen: int
     frozen_bytes: int
     largest_trainable: int
     """Elements of the largest single trainable tensor."""
@@ -397,7 +396,6 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     if job.method == "full":
         return RankParameters(
             trainable=total,
-            frozen=0,
             frozen_bytes=0,
             largest_trainable=model.largest_parameter,
             trainable_tail=model.tail_parameters,
@@ -415,7 +413,6 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
     return RankParameters(
         trainable=adapters,
-        frozen=total,
         frozen_bytes=frozen_bytes,
         scale_bytes=scale_bytes,
         largest_trainable=job.lora_rank * widest,

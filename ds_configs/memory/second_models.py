@@ -1,4 +1,4 @@
-"""Memory of second models, such as a teacher: on an accelerator, on the host, and while they are loaded.
+"""Memory of second models: on an accelerator, on the host, and while they are loaded.
 
 They run before the trained model, so temporaries of their layers never exist together with its activations.
 """

@@ -57,7 +57,7 @@ class PlannedRun:
     strategy: dict[str, object]
     """The chosen strategy, as in `plan.json`."""
     job: dict[str, object]
-    """The job, as in `plan.json`, with a teacher's name instead of its specification."""
+    """The job, as in `plan.json`, with names of second models instead of their specifications."""
     flops_per_s: Annotated[float, Field(gt=0, le=1e21)] | None = None
     """Of the planned accelerator; `None` in files of older versions."""
 

@@ -13,6 +13,7 @@ from ..search.search import Evaluated, search
 from ..specs.errors import ShardwrightError
 from ..specs.job import AXIS_FIELDS, HUGGING_FACE_NAMES, TrainingJob
 from ..specs.layout import Layout
+from ..specs.second_models import PLACEMENT_FIELDS
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .plan import Plan
@@ -23,7 +24,7 @@ _MOST_TERMS = 6
 _OVERHEADS = ("allocator_fragmentation", "runtime_context", "communicators")
 """Terms of device memory that are no tensors."""
 _LAYOUT_OPTIONS = {"micro_batch_size", "gradient_checkpointing", "strategy", "offload", "global_batch_size", "loss"}
-_LAYOUT_OPTIONS |= {"tiled_mlp", "offload_activations", "teacher_placement", *AXIS_FIELDS}
+_LAYOUT_OPTIONS |= {"tiled_mlp", "offload_activations", *PLACEMENT_FIELDS, *AXIS_FIELDS}
 _OPTIMIZER_OPTIONS = {"optimizer", "optim_args", "weights_dtype"}
 """With `--optimizer auto`, the planner has chosen them for the layout."""
 
@@ -115,7 +116,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
 def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     """Yield alternatives of each kind of change, the smallest change first."""
     layout, job = plan.chosen.strategy, plan.job
-    open_fields = ("tiled_mlp", "offload_activations", "teacher_placement")
+    open_fields = ("tiled_mlp", "offload_activations", *PLACEMENT_FIELDS)
     same = replace(layout_job(job, plan.chosen), **{name: getattr(job, name) for name in open_fields})
     smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
     yield [replace(same, micro_batch_size=size) for size in smaller]

@@ -249,6 +249,9 @@ def combination_with_method_errors(
     if method != "bitsandbytes" and scheme.storage == "bitsandbytes":
         return error(f"cannot write {scheme.name}, a format of bitsandbytes", "use --method bitsandbytes")
     match method:
+        case "bitsandbytes":
+            if options:
+                return error("has no options: the scheme determines its formats", "omit --method-option")
         case "awq":
             # AWQModifier of llm-compressor 0.14.0.1 rejects this when calibration starts.
             if weights.strategy == "tensor" and (options or {}).get("duo_scaling", True) is not False:

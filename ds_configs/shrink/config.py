@@ -487,6 +487,10 @@ def shrink_model_config(
     for part in parts:
         # All layers get the same widths.
         part.drop("per_layer_config")
+        # With dropout, attention on a CPU leaves its fused kernel and keeps every score.
+        for name, value in part.values.items():
+            if "drop" in name and isinstance(value, float) and value > 0:
+                part.put(name, 0.0)
         cut_layers(part, layers=layers, pipeline_stages=strategy.pp)
         attention = narrow(part, hidden_size=hidden_size, strategy=strategy)
         fewer_experts(part, expert_parallel=strategy.ep)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import ceil, lcm, prod
-from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
 from .config import Change, Rewriting, is_count
 
-Settings = dict[str, Any]
-"""Content of a configuration file."""
 MOST_MICRO_BATCH = 2
 """Maximum sequences of a rehearsed micro-batch."""
 MOST_ACCUMULATION = 2
@@ -59,15 +56,6 @@ def shrink_strategy(strategy: Layout, *, ranks: int, nodes: int = 1) -> tuple[La
 
 
 def _rank_errors(strategy: Layout, ranks: int, nodes: int) -> list[ConfigError]:
-    axes = {name: getattr(strategy, name) for name in ("tp", "pp", "sp", "cp", "ep", "dp_replicate", "dp_shard")}
-    counts = {**axes, "hpz_partition_size": strategy.zero.hpz_partition_size, "ranks": ranks, "nodes": nodes}
-    wrong = [
-        ConfigError(where=name, value=value, rule="must be an integer of at least 1")
-        for name, value in counts.items()
-        if not is_count(value)
-    ]
-    if wrong:
-        return wrong
     if strategy.engine == "single":
         rule, fix = "must be 1: the plan has one process", "use --ranks 1"
         return [] if ranks == 1 else [ConfigError(where="ranks", value=ranks, rule=rule, fix=fix)]
@@ -176,18 +164,12 @@ def _persistence_threshold(threshold: int, original: ModelSpec, shrunken: ModelS
 
 
 def shrink_deepspeed_config(
-    config: Mapping[str, object],
-    *,
-    zero: ZeroOptions,
-    nvme_path: str | None,
-    before: Layout,
-    after: Layout,
-) -> tuple[Settings, tuple[Change, ...]]:
-    """Return a `ds_config.json` with the sizes of `zero` in place of its numbers; all other values are unchanged.
+    copy: Rewriting, *, zero: ZeroOptions, nvme_path: str, before: Layout, after: Layout
+) -> None:
+    """Write the sizes of `zero` into a `ds_config.json` in place of its numbers; all other values are unchanged.
 
     Batch sizes of the planned layout `before` become those of the rehearsed layout `after`.
     """
-    copy = Rewriting(config)
     section = copy.inside("zero_optimization")
     if section is not None:
         for field, keys in _ZERO_KEYS.items():
@@ -196,7 +178,7 @@ def shrink_deepspeed_config(
         for name in ("offload_optimizer", "offload_param"):
             offload = section.inside(name)
             if offload is not None:
-                if offload.get("nvme_path") is not None and nvme_path is not None:
+                if offload.get("nvme_path") is not None:
                     offload.put("nvme_path", nvme_path)
                 if name == "offload_param" and zero.parameter_buffer_elements:
                     _put_smaller(offload, "buffer_size", zero.parameter_buffer_elements)
@@ -209,7 +191,6 @@ def shrink_deepspeed_config(
         if is_count(stated):
             # A value that differs from the plan's still does, so that the launch fails as it would on GPUs.
             copy.put(key, smaller if stated == planned else planned if stated == smaller else stated)
-    return copy.values, tuple(copy.changes)
 
 
 def _put_smaller(section: Rewriting, key: str, value: int) -> None:
@@ -218,21 +199,18 @@ def _put_smaller(section: Rewriting, key: str, value: int) -> None:
         section.put(key, value)
 
 
-def shrink_accelerate_config(
-    config: Mapping[str, object], *, ranks: int, nodes: int, deepspeed_config_file: str | None
-) -> tuple[Settings, tuple[Change, ...]]:
-    """Return an `accelerate.yaml` for CPU ranks of this machine; all other values are unchanged.
+def shrink_accelerate_config(copy: Rewriting, *, ranks: int, nodes: int, deepspeed_config_file: str | None) -> None:
+    """Make an `accelerate.yaml` one for ranks of this machine; all other values are unchanged.
 
     Absent keys stay absent. `parallelism_config_dp_shard_size` changes with the ranks if it was consistent with
     `num_processes`.
     """
-    copy = Rewriting(config)
     axes = copy.inside("parallelism_config")
     if axes is not None and is_count(axes.get("parallelism_config_dp_shard_size")):
         key = "parallelism_config_dp_shard_size"
         sizes = {name: value for name, value in axes.values.items() if name.endswith("_size") and is_count(value)}
         others = prod(sizes.values()) // sizes[key]
-        if others * sizes[key] == config.get("num_processes") and ranks % others == 0:
+        if others * sizes[key] == copy.get("num_processes") and ranks % others == 0:
             axes.put(key, ranks // others)
     values = {"num_processes": ranks, "num_machines": nodes, "main_process_ip": _LOOPBACK}
     for key, value in values.items():
@@ -241,14 +219,3 @@ def shrink_accelerate_config(
     deepspeed = copy.inside("deepspeed_config")
     if deepspeed is not None and deepspeed_config_file is not None and deepspeed.get("deepspeed_config_file"):
         deepspeed.put("deepspeed_config_file", deepspeed_config_file)
-    return copy.values, tuple(copy.changes)
-
-
-def shrink_training_arguments(
-    arguments: Mapping[str, object], *, strategy: Layout
-) -> tuple[Settings, tuple[Change, ...]]:
-    """Return `TrainingArguments` with the micro-batch size and accumulation of the shrunken `strategy`."""
-    copy = Rewriting(arguments)
-    copy.put("per_device_train_batch_size", strategy.micro_batch_size)
-    copy.put("gradient_accumulation_steps", strategy.gradient_accumulation_steps)
-    return copy.values, tuple(copy.changes)

@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
-from .settings import Count, HardwareSettings, Names, Settings, raises_all_errors, settings_with
+from .settings import Count, HardwareSettings, Names, RevisionSettings, Settings, raises_all_errors, settings_with
 from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
@@ -346,7 +346,13 @@ else:
 
 
 class JobSettings(
-    KernelSettings, LayoutSettings, TeacherPlacementSettings, _PlanSettings, TrainingSettings, HardwareSettings
+    KernelSettings,
+    LayoutSettings,
+    TeacherPlacementSettings,
+    _PlanSettings,
+    TrainingSettings,
+    HardwareSettings,
+    RevisionSettings,
 ):
     """Settings from which a plan is made: a job, whose teacher is not read yet, and the hardware."""
 
@@ -357,7 +363,6 @@ class JobSettings(
     ] = None
     teacher: str | None = Field(None, description="Frozen teacher model for distillation")
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
     def job_fields(self) -> dict[str, Any]:
         """Return the fields of the job that the user set."""

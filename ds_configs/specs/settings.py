@@ -187,6 +187,14 @@ class HubSettings(Settings):
     private: bool = Field(False, description="Create the Hub repository as private if it is new")
 
 
+class RevisionSettings(Settings):
+    """The option of a command that reads a model."""
+
+    group = "Hub"
+
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+
 class GuardSettings(Settings):
     """Options that stop a training run with invalid values or a hanging rank."""
 

@@ -137,34 +137,6 @@ class StepInputs:
     batch: Batch
 
 
-def step_inputs(
-    layout: Layout,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    software: Software,
-    constants: GpuConstants,
-) -> StepInputs:
-    ranks = layout.sp * layout.cp
-    return StepInputs(
-        layout=layout,
-        model=model,
-        hardware=hardware,
-        job=job,
-        software=software,
-        constants=constants,
-        device=device_of(hardware, job, software, constants),
-        work=model_work(
-            model,
-            layout.tp,
-            layout.ep,
-            divides_head=layout.pp == 1,
-            vocabulary_parallel=software.vocabulary_parallel,
-        ),
-        batch=Batch(tokens=layout.micro_batch_size * job.seq_len_tokens / ranks, seq_len_tokens=job.seq_len_tokens),
-    )
-
-
 def stage_terms(
     step: StepInputs, stage: PipelineStage, held: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
@@ -585,7 +557,20 @@ def estimate_step_time(
         waits = replace(layout, offload_variant="none")
         slowest_seconds = estimate_step_time(waits, model, hardware, job, constants=constants).high_seconds
     software = software or software_of(job, eager_attention=model.attention == "eager")
-    step = step_inputs(layout, model, hardware, job, software, constants)
+    shared, whole = layout.sp * layout.cp, layout.pp == 1
+    step = StepInputs(
+        layout=layout,
+        model=model,
+        hardware=hardware,
+        job=job,
+        software=software,
+        constants=constants,
+        device=device_of(hardware, job, software, constants),
+        work=model_work(
+            model, layout.tp, layout.ep, divides_head=whole, vocabulary_parallel=software.vocabulary_parallel
+        ),
+        batch=Batch(tokens=layout.micro_batch_size * job.seq_len_tokens / shared, seq_len_tokens=job.seq_len_tokens),
+    )
     layers = model.dimensions.num_layers
     stages: tuple[PipelineStage, ...]
     if layout.pp == 1:

@@ -87,7 +87,7 @@ def weight_scale_and_zero_point(
     """
     import torch
 
-    _check_integers(quantization.number_type)
+    assert quantization.number_type == "int", "floats have no integer codes"
     if quantization.strategy == "tensor":
         low, high = (end.reshape(1) for end in torch.aminmax(weight))
     else:
@@ -117,10 +117,10 @@ def weight_levels(
         quantization: Integers by tensor, channel or group.
     """
     if quantization.strategy == "tensor":
-        return _levels(weight, scale, zero_point, quantization.bits)
+        return levels_of(weight, scale, zero_point, quantization.bits)
     shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
     shared = _by_group(weight, quantization)
-    return _levels(shared, scale.unsqueeze(-1), shared_zero, quantization.bits).flatten(-2)
+    return levels_of(shared, scale.unsqueeze(-1), shared_zero, quantization.bits).flatten(-2)
 
 
 def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
@@ -133,9 +133,9 @@ def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quant
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
     """Return the weight [O, I] that codes represent, in the dtype of the scale, as loading a checkpoint does."""
     if quantization.strategy == "tensor":
-        return _values(codes, scale, zero_point)
+        return values_of(codes, scale, zero_point)
     shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
-    return _values(_by_group(codes, quantization), scale.unsqueeze(-1), shared_zero).flatten(-2)
+    return values_of(_by_group(codes, quantization), scale.unsqueeze(-1), shared_zero).flatten(-2)
 
 
 def activation_scale_and_zero_point(
@@ -148,7 +148,7 @@ def activation_scale_and_zero_point(
     """
     import torch
 
-    _check_integers(quantization.number_type)
+    assert quantization.number_type == "int", "floats have no integer codes"
     if values.ndim <= 2:
         low, high = (end.reshape(1) for end in torch.aminmax(values))
     else:
@@ -157,18 +157,6 @@ def activation_scale_and_zero_point(
     return range_scale_and_zero_point(
         low, high, bits=quantization.bits, symmetric=quantization.symmetric, stored_dtype=values.dtype
     )
-
-
-def activation_levels(
-    values: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: ActivationQuantization
-) -> Tensor:
-    """Return the codes of activations [..., I] as floats, with scales that fit their shape."""
-    return _levels(values, scale, zero_point, quantization.bits)
-
-
-def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Return the activations that codes represent, in the dtype of the scale."""
-    return _values(codes, scale, zero_point)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +262,8 @@ def to_upstream(scheme: QuantizationScheme) -> Any:
     return UpstreamScheme.model_validate(config_group(scheme))
 
 
-def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) -> Tensor:
+def levels_of(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) -> Tensor:
+    """Return the codes of values as floats, with scales that fit their shape."""
     import torch
 
     scaled = values / scale
@@ -283,7 +272,8 @@ def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int)
     return torch.round(torch.clamp(scaled, *code_range(bits)))
 
 
-def _values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+def values_of(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """Return the values that codes represent, in the dtype of the scale."""
     levels = codes.to(scale.dtype)
     if zero_point is not None:
         levels = levels - zero_point.to(scale.dtype)
@@ -296,7 +286,3 @@ def _by_group(weight: Tensor, quantization: WeightQuantization) -> Tensor:
     size = columns if quantization.strategy == "channel" else quantization.group_size
     assert size is not None and columns % size == 0, f"groups of {size} do not divide {columns} input channels"
     return weight.unflatten(-1, (columns // size, size))
-
-
-def _check_integers(number_type: str) -> None:
-    assert number_type == "int", f"{number_type} numbers have no integer codes"

@@ -7,6 +7,7 @@ compilation or rank that is killed leaves the lock behind, and every later one w
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -41,6 +42,9 @@ for builder in sys.argv[1:]:
 """
 
 
+logger = logging.getLogger(__name__)
+
+
 class StaleLockError(ShardwrightError):
     """A killed compilation left a lock that every later compilation would wait for."""
 
@@ -65,7 +69,7 @@ def needed_operators(*, offload_optimizer: bool, nvme: bool, optimizer: str) -> 
     return tuple(operators)
 
 
-def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None] | None = None) -> None:
+def prepare_operators(operators: Sequence[str]) -> None:
     """Compile operators that are not compiled yet, so that launches with short time limits do not wait for them.
 
     Raises:
@@ -80,8 +84,7 @@ def prepare_operators(operators: Sequence[str], *, notify: Callable[[str], None]
     missing = [name for name in operators if not is_compiled(directory, name)]
     if not missing:
         return
-    if notify is not None:
-        notify(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, 1-3 minutes")
+    logger.info(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, 1-3 minutes")
     try:
         launch_ranks(
             Launch(arguments=("-c", _COMPILE, *(BUILDERS[name] for name in missing))),

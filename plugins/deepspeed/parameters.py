@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
 from ..transformers.training_arguments import deepspeed_configuration
 from .auto_ep import moe_layers, saved_tensors, whole_state_dict
 from .engine import own_part, with_all_columns_and_rows
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 _LONGEST_WORK = timedelta(hours=12)
 """How long ranks wait for the first rank; NCCL's default of ten minutes is shorter than a large model's export."""
-_KINDS: dict[str, type[InputError]] = {kind.__name__: kind for kind in (UsageError, RefusedInputError)}
 
 
 def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | None]]:
@@ -78,7 +76,7 @@ class FirstRank:
         self.is_here = is_first_rank()
 
     def does(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the first rank and return its result, which must fit in JSON, on every rank.
+        """Run `work` on the first rank and return its result on every rank.
 
         Raises:
             ShardwrightError: on all ranks if `work` raises; on the other ranks with the text of the error.
@@ -87,31 +85,23 @@ class FirstRank:
             return work()
         import torch
 
-        result, failure = None, None
+        answer: list[Any] = [None, None]
+        failure = None
         if self.is_here:
             try:
-                result = work()
+                answer[0] = work()
             except Exception as error:
                 # Otherwise the other ranks would wait for hours.
                 failure = error
-        # As bytes, because broadcast objects would be unpickled.
-        text = json.dumps({"answer": result, "error": _error_record(failure)})
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
-        torch.distributed.broadcast(length, src=0, group=self._group)
-        if not self.is_here:
-            data = torch.empty(int(length), dtype=torch.uint8)
-        torch.distributed.broadcast(data, src=0, group=self._group)
+                text = str(error) if isinstance(error, ShardwrightError) else repr(error)
+                known = isinstance(error, InputError)
+                answer[1] = error if known else ShardwrightError(f"the first rank failed: {text}")
+        torch.distributed.broadcast_object_list(answer, src=0, group=self._group)
         if failure is not None:
             raise failure
-        if self.is_here:
-            return result
-        received = json.loads(bytes(data.tolist()).decode())
-        if (record := received["error"]) is None:
-            return received["answer"]
-        if record["kind"] is not None:
-            raise _KINDS[record["kind"]]([ConfigError(**fields) for fields in record["errors"]])
-        raise ShardwrightError(f"the first rank failed: {record['text']}")
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
 
 
 @contextmanager
@@ -141,19 +131,6 @@ def _gathered(tensor: torch.Tensor, *, keep: bool) -> Tensor | None:
         value = value.to(value.device_mesh.device_type).full_tensor()
     value = with_all_columns_and_rows(tensor, value)
     return value.cpu() if keep else None
-
-
-def _error_record(error: Exception | None) -> dict[str, Any] | None:
-    """Return an error as JSON values; errors of the user's input keep their items."""
-    if error is None:
-        return None
-    if isinstance(error, InputError) and type(error).__name__ in _KINDS:
-        errors = [
-            asdict(config_error) | {"value": None if config_error.value is None else str(config_error.value)}
-            for config_error in error.errors
-        ]
-        return {"kind": type(error).__name__, "errors": errors}
-    return {"kind": None, "text": str(error) if isinstance(error, ShardwrightError) else repr(error)}
 
 
 if TYPE_CHECKING:

@@ -130,7 +130,7 @@ def model_card(
         relation: Relation of the model to its base.
         library: Such as `transformers`.
         tags: Tags on the Hub.
-        others: Further models whose licence may apply, such as a teacher.
+        others: Further models whose licence may apply, such as a second model.
         task: Pipeline tag on the Hub; `None` for none.
     """
     import yaml

@@ -81,10 +81,6 @@ def become_server(line: Sequence[str]) -> None:
         ) from None
 
 
-_SMALL = {"index": "small.safetensors.index.json", "single": "small.safetensors"}
-"""Weight files of the small format (`trainers/formats/spqr.py`)."""
-
-
 def read_served_model(model: str, *, revision: str | None = None) -> ServedModel:
     """Return a checkpoint as an engine will find it.
 
@@ -108,8 +104,4 @@ def _tensors(model: str, revision: str | None) -> dict[str, StoredTensor]:
     path = Path(model).expanduser()
     if not path.exists():
         return read_hub_tensors(model, revision)
-    if path.is_dir():
-        for names in ({}, _SMALL):
-            if checkpoint_files(path, **names):
-                return read_checkpoint(path, **names)
-    return {}
+    return read_checkpoint(path) if path.is_dir() and checkpoint_files(path) else {}

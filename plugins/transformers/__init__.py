@@ -1,1 +1,1 @@
-"""Transformers' models and arguments: heads, attention, checkpoints, loading, and a frozen teacher."""
+"""Transformers' models and arguments: heads, attention, checkpoints, loading, and frozen second models."""

@@ -1,4 +1,4 @@
-"""A frozen second model beside the one that trains, such as a teacher or a reference: loading, placement, forward."""
+"""A frozen second model beside the one that trains: loading, placement, forward."""
 
 from __future__ import annotations
 

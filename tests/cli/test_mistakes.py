@@ -69,19 +69,9 @@ def shell(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 MISTAKES = {
     "flag": [
         (
-            f"plan QWEN {GPU} --zero-stage 3",
-            "use --strategy zero1, zero2 or zero3",
-            f"plan QWEN {GPU} --strategy zero3",
-        ),
-        (
             f"plan QWEN {GPU} --lr 1e-4",
             "--lr: is not an option of plan; pass --learning-rate to train, distill or qat",
             f"{TRAIN} --dataset notes.jsonl --learning-rate 1e-4",
-        ),
-        (
-            f"{TRAIN} --dataset notes.jsonl --lora",
-            "--lora: is not an option; use --method lora",
-            f"{TRAIN} --dataset notes.jsonl --method lora",
         ),
         (
             "finetune model --dataset notes.jsonl --output-dir out",

@@ -88,7 +88,6 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
         ("serve m --engine x", ["--engine: is not an option; omit it: serve starts vLLM only"]),
         ("train m --output-dir o --engine x", ["--engine: is not an option; did you mean --strategy?"]),
         ("quantize m --dry-run --load-in-4bit", ["--load-in-4bit: is not an option; use --scheme NF4"]),
-        ("quantize m --dry-run --lora", ["--lora: is not an option of quantize; pass --lora to qat"]),
         ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
     ],
 )  # fmt: skip

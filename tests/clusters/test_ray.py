@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cluster_hosts import environment
 
-from .conftest import planned, read_losses, saved, saving, training, until
+from .conftest import read_losses, saved, saving, training, until
 
 pytestmark = pytest.mark.clusters
 
@@ -61,11 +61,3 @@ def test_a_node_that_dies_is_replaced_and_the_run_resumes(
     assert running.wait(timeout=400) == 0, output.read_text()
     assert "resuming from checkpoint-" in output.read_text()
     assert read_losses(out) == pytest.approx(local_losses, abs=1e-6)
-
-
-def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
-    model: Path, cluster: Any, tmp_path: Path
-) -> None:
-    plan, output = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6), tmp_path / "output"
-    assert started(cluster, [str(plan), *training(tmp_path / "out")], output).wait(timeout=200) == 1
-    assert "the plan has 3 nodes with 1 ranks each; the cluster has 2 nodes" in output.read_text()

@@ -84,20 +84,6 @@ def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tm
     assert ended(number, slurm) == "CANCELLED"
 
 
-def test_a_stopped_training_command_saves_and_prints_how_to_resume(model: Path, slurm: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(300)))
-    out, output = tmp_path / "out", tmp_path / "output"
-    words = ["train", str(model), "--dataset", str(tmp_path / "text.txt"), "--strategy", "ddp", "--seq-len", "32"]
-    words += ["--hardware", "2x1xCPU", "--max-steps", "100000", "--logging-steps", "1", "--output-dir", str(out)]
-    number = submitted([*words, "--no-check-nodes", "--on", "slurm", f"--sbatch=--output={output}"], slurm)
-    until(partial(has_steps, out), 200, "first steps", output)
-    asked("scancel", "--signal=TERM", number, config=slurm)
-    until(lambda: ended(number, slurm), 120, "end of the job", output)
-    assert ended(number, slurm) == "FAILED"
-    (saved,) = out.glob("checkpoints/*/checkpoint_complete.json")
-    assert f"{saved.parent.name} is complete; resume with the same command and --resume" in output.read_text()
-
-
 def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
     model: Path, slurm: str, stopped: Stopped, tmp_path: Path
 ) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from warm_ranks import RanksFailedError
 
 from faults.broken_checkpoints import DAMAGES, REFUSED
@@ -205,103 +201,11 @@ def other_ranks(workshop: Workshop, choice: Choice) -> Iterator[Row]:
             yield row | {"happened": happened, "expected": difference <= SUMMED_TOLERANCE}
 
 
-def commands(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """Signals through whole commands, as users have them: nothing in them is warm."""
-    for command, chosen in (("train", _SIGNALLED), ("distill", tuple(_SIGNALLED)[:2])):
-        for fault in (one for one in chosen if choice.has(command, one)):
-            output = workshop.directory / "commanded" / "out"
-            shutil.rmtree(output.parent, ignore_errors=True)
-            output.parent.mkdir()
-            yield {"where": command, "fault": fault} | _signalled(workshop, command, output, *_SIGNALLED[fault])
-
-
-_SIGNALLED: Mapping[str, tuple[str, tuple[signal.Signals, ...], int]] = {
-    "SIGTERM to the command": ("command", (signal.SIGTERM,), 143),
-    "SIGINT to the command": ("command", (signal.SIGINT,), 130),
-    "SIGINT to all, as from a terminal": ("all", (signal.SIGINT,), 130),
-    "SIGTERM to one rank": ("rank", (signal.SIGTERM,), 143),
-    "SIGINT to one rank": ("rank", (signal.SIGINT,), 130),
-    "SIGTERM twice to the command": ("command", (signal.SIGTERM, signal.SIGTERM), 143),
-    "SIGKILL of the command": ("command", (signal.SIGKILL,), -signal.SIGKILL),
-    "SIGKILL of torchrun": ("launcher", (signal.SIGKILL,), 1),
-    "SIGKILL of one rank": ("rank", (signal.SIGKILL,), 1),
-    "SIGSTOP of one rank": ("rank", (signal.SIGSTOP,), 1),
-}
-"""Who gets which signals, and the exit code that is expected."""
-_ORPHANS_SECONDS = 20.0
-
-
-def _signalled(
-    workshop: Workshop, command: str, output: Path, target: str, numbers: Sequence[signal.Signals], code: int
-) -> Row:
-    """Start a command, signal it after some steps, and tell how it ended, what lives on, and what it saved."""
-    models = [str(workshop.model)] * (2 if command == "distill" else 1)
-    data = ("--dataset", str(workshop.directory / "text.txt"), "--seq-len", "32", "--output-dir", str(output))
-    steps = ("--max-steps", "20000", "--evaluation-samples", "2", "--logging-steps", "1", "--hang-timeout", "15")
-    layout = ("--hardware", "2xCPU", "--strategy", "ddp", "--global-batch-size", "2", "--micro-batch-size", "1")
-    log = output.with_name("log")
-    cold = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
-    with log.open("w") as reported:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shardwright", command, *models, *data, *steps, *layout],
-            stdout=reported,
-            stderr=reported,
-            env=cold,
-            start_new_session=True,
-            # A shell's background jobs ignore it, and so would all that is started here.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    family = _running(process, output, log)
-    for index, number in enumerate(numbers):
-        # What comes within two seconds of the first is the same request.
-        time.sleep(2.5 * index)
-        for one in family[target]:
-            with contextlib.suppress(psutil.Error):
-                one.send_signal(number)
-    began = time.monotonic()
-    try:
-        ended = process.wait(timeout=120)
-    except subprocess.TimeoutExpired:
-        ended = None
-    seconds = time.monotonic() - began
-    _, orphans = psutil.wait_procs(family["all"], timeout=_ORPHANS_SECONDS if ended is not None else 0)
-    left = time.monotonic() - began
-    for one in orphans:
-        one.kill()
-    whole = sorted(path.parent.name for path in output.glob("checkpoints/*/checkpoint_complete.json"))
-    lines = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
-    happened = (
-        f"exit {ended} after {seconds:.0f} s, all gone after {left:.0f} s, {len(orphans)} orphans, saved: {whole}"
-    )
-    # A second signal may come after the save; ranks of a killed command are asked to stop, and save too.
-    saved = bool(whole) or code not in (143, 130) or len(numbers) > 1
-    right = ended == code and not orphans and saved and "Traceback" not in "".join(lines)
-    reported = (lines or [""])[0].replace(sys.executable, "python").replace(str(workshop.directory), "")
-    return {"happened": f"{happened}; {reported[:160]}", "expected": right}
-
-
-def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[str, list[psutil.Process]]:
-    """Return the processes of a command by their part in it, once its ranks have taken some steps."""
-    metrics = output / "metrics.jsonl"
-    deadline = time.monotonic() + 600
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
-            command = psutil.Process(process.pid)
-            (launcher,) = command.children()
-            ranks = launcher.children()
-            found = {"command": [command], "launcher": [launcher], "rank": ranks[-1:]}
-            return found | {"all": [command, launcher, *ranks]}
-        time.sleep(0.2)
-    process.kill()
-    raise AssertionError(f"it took no step: {log.read_text()[-2000:]}")
-
-
 PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {
     "kills": kills,
     "disks": full_disks,
     "signals": signals,
     "checkpoints": checkpoints,
     "ranks": other_ranks,
-    "commands": commands,
 }
 __all__ = ["ENGINES", "PARTS", "Choice", "Row", "run"]

@@ -340,7 +340,9 @@ def test_upstream_is_changed_by_the_registry_alone() -> None:
     from transformers import Trainer
 
     kinds: tuple[Any, ...] = (Trainer, Accelerator, DeepSpeedEngine, PipelineEngine)
+    # Any class has an `__init__`.
     methods = {name for kind in kinds for name in dir(kind) if inspect.isfunction(inspect.getattr_static(kind, name))}
+    methods -= {"__init__"}
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     found = [
         f"{file.relative_to(ROOT)}:{line}: {text}"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.accelerate.repeated_samples import EvaluationStep, SamplesOnce, trained_rows
+from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import balances_experts, own_class
 from ..data.chat import IGNORED_LABEL
 from . import own_losses
@@ -82,7 +83,7 @@ def returns_mean(trainer: Trainer) -> bool:
     if trainer.label_smoother is not None:
         # It divides by the number itself.
         return False
-    model = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
+    model = base_model(trainer.model)
     if getattr(model, "accepts_loss_kwargs", False):
         return False
     config, loss = getattr(model, "config", None), LOSS_MAPPING.get(getattr(model, "loss_type", None))
@@ -316,8 +317,7 @@ def at_least_one(items: Any) -> Any:
 def shifts_labels(model: PreTrainedModel) -> bool:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return getattr(inner, "loss_function", None) is ForCausalLMLoss
+    return getattr(base_model(model), "loss_function", None) is ForCausalLMLoss
 
 
 def _labelled_if_weightless(inputs: Any, weight: float) -> Any:
@@ -359,7 +359,7 @@ def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> t
 def without_balance_loss(trainer: Trainer) -> Iterator[None]:
     """Omit the load-balancing loss of a mixture inside the block: it is a mean over a batch, not over tokens."""
     name, model = "router_aux_loss_coef", trainer.model
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_model(model)
     config = getattr(inner, "config", None)
     text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     with ExitStack() as stack:

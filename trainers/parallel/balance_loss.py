@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import KeptPart
+from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import own_class
+from ..counting.counts import with_values
 from ..exact import make_exact
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ class BalanceOverRanks:
             num_items_in_batch: Number that the Trainer divides the loss by.
         """
         trainer = self._trainer
-        inner, repeated = _inner(trainer.model), trainer.repeated
+        inner, repeated = base_model(trainer.model), trainer.repeated
         self._latest = self._kept = None
         if model.training and repeated is not None:
             self._kept = repeated.next_kept_part()
@@ -166,7 +168,9 @@ class BalanceOverRanks:
         with ExitStack() as stack:
             for module in _modules(inner):
                 stack.enter_context(patches.applied("counted-balance-loss", self._replacing, on=module))
-            stack.enter_context(_scaled_coefficient(inner, in_model))
+            if getattr(inner, "router_aux_loss_coef", None) is not None:
+                coefficient = inner.router_aux_loss_coef * in_model
+                stack.enter_context(with_values(inner, router_aux_loss_coef=coefficient))
             yield
 
     def with_missing(self, loss: Any, outputs: Any) -> Any:
@@ -177,7 +181,7 @@ class BalanceOverRanks:
         got_labels = (outputs.get("loss") if hasattr(outputs, "get") else None) is not None
         if self.is_added_by_trainer or self._latest is None or got_labels:
             return loss
-        return loss + float(_inner(self._trainer.model).router_aux_loss_coef) * self._factor * self._latest
+        return loss + float(base_model(self._trainer.model).router_aux_loss_coef) * self._factor * self._latest
 
     def _replacing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -222,13 +226,13 @@ def check_balance_loss(model: PreTrainedModel) -> None:
     Raises:
         UsageError: the module of the model's class has no function that computes it.
     """
-    if not _modules(_inner(model)):
+    if not _modules(base_model(model)):
         raise _unknown_formula(model)
 
 
 def has_balance_loss(model: PreTrainedModel) -> bool:
     """Return whether a model can compute a balance loss, which some trainers switch on themselves."""
-    inner = _inner(model)
+    inner = base_model(model)
     return getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
 
 
@@ -258,31 +262,12 @@ def sum_over_ranks(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def _inner(model: Any) -> Any:
-    """Return the Transformers model inside a PEFT model."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-
-
 def _modules(model: PreTrainedModel) -> list[ModuleType]:
     """Return the modules in which models and trainers look the function up; FSDP2 makes the class a subclass."""
     present = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
     own = [module for module in present if module is not None and hasattr(module, _FUNCTION)]
     shared = [sys.modules[_SHARED]] if own and _SHARED in sys.modules else []
     return list(dict.fromkeys([*own, *shared]))
-
-
-@contextmanager
-def _scaled_coefficient(model: PreTrainedModel, factor: float) -> Iterator[None]:
-    """Multiply the coefficient with which a model adds its balance loss, inside the block."""
-    coefficient = getattr(model, "router_aux_loss_coef", None)
-    if coefficient is None:
-        yield
-        return
-    model.router_aux_loss_coef = coefficient * factor
-    try:
-        yield
-    finally:
-        model.router_aux_loss_coef = coefficient
 
 
 def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:

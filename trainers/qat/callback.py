@@ -158,7 +158,7 @@ def resume_errors(
 
 def record_errors(attachment: Attachment, record: Mapping[str, Any]) -> list[ConfigError]:
     """Return how a record's number formats differ from those of an attachment."""
-    stored, current = record["formats"], _formats(attachment)
+    stored, current = record.get("formats", {}), _formats(attachment)
     fix = "resume with the checkpoint's value, or start again from the dense model"
     return [
         ConfigError(where=name, value=current.get(name), rule=f"differs from the checkpoint ({value!r})", fix=fix)

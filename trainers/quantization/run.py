@@ -147,7 +147,6 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
             dense=[layer.name for layer in source.layers if layer.name not in selected],
             dtype=source.dtype,
             device=device,
-            options=settings.method_options,
         )
     model = load_for_quantization(source)
     if engine == "shardwright":

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.shrink.config import Change, Rewriting
+from ...ds_configs.shrink.config import Rewriting
+from ...ds_configs.specs.layout import Layout
 
 LEARNING_RATES: Mapping[str, float] = {
     "sgd": 0.5,
@@ -46,11 +47,10 @@ _NEUTRAL: Mapping[str, Any] = {
 """Keys that are replaced when they are present with another value; `None` removes the key."""
 
 
-def cpu_arguments(
-    arguments: Mapping[str, Any], *, steps: int, save_step: int
-) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return training arguments for a few steps on CPU ranks, with a checkpoint after `save_step`."""
-    scaled = Rewriting(arguments, path="training_arguments.json: ")
+def cpu_arguments(scaled: Rewriting, *, layout: Layout, steps: int, save_step: int) -> None:
+    """Make training arguments those of a few steps of a layout on CPU ranks, with a checkpoint after `save_step`."""
+    scaled.put("per_device_train_batch_size", layout.micro_batch_size)
+    scaled.put("gradient_accumulation_steps", layout.gradient_accumulation_steps)
     for key, neutral in _NEUTRAL.items():
         if neutral is None:
             scaled.drop(key)
@@ -67,7 +67,7 @@ def cpu_arguments(
     rates = (rate for name, rate in LEARNING_RATES.items() if optimizer.startswith(name))
     scaled.put("learning_rate", next(rates, ADAM_LEARNING_RATE))
     scaled.put("max_steps", steps)
-    own = {
+    scaled.values |= {
         "save_strategy": "steps",
         "save_steps": save_step,
         "logging_strategy": "steps",
@@ -75,27 +75,13 @@ def cpu_arguments(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return scaled.values | own, tuple(scaled.changes)
 
 
-def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return a model configuration without dropout, whose masks take other bytes on a CPU.
-
-    There attention with dropout leaves its fused kernel and keeps every score.
-    """
-    scaled = Rewriting(config)
-    for key, value in config.items():
-        if "drop" in key and isinstance(value, float) and value > 0:
-            scaled.put(key, 0.0)
-    return scaled.values, tuple(scaled.changes)
-
-
-def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return a DeepSpeed configuration without fp16, which CPU ranks do not train, ZenFlow and SuperOffload.
+def cpu_deepspeed(scaled: Rewriting) -> None:
+    """Remove fp16, which CPU ranks do not train, ZenFlow and SuperOffload from a DeepSpeed configuration.
 
     SuperOffload requires CUDA. ZenFlow steps in a process of its own, whose memory no rank measures.
     """
-    scaled = Rewriting(config, path="ds_config.json: ")
     scaled.values.pop("_shardwright", None)
     zero = scaled.inside("zero_optimization")
     if zero is not None and "zenflow" in zero.values:
@@ -109,16 +95,14 @@ def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Chan
     if isinstance(section, dict) and section.get("enabled") is not False:
         scaled.drop("fp16")
         scaled.put("bf16", {"enabled": section.get("enabled", True)})
-    return scaled.values, tuple(scaled.changes)
 
 
-def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return an Accelerate configuration that names no GPUs and computes in bf16 instead of fp16 or fp8.
+def cpu_accelerate(scaled: Rewriting) -> None:
+    """Make an Accelerate configuration name no GPUs and compute in bf16 instead of fp16 or fp8.
 
     FSDP2 offloads into pinned memory, which torch 2.13.0 has only beside an accelerator; on CPU ranks its shards are
     on the host already.
     """
-    scaled = Rewriting(config, path="accelerate.yaml: ")
     fsdp = scaled.inside("fsdp_config")
     if fsdp is not None and fsdp.get("fsdp_offload_params"):
         fsdp.put("fsdp_offload_params", False)
@@ -127,4 +111,3 @@ def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Cha
     for key in ("gpu_ids", "fp8_config", "dynamo_config", "enable_cpu_affinity"):
         if scaled.get(key):
             scaled.drop(key)
-    return scaled.values, tuple(scaled.changes)

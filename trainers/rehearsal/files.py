@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field
 
-from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration
-from ...ds_configs.shrink.config import Change, rehearsed_sequence, shrink_model_config
+from ...ds_configs.shrink.config import Change, Rewriting, rehearsed_sequence, shrink_model_config
 from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_strategy,
-    shrink_training_arguments,
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.hardware import parse_hardware
 from ...ds_configs.specs.job import TrainingJob, without_kernels
 from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.texts import strict_json
 from ..runs.settings import RankJob
-from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
+from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 
 SCRIPT_STAGE = "script"
 """Name of the records of a script's ranks."""
@@ -42,22 +41,8 @@ class RehearsalJob(RankJob):
     task: Literal["rehearse"] = "rehearse"
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments, scaled")
     stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
-    seq_len: int = Field(description="tokens of one sample")
     samples: int = Field(description="samples that the steps of all ranks need")
-    steps: int = Field(description="optimizer steps")
     save_step: int = Field(description="step whose checkpoint the second launch resumes from")
-    precision: str = Field(description="bf16 or fp32")
-    method: str = Field(description="full, lora or qlora")
-    weights_dtype: str = Field(default="auto", description="type of the trained weights")
-    lora_rank: int = Field(description="rank of the adapters; unused with full")
-    lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
-    checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
-    keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
-    tiled_mlp: bool = Field(default=False, description="whether MLPs compute tiles of the sequence")
-    offloaded_checkpoints: int = Field(default=0, description="layers whose input waits in host memory")
-    loss: str = Field(default="eager", description="eager, or chunked for a loss in tiles")
-    axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Layout")
-    stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
 
 
 class RehearsedScriptJob(RankJob):
@@ -160,10 +145,9 @@ def scale_plan(
 
     strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
     shrunken, model_changes = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
-    small, cpu_changes = cpu_model(shrunken)
-    changes = [*layout_changes, *model_changes, *cpu_changes]
+    changes = [*layout_changes, *model_changes]
     (work / "model").mkdir()
-    (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
+    (work / "model" / "config.json").write_text(json.dumps(shrunken, indent=1), encoding="utf-8")
     model = load_model_spec(str(work / "model")).spec
     zero, _ = shrink_zero_options(
         strategy.zero,
@@ -187,61 +171,45 @@ def scale_plan(
     deepspeed, deepspeed_file = None, None
     if files.deepspeed is not None:
         deepspeed_file = str(work / "ds_config.json")
-        deepspeed, deepspeed_changes = shrink_deepspeed_config(
-            files.deepspeed,
-            zero=strategy.zero,
-            nvme_path=str(work / "nvme"),
-            before=plan.chosen.strategy,
-            after=strategy,
-        )
-        deepspeed, cpu_changes = cpu_deepspeed(deepspeed)
-        changes += [*deepspeed_changes, *cpu_changes]
-    accelerate, accelerate_changes = shrink_accelerate_config(
-        files.accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=deepspeed_file
-    )
-    accelerate, cpu_changes = cpu_accelerate(accelerate)
-    changes += [*accelerate_changes, *cpu_changes]
+        deepspeed = Rewriting(files.deepspeed, path="ds_config.json: ")
+        nvme_path, planned = str(work / "nvme"), plan.chosen.strategy
+        shrink_deepspeed_config(deepspeed, zero=strategy.zero, nvme_path=nvme_path, before=planned, after=strategy)
+        cpu_deepspeed(deepspeed)
+        changes += deepspeed.changes
+    accelerate = Rewriting(files.accelerate, path="accelerate.yaml: ")
+    shrink_accelerate_config(accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=deepspeed_file)
+    cpu_accelerate(accelerate)
     if strategy.engine == "fsdp2":
         strategy = replace(strategy, offload_optimizer="none", offload_param="none")
-    stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp) if strategy.pp > 1 else ()
-    arguments, argument_changes = shrink_training_arguments(files.arguments, strategy=strategy)
-    arguments, cpu_changes = cpu_arguments(arguments, steps=steps, save_step=steps // 2)
-    changes += [*argument_changes, *cpu_changes]
+    arguments = Rewriting(files.arguments, path="training_arguments.json: ")
+    cpu_arguments(arguments, layout=strategy, steps=steps, save_step=steps // 2)
+    changes += [*accelerate.changes, *arguments.changes]
     if plan.job.precision == "fp8":
-        arguments["bf16"] = True
+        arguments.values["bf16"] = True
     worker = RehearsalJob(
-        training_arguments=arguments,
-        seq_len=job.seq_len_tokens,
+        training_arguments=arguments.values,
         samples=strategy.micro_batch_size * strategy.gradient_accumulation_steps * ranks * steps,
-        steps=steps,
         save_step=steps // 2,
-        precision=job.precision,
-        method=job.method,
-        lora_rank=job.lora_rank,
-        lora_targets=",".join(job.lora_targets),
-        weights_dtype=job.weights_dtype,
-        checkpointed_layers=strategy.checkpointed_layers,
-        keeps_products=strategy.keeps_products,
-        tiled_mlp=strategy.tiled_mlp,
-        offloaded_checkpoints=strategy.offloaded_checkpoints,
-        loss=job.loss,
-        axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
-        stages=tuple(asdict(stage) for stage in stages),
     )
     return Rehearsed(
         model=model,
         strategy=strategy,
         job=job,
-        accelerate=accelerate,
-        deepspeed=deepspeed,
+        accelerate=accelerate.values,
+        deepspeed=None if deepspeed is None else deepspeed.values,
         worker=worker,
         changes=tuple(changes),
     )
 
 
-def write_rehearsal(rehearsed: Rehearsed, work: Path) -> None:
-    """Write what the launchers and ranks read, but for the job."""
+def write_rehearsal(plan: Plan, rehearsed: Rehearsed, work: Path, *, ranks: int) -> None:
+    """Write what the launchers and ranks read, but for the job: among it the plan with the sizes of the rehearsal."""
     (work / "nvme").mkdir()
+    chosen = replace(plan.chosen, strategy=rehearsed.strategy)
+    small = replace(
+        plan, model=rehearsed.model, job=rehearsed.job, hardware=parse_hardware(f"{ranks}xCPU"), chosen=chosen
+    )
+    (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     accelerate = yaml.safe_dump(rehearsed.accelerate, sort_keys=False)
     (work / "accelerate.yaml").write_text(accelerate, encoding="utf-8")
     if rehearsed.deepspeed is not None:

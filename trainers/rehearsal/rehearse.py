@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.memory.estimate import cpu_rank_terms
-from ...ds_configs.plan.output import reserved
+from ...ds_configs.plan.output import output_errors, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.step_time.estimate import TERMS
@@ -41,7 +41,6 @@ from .report import (
     ROLES,
     PredictedPhase,
     Rehearsal,
-    check_output_directory,
     write_report,
 )
 from .script import rehearse_script
@@ -113,7 +112,11 @@ def rehearse(
         target = Path(output_dir) if output_dir is not None else directory / "rehearsal"
         kept = output_dir is not None or not isinstance(plan, Plan)
         if kept:
-            check_output_directory(target, force=force, model=loaded.model.name if output_dir is not None else None)
+            # The plan, whose directory is the default, may be in its model's directory.
+            sources = {"the model": loaded.model.name if output_dir is not None else None}
+            fix = "use --force to write into it"
+            if errors := output_errors(target, force=force, own=(REPORT_FILE,), sources=sources, fix=fix):
+                raise UsageError(errors)
         if loaded.model.task != "causal_lm":
             rule = f"is a {loaded.model.task} model; rehearse supports only causal language models"
             raise UsageError(ConfigError(where="model", value=loaded.model.architecture, rule=rule))
@@ -166,7 +169,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
     rehearsed = scale_plan(
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
     )
-    write_rehearsal(rehearsed, settings.work)
+    write_rehearsal(plan, rehearsed, settings.work, ranks=settings.ranks)
     if script is not None:
         more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
@@ -232,7 +235,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     )
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
-    checks.append(check_export(work / "export", *files, error_text, precision=worker.precision))
+    checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.job.precision))
     return rehearsal, [launch, *checks]
 
 

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.output import output_errors, write_files
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
-from ...ds_configs.specs.errors import UsageError
 from .checks import Check
 
 SCHEMA_VERSION = 1
@@ -113,19 +112,6 @@ class Rehearsal:
             "versions": dict(self.versions),
             "command": self.command,
         }
-
-
-def check_output_directory(directory: Path, *, force: bool, model: str | None) -> None:
-    """Check that a directory is empty or has only the files of an earlier rehearsal, unless `force` is set.
-
-    `model` is that of the plan if the user chose the directory; otherwise the plan may be in its model's directory.
-
-    Raises:
-        UsageError: it is a file, has other files, or cannot be written.
-    """
-    fix = "use --force to write into it"
-    if errors := output_errors(directory, force=force, own=(REPORT_FILE,), sources={"the model": model}, fix=fix):
-        raise UsageError(errors)
 
 
 def write_report(rehearsal: Rehearsal, directory: Path) -> None:

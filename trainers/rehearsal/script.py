@@ -9,12 +9,10 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
@@ -40,7 +38,7 @@ def rehearse_script(
 ) -> tuple[list[Check], tuple[float, ...]]:
     """Run a script on every rank of a rehearsal, and return the checks and the loss of each step."""
     work = settings.work
-    _write_small(plan, files, rehearsed, settings)
+    _write_small(files, rehearsed, work)
     # The script reads the rehearsal's files and model in place of the plan's.
     exchanged = {file: work / file.name for file in settings.directory.absolute().iterdir()}
     exchanged = {file: small for file, small in exchanged.items() if small.is_file()}
@@ -173,12 +171,11 @@ def exchanged_arguments(
     return words
 
 
-def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings) -> None:
-    """Write the shrunken weights, a tokenizer of bytes, and the shrunken plan with the arguments that ranks scale."""
+def _write_small(files: PlanFiles, rehearsed: Rehearsed, work: Path) -> None:
+    """Write the shrunken weights, a tokenizer of bytes, and the arguments that ranks scale."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    work = settings.work
     model = work / "model"
     set_seed(0)
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -194,9 +191,4 @@ def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: L
     # Collators of scripts pad.
     tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.save_pretrained(model)
-    chosen = replace(plan.chosen, strategy=rehearsed.strategy)
-    hardware = parse_hardware(f"{settings.ranks}xCPU")
-    small = replace(plan, model=rehearsed.model, job=rehearsed.job, hardware=hardware, chosen=chosen)
-    texts = {"plan.json": small.to_dict(), "training_arguments.json": files.arguments}
-    for name, value in texts.items():
-        (work / name).write_text(json.dumps(value), encoding="utf-8")
+    (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")

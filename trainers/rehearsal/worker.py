@@ -7,15 +7,12 @@ started the launch reads them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.specs.job import TrainingJob
-from ...ds_configs.specs.layout import Layout, PipelineStage
+from ...ds_configs.plan.plan import Plan
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.peft import add_lora
@@ -30,7 +27,7 @@ from ...plugins.transformers.training_arguments import (
     weights_dtype,
 )
 from ..data.models import StartingModel, load_config, load_model
-from ..parallel.trainer_for import engine_logits, parallelism_of
+from ..parallel.trainer_for import engine_logits, planned_parallelism
 from ..runs.clock import ProgressSender, StepLosses
 from ..runs.ranks import check_upstream, chosen_engine, write_json
 from ..runs.settings import RankTask
@@ -44,22 +41,22 @@ class RehearsalTask(RehearsalJob, RankTask):
     """One of the two launches of a rehearsal."""
 
     def run(self, work: Path) -> None:
-        {"train": train_shrunken, "resume": resume}[self.stage](self, work)
+        {"train": train_shrunken, "resume": resume}[self.stage](self, Plan.load(work), work)
 
 
-def train_shrunken(job: RehearsalJob, work: Path) -> None:
+def train_shrunken(job: RehearsalJob, plan: Plan, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write a record."""
     from ...plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
     from ...plugins.metering import meter_trainer, start_meter
 
-    arguments = _arguments(job, work)
+    arguments = _arguments(job, plan, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
-        trainer, recorder = _trainer(job, work, arguments)
-        (meter_pipeline_trainer if job.stages else meter_trainer)(trainer, meter)
+        trainer, recorder = _trainer(job, plan, work, arguments)
+        (meter_pipeline_trainer if plan.chosen.strategy.pp > 1 else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()
-    logits_BTV = engine_logits(trainer, probe_tokens(job, _vocab_size(work)))
+    logits_BTV = engine_logits(trainer, probe_tokens(plan))
     losses = recorder.mean_over_ranks()
     if arguments.process_index == 0:
         _save_logits(logits_BTV, work / "trained_logits.safetensors")
@@ -75,64 +72,58 @@ def train_shrunken(job: RehearsalJob, work: Path) -> None:
     write_json(record, work / f"train-rank{arguments.process_index}.json")
 
 
-def resume(job: RehearsalJob, work: Path) -> None:
+def resume(job: RehearsalJob, plan: Plan, work: Path) -> None:
     """Load the export as a user would, before the engine exists; then resume from the middle checkpoint."""
     record: dict[str, Any] = {}
     if os.environ.get("RANK", "0") == "0":
         try:
-            _save_logits(_exported_logits(job, work), work / "export_logits.safetensors")
+            logits_BTV = _exported_logits(plan, work, chosen_engine(job.training_arguments))
+            _save_logits(logits_BTV, work / "export_logits.safetensors")
         except Exception as error:
             record["export_error"] = f"{type(error).__name__}: {error}"
     # With NVMe offload DeepSpeed 0.19.8 cannot save a step again where the first launch saved it.
-    arguments = _arguments(job, work, output_dir=str(work / "resumed"), save_strategy="no")
-    trainer, recorder = _trainer(job, work, arguments)
+    arguments = _arguments(job, plan, work, output_dir=str(work / "resumed"), save_strategy="no")
+    trainer, recorder = _trainer(job, plan, work, arguments)
     trainer.train(resume_from_checkpoint=str(work / "checkpoints" / f"checkpoint-{job.save_step}"))
     record |= {"world_size": arguments.world_size, "losses": recorder.mean_over_ranks()}
     write_json(record, work / f"resume-rank{arguments.process_index}.json")
 
 
-def _arguments(job: RehearsalJob, work: Path, **changes: Any) -> Any:
+def _arguments(job: RehearsalJob, plan: Plan, work: Path, **changes: Any) -> Any:
     """ZeRO-3 partitions weights while they are made, for which `TrainingArguments` must exist before them."""
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine))
-    check_upstream(engine, method=job.method)
+    check_upstream(engine, method=plan.job.method)
     prepare_nvme_offload(arguments)
     return arguments
 
 
-def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
+def _trainer(job: RehearsalJob, plan: Plan, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
-    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
-    if job.method == "full":
+    planned, layout = plan.job, plan.chosen.strategy
+    dtype = weights_dtype(arguments, method=planned.method, trained=planned.weights_dtype)
+    if planned.method == "full":
         config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         engine = chosen_engine(job.training_arguments)
-        base = _load_base(job, work, dtype, engine=engine)
-        fp32 = engine != "deepspeed"
-        model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32)
-    tokens = job.samples * job.seq_len
-    stream = skewed_tokens(tokens, _vocab_size(work), seed=0)
-    samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, job.seq_len)]
-    stages = tuple(PipelineStage(**stage) for stage in job.stages)
-    layout = Layout(
-        engine="deepspeed",
-        tiled_mlp=job.tiled_mlp,
-        offloaded_checkpoints=job.offloaded_checkpoints,
-        **job.axes,
-    )
-    planned = layout, TrainingJob(seq_len_tokens=job.seq_len, loss=job.loss)  # type: ignore[arg-type]
-    trainer = replace(parallelism_of(layout, stages=stages), planned=planned).make_trainer(
+        base = _load_base(plan, work, dtype, engine=engine)
+        targets, fp32 = ",".join(planned.lora_targets), engine != "deepspeed"
+        model = add_lora(base, rank=planned.lora_rank, targets=targets, fp32_adapters=fp32)
+    length = planned.seq_len_tokens
+    stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
+    samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]
+    trainer = planned_parallelism(plan).make_trainer(
         model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
     )
     recorder = StepLosses(trainer)
     trainer.add_callback(ProgressSender())
-    if job.checkpointed_layers is not None:
-        trainer.add_callback(partial_checkpointing_callback(job.checkpointed_layers))
-    if job.keeps_products:
+    if layout.checkpointed_layers is not None:
+        trainer.add_callback(partial_checkpointing_callback(layout.checkpointed_layers))
+    if layout.keeps_products:
         trainer.add_callback(selective_checkpointing_callback())
     return trainer, recorder
 
@@ -143,18 +134,12 @@ def _load(directory: Path, dtype: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, trust_remote_code=False)
 
 
-def _load_base(job: RehearsalJob, work: Path, dtype: Any, *, engine: str | None = None) -> Any:
+def _load_base(plan: Plan, work: Path, dtype: Any, *, engine: str | None = None) -> Any:
     """Return the base model of adapters, for QLoRA in 4 bit as a training run loads it; `engine` shards it."""
-    if job.method != "qlora":
+    if plan.job.method != "qlora":
         return _load(work / "model", dtype)
-    source = StartingModel(model=str(work / "model"), method=job.method)
+    source = StartingModel(model=str(work / "model"), method=plan.job.method)
     return load_model(source, load_config(source), dtype, seed=0, engine=engine)
-
-
-def _vocab_size(work: Path) -> int:
-    config = json.loads((work / "model" / "config.json").read_text(encoding="utf-8"))
-    size: int = (config.get("text_config") or config)["vocab_size"]
-    return size
 
 
 def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
@@ -170,29 +155,28 @@ def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
     return draws * (vocab_size // distinct)
 
 
-def probe_tokens(job: RehearsalJob, vocab_size: int) -> Any:
+def probe_tokens(plan: Plan) -> Any:
     """Return the token ids [2, T] on which the trained engine and the exported model are compared."""
-    return skewed_tokens(2 * job.seq_len, vocab_size, seed=PROBE_SEED).view(2, job.seq_len)
+    length = plan.job.seq_len_tokens
+    return skewed_tokens(2 * length, plan.model.dimensions.vocab_size, seed=PROBE_SEED).view(2, length)
 
 
-def _exported_logits(job: RehearsalJob, work: Path) -> Any:
+def _exported_logits(plan: Plan, work: Path, engine: str | None) -> Any:
     """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
     import torch
 
-    engine = chosen_engine(job.training_arguments)
-    bf16 = job.precision == "bf16"
+    bf16, is_full = plan.job.precision == "bf16", plan.job.method == "full"
     autocast = bf16 and engine == "ddp"
-    dtype = torch.bfloat16 if bf16 and not (autocast and job.method == "full") else torch.float32
-    if job.method == "full":
+    dtype = torch.bfloat16 if bf16 and not (autocast and is_full) else torch.float32
+    if is_full:
         model = _load(work / "export", dtype)
     else:
         from peft import PeftModel
 
-        base = _load_base(job, work, dtype)
+        base = _load_base(plan, work, dtype)
         model = PeftModel.from_pretrained(base, str(work / "export"), autocast_adapter_dtype=autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
-        tokens_BT = probe_tokens(job, _vocab_size(work))
-        return model.eval()(input_ids=tokens_BT, use_cache=False).logits.float().contiguous()
+        return model.eval()(input_ids=probe_tokens(plan), use_cache=False).logits.float().contiguous()
 
 
 def _save_logits(logits_BTV: Any, path: Path) -> None:

@@ -19,8 +19,6 @@ REPORT_FILE = "report.html"
 TRAINING_FILE, METRICS_FILE, PLAN_DIRECTORY = "report.json", "metrics.jsonl", "plan"
 SCHEMA_VERSION = 1
 """Of every file that is read here."""
-_MAXIMUM_BYTES = 64 * 2**20
-"""Larger than the file of a training that logs a million steps."""
 
 
 def read_report(path: Path) -> Report:
@@ -48,8 +46,6 @@ def read_report(path: Path) -> Report:
 
 def _content(file: Path) -> bytes:
     try:
-        if file.stat().st_size > _MAXIMUM_BYTES:
-            raise RefusedInputError(ConfigError(where=str(file), rule=f"is larger than {_MAXIMUM_BYTES:,} bytes"))
         return file.read_bytes()
     except OSError as error:
         raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None

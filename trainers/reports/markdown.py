@@ -155,7 +155,7 @@ def card_text(
         title: First heading.
         blocks: Paragraphs, tables and code above the section on licenses; empty ones are omitted.
         licenses: Text of that section.
-        others: Further models whose license may apply, such as a teacher.
+        others: Further models whose license may apply, such as a second model.
         base, relation, tags, library, task: As in `model_card`.
     """
     text = "\n\n".join(filter(None, [f"# {title}", *blocks, "## License", licenses])) + "\n"

@@ -95,13 +95,13 @@ def interval(low: float, high: float, shape: Callable[[float], str] = significan
     return f"{shape(low)} to {shape(high)}"
 
 
-def with_error(value: float, standard_error: float | None) -> str:
-    """Return a number with its standard error, rounded to two significant digits.
+def with_error(value: float, standard_error: float | None, shape: Callable[[float], str] | None = None) -> str:
+    """Return a number, by default with five significant digits, with its standard error, rounded to two.
 
     >>> with_error(2.31263, 0.0123), with_error(6128.4, 181.3), with_error(2.5, None)
     ('2.3126 ± 0.012', '6,128 ± 180', '2.5')
     """
-    shown = significant(value, 5)
+    shown = significant(value, 5) if shape is None else shape(value)
     return shown if standard_error is None else f"{shown} ± {float(f'{standard_error:.2g}'):,g}"
 
 

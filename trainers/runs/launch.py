@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ from .settings import JOB_FILE, RESULT_FILE, RankJob
 
 RANK_MODULE = "shardwright.trainers.rank_main"
 _NODE_CHECK = "shardwright.plugins.clusters.node_check"
-
-logger = logging.getLogger(__name__)
 
 
 def compile_operators(devices: Sequence[str], optimizer: str) -> None:
@@ -41,7 +38,7 @@ def compile_operators(devices: Sequence[str], optimizer: str) -> None:
             "libaio-devel, or plan with --offload cpu"
         )
     operators = needed_operators(offload_optimizer=devices[0] != "none", nvme=nvme, optimizer=optimizer)
-    prepare_operators(operators, notify=logger.info)
+    prepare_operators(operators)
 
 
 def rank_words(job: RankJob, work: Path) -> list[str]:

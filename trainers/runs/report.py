@@ -15,7 +15,7 @@ from ..counting.estimates import Estimate, exponential
 from ..data.samples import SampleStatistics
 from ..reports.make import TRAINING_FILE
 from ..reports.markdown import markdown, picture, table
-from ..reports.report import perplexity
+from ..reports.report import perplexity, with_error
 from ..reports.runs import training_report
 from .settings import METRICS_FILE, REPORT_FILE, LaunchedSettings
 
@@ -133,8 +133,7 @@ def number(value: float) -> str:
 
 def with_spread(shape: Callable[[float], str], mean: Estimate) -> str:
     """Return a mean, formatted by `shape`, with its standard error."""
-    error = mean.standard_error
-    return shape(mean.value) if error is None else f"{shape(mean.value)} ± {float(f'{error:.2g}'):,g}"
+    return with_error(mean.value, mean.standard_error, shape)
 
 
 def with_spreads(loss: Estimate | None) -> tuple[str, str]:

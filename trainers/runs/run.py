@@ -187,7 +187,7 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
     from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 
     request, plan, statistics = prepared.request, prepared.plan, prepared.samples.statistics
-    settings, teacher = prepared.settings, plan.chosen.teacher
+    settings = prepared.settings
     # Resolve commits before anything is written, since the Hub may not have them; ranks load these commits.
     commits = {
         field: model_directory(model, revision=getattr(settings, field)).name
@@ -200,7 +200,7 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
         "settings": settings.model_copy(update=commits),
         "training_arguments": prepared.training_arguments,
         "output_dir": str(request.output_dir.absolute()),
-        "placement": "replica" if teacher is None else teacher.placement,
+        "placement": next((choice.placement for choice in plan.chosen.placements.values()), "replica"),
         "world_size": plan.hardware.world_size,
         "train_samples": statistics.train_samples,
         "train_tokens": statistics.train_tokens,

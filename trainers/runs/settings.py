@@ -18,6 +18,7 @@ from ...ds_configs.specs.settings import (
     HardwareSettings,
     HubSettings,
     Names,
+    RevisionSettings,
     Settings,
 )
 from ...plugins.huggingface_hub.push import push_errors
@@ -58,7 +59,7 @@ class EvaluationSettings(Settings):
 
 
 class LaunchedSettings(
-    TrainingSettings, GuardSettings, HardwareSettings, EvaluationSettings, DataSettings, HubSettings
+    TrainingSettings, GuardSettings, HardwareSettings, EvaluationSettings, DataSettings, HubSettings, RevisionSettings
 ):
     """Settings that every launched training has."""
 
@@ -83,7 +84,6 @@ class LaunchedSettings(
         None, gt=0, description="Scale of LoRA products, times the rank. Default: twice --lora-rank"
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the inputs of LoRA matrices")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 

@@ -217,3 +217,9 @@ def test_a_scheduler_of_one_rate_is_an_error_only_beside_two_rates_of_muon(
     assert rate_errors({"lr": 1e-4, "muon_lr": 2e-2, "adam_lr": 1e-5}) == expected
     assert rate_errors({"lr": 1e-4, "muon_lr": 2e-2}) == expected, "Adam has the shared rate"
     assert rate_errors({"lr": 1e-4, "adam_lr": 1e-4}) == rate_errors({"lr": 1e-4}) == []
+
+
+def test_a_run_with_accelerates_infinite_print_interval_has_no_errors() -> None:
+    from shardwright.ds_configs.check import effect_errors
+
+    assert effect_errors({"steps_per_print": float("inf"), "zero_optimization": {"stage": 2}}) == []

@@ -131,7 +131,7 @@ def test_a_new_term_is_in_memory_time_reports_json_and_explain(monkeypatch, caps
     monkeypatch.setattr(
         estimate, "offloaded_step_seconds", lambda *step, **rates: plain_seconds(*step, **rates) | {term.name: 1.0}
     )
-    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033), offers=False)
+    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033))
     chosen = plan.chosen
     assert chosen.memory.host.terms[term.name] == 8 * 10**9
     assert chosen.memory.host.peak_bytes_per_node == sum(chosen.memory.host.terms.values())

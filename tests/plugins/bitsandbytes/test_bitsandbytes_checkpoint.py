@@ -23,12 +23,12 @@ def source(tmp_path_factory):
     return open_source(str(directory))
 
 
-def quantized(source, name, **more):
-    scheme = more.pop("scheme", scheme_named(name))
+def quantized(source, name):
+    scheme = scheme_named(name)
     chosen = {layer.name for layer in selected_layers(scheme, source.layers)}
     dense = [layer.name for layer in source.layers if layer.name not in chosen]
     return quantize_with_bitsandbytes(
-        source.directory, scheme, quantized=chosen, dense=dense, dtype=source.dtype, device="cpu", options=more
+        source.directory, scheme, quantized=chosen, dense=dense, dtype=source.dtype, device="cpu"
     )
 
 

@@ -15,14 +15,14 @@ from shardwright.ds_configs.quantization.scheme import (
     WeightQuantization,
 )
 from shardwright.plugins.compressed_tensors.codes import (
-    activation_levels,
     activation_scale_and_zero_point,
     code_range,
     dequantize,
-    dequantize_activations,
+    levels_of,
     pack_tensors,
     to_upstream,
     unpack_tensors,
+    values_of,
     weight_codes,
     weight_scale_and_zero_point,
 )
@@ -97,8 +97,8 @@ def test_activations_are_coded_by_token(symmetric, shape):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
     asked = ActivationQuantization(symmetric=symmetric)
     scale, zero_point = activation_scale_and_zero_point(values, asked)
-    codes = activation_levels(values, scale, zero_point, asked).to(torch.int8)
-    error = (dequantize_activations(codes, scale, zero_point) - values).abs()
+    codes = levels_of(values, scale, zero_point, asked.bits).to(torch.int8)
+    error = (values_of(codes, scale, zero_point) - values).abs()
     # Half a step, and one step at the end of a symmetric range, which has one code fewer above 0.
     assert (error <= scale * (1.01 if symmetric else 0.51)).all()
     assert codes.dtype == torch.int8

@@ -59,12 +59,6 @@ def test_steps_continue_before_the_record_is_written(tmp_path, gate):
     assert read_whole(directory).step == 2
 
 
-def test_end_of_training_waits_for_the_last_save(tmp_path):
-    run = Run(tmp_path)
-    run.control.should_training_stop = True
-    assert read_whole(run.save(2)).step == 2
-
-
 def test_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     def fail(directory: Path) -> None:
         raise OSError(28, "No space left on device")

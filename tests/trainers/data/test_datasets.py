@@ -334,15 +334,11 @@ def test_alpaca_rows_are_prompts_and_completions(tmp_path: Path) -> None:
     found = load_samples(source, made, seq_len=1000, evaluation_fraction=0)
     assert found.statistics.kind == "prompt and completion"
     with_input, without = found.train
-    assert labelled_text(made, **of_sample(with_input)) == [f"2{END}"]
+    assert labelled_text(made, **by_name(with_input)) == [f"2{END}"]
     assert "further context" in texts(made, [with_input])
     assert "### Instruction:\nAdd.\n\n### Input:\n1 and 1\n\n### Response:\n2" in texts(made, [with_input])
     assert "### Instruction:\nSay hello.\n\n### Response:\nHello" in texts(made, [without])
     assert "Input" not in texts(made, [without])
-
-
-def of_sample(sample: dict[str, list[int]]) -> dict[str, list[int]]:
-    return {"ids": sample["input_ids"], "labels": sample["labels"]}
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.models import check_seq_len
 from shardwright.trainers.data.sources import pack
-
-
-def test_a_sequence_beyond_the_trained_positions_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig
-
-    check_seq_len(129, LlamaConfig(max_position_embeddings=128))
-    assert "exceeds the 128 positions that the model was trained on" in capsys.readouterr().err
 
 
 @given(text=st.text(), seq_len=st.integers(2, 9))

@@ -8,13 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.quantization.scheme import PRESETS, changed
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.data.chat import IGNORED_LABEL
 from shardwright.trainers.data.packing import fitting_rows, packed_row, packing_obstacle
 from shardwright.trainers.data.samples import collate
-from shardwright.trainers.qat.rounding.attach import attach
-from shardwright.trainers.qat.rounding.config import QATConfig
 from small_models import SIZES, llama, mixtral
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed
 
@@ -87,34 +84,6 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
     batch = collate(rows)
     assert len(rows) == 2 and "attention_mask" not in batch
     compare_with_single_documents(packed, alone, batch)
-
-
-@pytest.mark.parametrize(
-    "rounding",
-    [QATConfig(scheme=changed(PRESETS["W4A16"], group_size=32)), QATConfig(scheme=PRESETS["W8A8"])],
-    ids=lambda rounding: rounding.scheme.name,
-)
-def test_a_rounded_model_has_the_loss_and_gradients_of_single_documents(rounding: QATConfig) -> None:
-    packed, alone = llama().double(), llama().double()
-    for model in (packed, alone):
-        attach(model, rounding)
-    made = documents()
-    batch = collate([packed_row(made[:3]), packed_row(made[3:])])
-    compare_with_single_documents(packed, alone, batch)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_no_gradient_reaches_another_document(attention: str) -> None:
-    model = llama().eval()
-    model.set_attn_implementation(attention)
-    made = documents()
-    batch = collate([packed_row(made[:3]), packed_row(made[3:5])])
-    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
-    logits = model(inputs_embeds=embedded, position_ids=batch["position_ids"], use_cache=False).logits
-    (gradient,) = torch.autograd.grad(logits[0, 9:14].square().sum(), embedded)
-    assert gradient[0, 9:14].any()
-    gradient[0, 9:14] = 0
-    assert not gradient.any(), "exactly zero, padding and other rows included"
 
 
 @pytest.mark.parametrize(

@@ -130,12 +130,3 @@ def _shard(rows: list[dict[str, Any]], kind: str) -> bytes:
     sink = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
     return sink.getvalue()
-
-
-def test_errors_of_streams_have_a_fix(tmp_path: Path) -> None:
-    settings = DataSettings(dataset=written(tmp_path / "rows.jsonl", ROWS["chat"][:5]), seq_len=64)
-    counts = {"train_samples": 9, "evaluation_samples": 5}
-    with pytest.raises(UsageError, match="ends after 5 rows, before the first training sample"):
-        streamed_samples(settings, byte_tokenizer(512), **counts)
-    with pytest.raises(UsageError, match=r"text_column = .promt.: is not a column of .* did you mean prompt"):
-        streamed_samples(settings.model_copy(update={"text_column": "promt"}), byte_tokenizer(512), **counts)

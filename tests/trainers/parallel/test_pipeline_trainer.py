@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence import cases
 from equivalence.cases import Case, make_model
 from fresh_process import forget_last_run
 from hypothesis import given, settings
@@ -21,7 +20,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
-    read_own_replica,
     repair_clipping,
     set_global_batch,
     written_global_batch,
@@ -36,8 +34,6 @@ from shardwright.trainers.parallel.pipeline.batches import (
 from shardwright.trainers.parallel.pipeline.checks import (
     check_pipeline,
     engine_errors,
-    global_batch_errors,
-    length_errors,
     override_errors,
 )
 from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer, balanced, source_of
@@ -157,10 +153,6 @@ def errors_of(arguments: Any, **more: Any) -> dict[str, str]:
     return found
 
 
-def test_legal_arguments_are_accepted(tmp_path: Path) -> None:
-    assert errors_of(OnRanks(2, deepspeed_arguments(tmp_path))) == {}
-
-
 def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
     more = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}
     arguments = deepspeed_arguments(tmp_path, zero_stage=2, **more)
@@ -168,17 +160,6 @@ def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_pa
     assert found.keys() == {"pp", "zero_optimization.stage", *more}
     assert "8 % 5 = 3); nearest legal value: 2" in found["pp"]
     assert "nearest legal value: 1" in found["zero_optimization.stage"]
-
-
-def test_more_stages_than_layers_and_a_single_stage_are_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path)
-    assert "the model has 2" in errors_of(OnRanks(4, arguments), stages=4)["pp"]
-    assert "at least two stages" in errors_of(OnRanks(4, arguments), stages=1)["pp"]
-
-
-def test_training_without_deepspeed_is_rejected(tmp_path: Path) -> None:
-    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    assert "requires DeepSpeed" in errors_of(OnRanks(2, arguments))["pp"]
 
 
 def test_other_axes_are_rejected(tmp_path: Path) -> None:
@@ -228,12 +209,6 @@ def test_unsupported_arguments_are_rejected(tmp_path: Path, more: dict[str, Any]
     assert (where in errors_of(OnRanks(2, arguments))) == (where != "even_batches")
 
 
-def test_tensor_parallelism_of_accelerate_is_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path)
-    arguments.parallelism_config = SimpleNamespace(sp_size=1, cp_size=1, tp_size=2)
-    assert "tensor_parallel_size=" in errors_of(OnRanks(4, arguments))["parallelism_config.tp_size"]
-
-
 def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path: Path) -> None:
     arguments = deepspeed_arguments(tmp_path)
     config = arguments.deepspeed_plugin.deepspeed_config
@@ -243,63 +218,6 @@ def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path:
     assert "not be summed" in errors_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
     del config["data_types"]
     assert errors_of(OnRanks(2, arguments)) == {}
-
-
-def test_loader_workers_are_seeded_per_replica() -> None:
-    from functools import partial
-
-    from torch.utils.data import DataLoader
-    from transformers.trainer_utils import seed_worker
-
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"),
-        device_placement=False,
-        rng_types=[],
-        even_batches=True,
-        use_seedable_sampler=False,
-        dataloader_config=SimpleNamespace(data_seed=None),
-        non_blocking=False,
-        use_stateful_dataloader=False,
-        _dataloaders=[],
-    )
-    seeds = {}
-    for rank, replica in enumerate([0, 1, 0, 1]):
-        read_own_replica(accelerator, replicas=2, replica=replica)
-        loader = DataLoader(range(8), worker_init_fn=partial(seed_worker, num_workers=2, rank=rank))
-        worker_init_fn = accelerator.prepare_data_loader(loader).worker_init_fn
-        seeds[rank] = {**worker_init_fn.keywords, "function": worker_init_fn.func}
-    assert seeds[0] == seeds[2] == {"num_workers": 2, "rank": 0, "function": seed_worker}
-    assert seeds[1] == seeds[3] == {"num_workers": 2, "rank": 1, "function": seed_worker}
-    unseeded = DataLoader(range(8), worker_init_fn=print)
-    assert accelerator.prepare_data_loader(unseeded).worker_init_fn is print
-
-
-def test_data_without_length_is_rejected_only_with_replicas() -> None:
-    assert length_errors(None, 1) == length_errors(3, 2) == []
-    (config_error,) = length_errors(None, 2)
-    assert config_error.where == "eval_dataset"
-
-
-def test_positions_in_only_some_batches_of_a_step_are_rejected() -> None:
-    plain = batch_of(1, 3, masked=False)
-    with pytest.raises(UsageError, match="every micro-batch of a step or in none"):
-        of_one_shape([plain, {**plain, "position_ids": torch.arange(3)[None]}])
-
-
-def test_evaluation_without_labels_is_rejected() -> None:
-    batches = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}]
-    with pytest.raises(UsageError, match="needs labels"):
-        list(own_samples(batches, samples=1, replicas=1, replica=0))
-
-
-def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="'t5': has no causal language model"):
-        source_of(tmp_path)
-    with pytest.raises(UsageError, match="has no readable config"):
-        source_of(str(tmp_path / "missing"))
 
 
 def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
@@ -315,26 +233,6 @@ def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
     next(tmp_path.iterdir()).write_text("[")
     with pytest.raises(RefusedInputError):
         check_cut(tmp_path, even, **layout)
-
-
-def test_dropped_batches_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from transformers import Trainer
-
-    monkeypatch.setattr(Trainer, "get_batch_samples", lambda self, *args: ([], None))
-    trainer: Any = object.__new__(PipelineTrainer)
-    trainer.args = SimpleNamespace(gradient_accumulation_steps=3)
-    trainer._warned_of_dropped_batches = False
-    for left in ([], ["batch"], ["batch"]):
-        trainer._step_batches = left
-        trainer.get_batch_samples(None, 3, None)
-    assert capsys.readouterr().err.count("1 micro-batches at the end") == 1
-
-
-def test_trainer_checks_before_it_uses_a_process_group(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, zero_stage=3)
-    with pytest.raises(UsageError, match="must divide the ranks"):
-        PipelineTrainer(make_model("llama", {}), arguments, pipeline_stages=2, train_dataset=cases.samples())
-    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(("written", "kept"), [("auto", None), (None, None), (12, None), (24, 24), (18, 18)], ids=str)
@@ -369,14 +267,6 @@ def test_global_batch_is_checked_before_the_trainer_fills_it_in(tmp_path: Path) 
     assert engine_errors(arguments, replicas=2, tensor_parallel_size=1) == []
 
 
-def test_contradicting_global_batch_is_reported_with_a_fix() -> None:
-    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    (indivisible,) = global_batch_errors(arguments, 18, 4)
-    assert "nearest legal values: 16, 24" in str(indivisible)
-    (contradicting,) = global_batch_errors(arguments, 16, 4)
-    assert 'write 24 or "auto"' in str(contradicting)
-
-
 def test_stages_that_skip_a_layer_are_rejected() -> None:
     first, second = contiguous_stages([2, 4])
     late = PipelineStage(index=1, first_layer=3, end_layer=4, has_embedding=False, has_head=True)
@@ -395,13 +285,6 @@ def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
     ]
     assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
     assert counts[1][-1] < counts[0][-1]
-
-
-def test_model_of_a_checkpoint_is_built_without_reading_weights(tiny_llama: Path) -> None:
-    model = source_of(str(tiny_llama))
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert source_of(model) is model
 
 
 @pytest.mark.parametrize("first_of_its_group", [True, False])

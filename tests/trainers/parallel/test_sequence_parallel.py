@@ -266,38 +266,10 @@ def test_masks_and_positions_show_padding_and_packing() -> None:
     assert padding_and_packing([{"attention_mask": torch.tensor([[1, 1, 2, 2]])}]) == (False, True)
 
 
-def test_padding_on_the_right_is_not_attended_to() -> None:
-    model, ids = tiny().eval(), torch.randint(1, 96, (2, 11))
-    with torch.no_grad():
-        alone = model(input_ids=ids).logits
-        padded = model(input_ids=torch.nn.functional.pad(ids, (0, 5), value=0)).logits
-    assert torch.allclose(alone, padded[:, :11], atol=1e-5)
-
-
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("tiles", [None, 2, 5, 40])
-def test_tiles_leave_loss_and_gradients_unchanged(tiles: int | None, samples: int, tied: bool) -> None:
-    model = tiny(tie_word_embeddings=tied).double()
-    ids = torch.randint(1, 96, (samples, 37))
-    labels = torch.nn.functional.pad(torch.where(ids % 3 == 0, IGNORED, ids)[:, 1:], (0, 1), value=IGNORED)
-    plain = torch.nn.functional.cross_entropy(model(ids).logits.transpose(1, 2), labels, reduction="sum")
-    expected = gradients(model, plain * 0.25)
-    tile_mlps(model, tiles)
-    hidden = model.model(ids).last_hidden_state
-    tiled = tiled_cross_entropy(model, hidden, labels, tiles)
-    found = gradients(model, tiled * 0.25)
-    # The rounding of fp64, but for norms and losses, which compute in fp32 whatever comes in.
-    assert tiled.item() == pytest.approx(plain.item(), rel=1e-7)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max())), name
 
 
 def test_tiles_need_less_memory() -> None:

@@ -11,10 +11,11 @@ from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine, Layout
 from ....ds_configs.specs.model import ModelTraits, equal_head_widths
 from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import own_class
 from ...counting.counts import UNPADDED
 from ...exact import Axis, ExactTrainer, make_exact
-from ..sequence.checks import attention_window, base_model, parallelism_errors, reading_errors, rotation
+from ..sequence.checks import attention_window, parallelism_errors, reading_errors, rotation
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
 if TYPE_CHECKING:

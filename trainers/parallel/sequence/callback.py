@@ -19,10 +19,11 @@ from ....plugins.deepspeed.ulysses import (
     forget_sequence_parallelism,
     gradients_are_added_over_a_sequence,
 )
+from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
 from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
 from ..long_sequences import LongSequenceCallback, computes_own_loss, tiling_errors
-from .checks import argument_errors, base_model, model_errors
+from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,
     SHIFT_LABELS,

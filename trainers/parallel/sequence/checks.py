@@ -16,8 +16,7 @@ from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.layout import Engine, Layout
 from ....ds_configs.specs.model import ModelTraits, equal_head_widths
 from ....plugins.deepspeed.engine import train_batch_size
-from ....plugins.transformers.output_heads import accepts_shifted_labels
-from ....plugins.transformers.output_heads import base_model as base_model
+from ....plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ....ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
 from ....plugins.compressed_tensors.codes import (
-    activation_levels,
     activation_scale_and_zero_point,
     code_range,
     dequantize,
-    dequantize_activations,
+    levels_of,
+    values_of,
     weight_levels,
     weight_scale_and_zero_point,
 )
@@ -144,8 +144,8 @@ def round_inputs(
     if quantization.dynamic:
         scale, zero_point = activation_scale_and_zero_point(inputs, quantization)
     assert scale is not None, "a static range has a scale"
-    levels = activation_levels(inputs, scale, zero_point, quantization)
-    return dequantize_activations(levels, scale, zero_point).to(inputs.dtype)
+    levels = levels_of(inputs, scale, zero_point, quantization.bits)
+    return values_of(levels, scale, zero_point).to(inputs.dtype)
 
 
 def input_gradient(
