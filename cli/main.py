@@ -101,7 +101,8 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         command, bound = resolve(app, arguments)
-        name = arguments[0] if arguments else ""
+        # Help is a function of Cyclopts, for which torch must not be imported.
+        name = arguments[0] if arguments and command.__module__.startswith(__package__) else ""
         if name in _COMMANDS and name not in _RELEASES_UNCHECKED:
             from ..plugins.huggingface_hub.hub import check_endpoint
             from ..plugins.releases import check_releases, check_torch, release_warnings

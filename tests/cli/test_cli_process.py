@@ -55,6 +55,7 @@ def imported_by(*arguments: str) -> set[str]:
 def test_help_and_plan_load_nothing_heavy() -> None:
     assert not imported_by("--help") & (HEAVY | {"pydantic", "yaml", "huggingface_hub", "psutil"})
     assert not imported_by("plan", str(LLAMA), *GPU, "--format", "json") & (HEAVY | {"huggingface_hub"})
+    assert "torch" not in imported_by("train", "--help")
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -136,15 +136,8 @@ def test_an_editable_installation_passes(
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (
-            "raise ImportError('libcudart.so.13: cannot open shared object file: No such file or directory\\nmore')",
-            "libcudart.so.13: cannot open shared object file: No such file or directory",
-        ),
+        ("raise ImportError('libcudart.so.13: cannot open\\nmore')", "libcudart.so.13: cannot open"),
         ("", "module 'torch' has no attribute 'zeros'"),
-        (
-            "def zeros(size):\n    raise NotImplementedError(\"Could not run 'aten::empty' on the 'CPU' backend\")",
-            "Could not run 'aten::empty' on the 'CPU' backend",
-        ),
     ],
 )
 def test_torch_that_cannot_compute_is_one_line(code: str, reason: str, site: Path) -> None:

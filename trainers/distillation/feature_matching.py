@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,35 +316,14 @@ def load_projectors(projectors: torch.nn.Module, directory: str) -> None:
         projectors.load_state_dict(load_tensors(file))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visibility:
-    """Positions that a position attends to, computed for some rows at a time."""
-
-    size: int
-    causal: bool
-    window: int | None = None
-    """Positions that a position attends to, itself included; `None`: all."""
-    real_BS: torch.Tensor | None = None
-    """False at padding; `None`: no padding."""
-    documents_BS: torch.Tensor | None = None
-    """Number of the packed document of each position; `None`: one per row."""
-
-    def rows(self, rows_R: torch.Tensor) -> torch.Tensor:
-        """Return the visible positions of some rows, bool [B or 1, R, S]."""
-        keys_S = torch.arange(self.size, device=rows_R.device)
-        ahead_RS = keys_S - rows_R[:, None]
-        visible = (ahead_RS <= 0 if self.causal else torch.ones_like(ahead_RS, dtype=torch.bool))[None]
-        if self.window is not None:
-            visible = visible & (ahead_RS.abs() < self.window)
-        if self.real_BS is not None:
-            visible = visible & self.real_BS[:, None, :]
-        if self.documents_BS is not None:
-            visible = visible & (self.documents_BS[:, rows_R, None] == self.documents_BS[:, None, :])
-        return visible
+Visible = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the positions that rows [R] attend to, bool [B or 1, R, S]."""
 
 
-def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: int | None = None) -> Visibility:
+def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: int | None = None) -> Visible:
     """Read padding from ``attention_mask``, and packed documents from the jumps in ``position_ids``.
+
+    With a `window`, a position attends to so many positions, itself included.
 
     Raises:
         UsageError: the attention mask is not [B, S].
@@ -355,21 +334,27 @@ def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: in
         shape = tuple(mask.shape) if torch.is_tensor(mask) else type(mask).__name__
         rule = "attention can only be matched with masks [B, S]"
         raise UsageError(ConfigError(where="attention_mask", value=shape, rule=rule))
-    documents = None
+    documents_BS: torch.Tensor | None = None
     if torch.is_tensor(positions) and positions.dim() == 2 and positions.shape[1] == size:
         jumps = positions.diff(dim=1) != 1
-        documents = torch.nn.functional.pad(jumps.cumsum(dim=1), (1, 0))
-    return Visibility(
-        size=size,
-        causal=causal,
-        window=window,
-        real_BS=None if mask is None else mask.bool(),
-        documents_BS=documents,
-    )
+        documents_BS = torch.nn.functional.pad(jumps.cumsum(dim=1), (1, 0))
+
+    def visible(rows_R: torch.Tensor) -> torch.Tensor:
+        ahead_RS = torch.arange(size, device=rows_R.device) - rows_R[:, None]
+        seen = (ahead_RS <= 0 if causal else torch.ones_like(ahead_RS, dtype=torch.bool))[None]
+        if window is not None:
+            seen = seen & (ahead_RS.abs() < window)
+        if mask is not None:
+            seen = seen & mask.bool()[:, None, :]
+        if documents_BS is not None:
+            seen = seen & (documents_BS[:, rows_R, None] == documents_BS[:, None, :])
+        return seen
+
+    return visible
 
 
 def relation_sum(
-    student_BHSD: torch.Tensor, teacher_BHSD: torch.Tensor, weights_BS: torch.Tensor, visible: Visibility
+    student_BHSD: torch.Tensor, teacher_BHSD: torch.Tensor, weights_BS: torch.Tensor, visible: Visible
 ) -> torch.Tensor:
     """Return ``Σ_t w_t · 1/A · Σ_a KL(R^T_at | R^S_at)``, an fp32 scalar, with ``R_a = softmax(M_a M_aᵀ / √d)``.
 
@@ -391,7 +376,7 @@ def relation_sum(
             weights_BS = weights_BS.float()
             total = weights_BS.new_zeros(())
             for rows_R in row_blocks(weights_BS, batch * heads * size):
-                seen = visible.rows(rows_R)[:, None]
+                seen = visible(rows_R)[:, None]
                 products = (vectors.index_select(2, rows_R) @ vectors.transpose(2, 3) for vectors in (teacher, student))
                 taught, learned = (
                     torch.log_softmax(product.masked_fill(~seen, _INVISIBLE), dim=-1) for product in products

@@ -70,16 +70,13 @@ class EvalModel:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer; for Hub models this is assumed."""
-        directory = Path(self._tokenizer_source.model)
+        directory = Path(self.source.name)
         return not directory.is_dir() or has_tokenizer(directory)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; text is split into bytes if a local model has none."""
-        return load_tokenizer(self._tokenizer_source, self.vocab_size)
-
-    @property
-    def _tokenizer_source(self) -> StartingModel:
-        return StartingModel(model=self.source.name, revision=self.source.revision)
+        source = StartingModel(model=self.source.name, revision=self.source.revision)
+        return load_tokenizer(source, self.vocab_size)
 
 
 def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:

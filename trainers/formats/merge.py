@@ -108,7 +108,9 @@ def merge(
             raise UsageError(errors)
         commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
         source = _checked_base(read, name=name, base=base, base_revision=base_revision)
-        qlora = trained_as_qlora(read, qlora)
+        plan = read.directory / PLAN_DIRECTORY
+        if qlora is None:
+            qlora = (plan / "plan.json").is_file() and Plan.load(plan).job.method == "qlora"
         with reserved(output, force=force), pushed(output, push_to_hub, private=private), without_bars():
             directory = model_directory(source.name, revision=source.revision)
             origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
@@ -169,14 +171,6 @@ def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_rev
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
     return source
-
-
-def trained_as_qlora(adapter: LoraAdapter, requested: bool | None = None) -> bool:
-    """Return whether an adapter was trained on NF4 weights, as the plan in its directory says, unless requested."""
-    plan = adapter.directory / PLAN_DIRECTORY
-    if requested is not None or not (plan / "plan.json").is_file():
-        return bool(requested)
-    return Plan.load(plan).job.method == "qlora"
 
 
 def _card(report: MergeReport) -> str:

@@ -197,6 +197,8 @@ def smallest_weights(weight_OI: Tensor, count: int, pattern: Pattern = "unstruct
     magnitudes = magnitudes.reshape(-1)
     if count == 0:
         return torch.zeros_like(magnitudes, dtype=torch.bool)
-    largest = magnitudes.kthvalue(count).values
+    # Which index `kthvalue` returns is not deterministic on CUDA, so that PyTorch rejects it for the value too.
+    source = magnitudes.cpu() if torch.are_deterministic_algorithms_enabled() else magnitudes
+    largest = source.kthvalue(count).values.to(magnitudes.device)
     smaller, equal = magnitudes < largest, magnitudes == largest
     return smaller | (equal & (equal.cumsum(0) <= count - smaller.sum()))

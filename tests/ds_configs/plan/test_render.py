@@ -129,39 +129,23 @@ def test_only_changed_values_count_as_edits(strategy, tmp_path):
         assert edited_files(plan, moved) == []
 
 
-def test_stage_two_has_no_stage_three_keys():
-    zero = deepspeed_of(plan_of(strategy="zero2"))["zero_optimization"]
+def test_files_have_the_keys_of_their_engine_and_no_others():
+    zero2, nvme = plan_of(strategy="zero2"), plan_of(strategy="zero3", offload="nvme")
+    zero = deepspeed_of(zero2)["zero_optimization"]
     assert not [key for key in zero if key.startswith("stage3") or key == "sub_group_size"]
-
-
-def test_nvme_paths_and_buffers_reach_the_file():
-    zero = deepspeed_of(plan_of(strategy="zero3", offload="nvme"))["zero_optimization"]
-    assert zero["offload_optimizer"]["device"] == "nvme"
-    assert zero["offload_optimizer"]["nvme_path"] == "/local_nvme"
-    assert "pin_memory" in zero["offload_optimizer"]
-
-
-def test_accelerate_yaml_quotes_no_and_names_the_wrap_class():
-    files = render_files(plan_of(strategy="fsdp2", precision="fp32"))
-    assert "mixed_precision: 'no'" in files["accelerate.yaml"]
-    config = yaml.safe_load(files["accelerate.yaml"])
-    assert config["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
-    assert config["fsdp_config"]["fsdp_version"] == 2
-    assert config["num_processes"] == 8
-
-
-def test_hybrid_fsdp_names_both_sizes_with_their_prefix():
-    config = yaml.safe_load(render_files(plan_of(TWO_NODES, strategy="fsdp2-hybrid"))["accelerate.yaml"])
-    assert config["parallelism_config"] == {
-        "parallelism_config_dp_replicate_size": 2,
-        "parallelism_config_dp_shard_size": 8,
-    }
-
-
-def test_accelerate_yaml_has_no_value_of_the_deepspeed_file():
-    config = yaml.safe_load(render_files(plan_of(strategy="zero2"))["accelerate.yaml"])
+    offload = deepspeed_of(nvme)["zero_optimization"]["offload_optimizer"]
+    assert (offload["device"], offload["nvme_path"], "pin_memory" in offload) == ("nvme", "/local_nvme", True)
+    config = yaml.safe_load(render_files(zero2)["accelerate.yaml"])
     assert "mixed_precision" not in config
     assert set(config["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
+    text = render_files(plan_of(strategy="fsdp2", precision="fp32"))["accelerate.yaml"]
+    config = yaml.safe_load(text)
+    assert "mixed_precision: 'no'" in text and config["num_processes"] == 8
+    fsdp = config["fsdp_config"]
+    assert (fsdp["fsdp_version"], fsdp["fsdp_transformer_layer_cls_to_wrap"]) == (2, "LlamaDecoderLayer")
+    hybrid = yaml.safe_load(render_files(plan_of(TWO_NODES, strategy="fsdp2-hybrid"))["accelerate.yaml"])
+    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}
+    assert hybrid["parallelism_config"] == sizes
 
 
 @pytest.mark.slow

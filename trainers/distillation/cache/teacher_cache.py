@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 OWN_FILES = ("answers-*.safetensors",)
 """Names of a cache's files; `*` is the number of a file."""
 KEY = "cache_key"
-_EARLIER_FILE = "manifest.json"
 # 128 bits: the chance that two of 10^12 samples share a hash is about 10^-15.
 _HASH_BYTES = 16
 
@@ -110,9 +109,6 @@ class TeacherCache:
         """
         path = Path(directory)
         where, files = f"teacher cache {path}", sorted(path.glob(OWN_FILES[0]))
-        if (path / _EARLIER_FILE).exists():
-            rule, fix = "was written by an earlier version, in another format", "write it again to another directory"
-            raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix))
         if not files:
             fix = "write a cache with shardwright cache-teacher"
             raise RefusedInputError(ConfigError(where=where, rule=f"has no {OWN_FILES[0]}", fix=fix))

@@ -328,23 +328,6 @@ class TestCommand:
         assert run([*command, "--top-k", "5"]) == 4
         assert "was made with another top_k (50, expected 5)" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("more", "code", "line"),
-        [
-            (("--batch-size", "0"), 2, "batch_size = 0"),
-            (("--batch-size", "0"), 2, "output_dir: is missing; pass --output-dir, or --dry-run"),
-            (("--dry-run", "--top-k", "0"), 2, "top_k = 0"),
-            (("--dry-run", "--temperature", "-1"), 2, "temperature = (-1.0,): must be one or more values above 0"),
-            (("--dry-run", "--revision", "main"), 2, "only a Hub model has revisions"),
-            (("--dry-run", "--dataset", "nowhere.txt"), 2, "nowhere.txt"),
-        ],
-    )
-    def test_bad_input(
-        self, files: tuple[str, str], more: tuple[str, ...], code: int, line: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert run(self.arguments(files, *more)) == code
-        assert line in capsys.readouterr().err
-
     def test_teacher_without_weights_is_rejected(
         self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
