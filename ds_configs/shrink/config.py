@@ -325,13 +325,6 @@ _PERIODS = (
 _NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$|dims$")
 
 
-def cut_layers(config: Rewriting, *, layers: int, pipeline_stages: int) -> None:
-    """Keep about `layers` layers, a multiple of `pipeline_stages`."""
-    total = layer_count(config.values)
-    if total is not None and (total > layers or total % pipeline_stages):
-        keep_layers(config, kept_layers(config.values, layers=layers, pipeline_stages=pipeline_stages))
-
-
 def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
     """Adapt all fields that count or list layers to the layers that stay."""
     total = layer_count(config.values)
@@ -491,7 +484,9 @@ def shrink_model_config(
         for name, value in part.values.items():
             if "drop" in name and isinstance(value, float) and value > 0:
                 part.put(name, 0.0)
-        cut_layers(part, layers=layers, pipeline_stages=strategy.pp)
+        total = layer_count(part.values)
+        if total is not None and (total > layers or total % strategy.pp):
+            keep_layers(part, kept_layers(part.values, layers=layers, pipeline_stages=strategy.pp))
         attention = narrow(part, hidden_size=hidden_size, strategy=strategy)
         fewer_experts(part, expert_parallel=strategy.ep)
         _shorten(part, before=seq_len_tokens, after=rehearsed)

@@ -85,15 +85,10 @@ def read_hostfile(file: Path, hardware: HardwareSpec) -> tuple[str, ...]:
     return tuple(names)
 
 
-def exported_variables() -> dict[str, str]:
-    """Return the variables of this process that other machines receive."""
-    names = sorted(name for name in os.environ if _EXPORTED.match(name) and name not in _NOT_EXPORTED)
-    return {name: os.environ[name] for name in names}
-
-
 def node_launches(command: NodeCommand, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
     """Return one launch per host, whose ranks connect to a port of the first."""
-    exported = [f"{name}={value}" for name, value in exported_variables().items()]
+    names = sorted(name for name in os.environ if _EXPORTED.match(name) and name not in _NOT_EXPORTED)
+    exported = [f"{name}={os.environ[name]}" for name in names]
     launches = []
     for rank, host in enumerate(hosts.names):
         place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)
