@@ -58,17 +58,23 @@ class HiddenStateTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerm:
-    """Match the relations among queries, keys and values (MiniLM); both models keep their attention kernels."""
+    """Match attention; both models keep their attention kernels."""
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
+    kind: Literal["relations", "scores"] = "relations"
+    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys, where the teacher's
+    heads are interpolated if their numbers differ."""
     layers: Literal["last", "uniform"] | LayerPairs = "last"
     """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
     (student layer, teacher layer), counted from 1."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        if errors := _term_errors("attention", self, ("last", "uniform")):
+        errors = _term_errors("attention", self, ("last", "uniform"))
+        if self.kind not in ("relations", "scores"):
+            errors.append(ConfigError(where="attention.kind", value=self.kind, rule="must be relations or scores"))
+        if errors:
             raise UsageError(errors)
 
 
@@ -215,6 +221,9 @@ class FeatureMatching:
             windows = [each.window for each in (own, taught) if each.window is not None]
             causal, window = own.causal or taught.causal, min(windows, default=None)
             visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
+            if self.attention_term is not None and self.attention_term.kind == "scores":
+                distances.append(score_sum(own, taught, row_weights_BS, visible))
+                continue
             for name in RELATION_TENSORS:
                 distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
         return torch.stack(distances).mean()
@@ -391,6 +400,48 @@ def relation_sum(
         if gradient is not None:
             product = (student * gradient).sum()
             total = total + (product - product.detach())
+        return total
+
+
+def score_sum(
+    student: LayerAttention, teacher: LayerAttention, weights_BS: torch.Tensor, visible: Visible
+) -> torch.Tensor:
+    """Return ``Σ_t w_t · 1/H · Σ_h 1/n_t · Σ_j (s^S_htj - s^T_htj)²``, an fp32 scalar, over the n_t visible positions.
+
+    s = q kᵀ · scaling, before masks, soft-caps and the softmax (TinyBERT, arXiv 1909.10351, equation 7, which takes
+    the mean over all positions). If the numbers of heads differ, the teacher's are interpolated linearly along the head
+    axis, first with first and last with last; one head of a student is compared with their mean. Scores are recomputed
+    in the backward pass, block by block.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    with torch.autocast(weights_BS.device.type, enabled=False):
+        query, key = student.tensor("query").float(), student.tensor("key").float()
+        taught_query, taught_key = (teacher.tensor(name).detach().float() for name in ("query", "key"))
+        heads, taught_heads = query.shape[1], taught_query.shape[1]
+        if heads == 1:
+            mixture_HT = torch.full((1, taught_heads), 1 / taught_heads)
+        else:
+            positions_H = torch.linspace(0, taught_heads - 1, heads, dtype=torch.float64)
+            mixture_HT = (1 - (positions_H[:, None] - torch.arange(taught_heads)).abs()).clamp(min=0).float()
+        mixture_HT = mixture_HT.to(weights_BS.device)
+
+        def block(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
+            seen_BRS = visible(rows_R)
+            taught = torch.einsum("ht,btrs->bhrs", mixture_HT, scores(taught_query, taught_key, rows_R, teacher))
+            difference = scores(query, key, rows_R, student) - taught
+            squares = difference.masked_fill(~seen_BRS[:, None], 0.0).square().sum(dim=-1).mean(dim=1)
+            return squares / seen_BRS.sum(dim=-1).clamp(min=1)
+
+        def scores(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
+            # [B, H, R, S]; consecutive query heads share a key head.
+            grouped = query.index_select(2, rows_R).unflatten(1, (key.shape[1], -1))
+            return (grouped @ key[:, :, None].transpose(-1, -2) * layer.scaling).flatten(1, 2)
+
+        total = torch.zeros((), dtype=torch.float32, device=weights_BS.device)
+        for rows_R in row_blocks(weights_BS, weights_BS.shape[0] * max(heads, taught_heads) * weights_BS.shape[1]):
+            distance_BR = checkpoint(block, query, key, rows_R, use_reentrant=False, preserve_rng_state=False)
+            total = total + (weights_BS[:, rows_R].float() * distance_BR).sum()
         return total
 
 

@@ -22,6 +22,7 @@ from shardwright.trainers.distillation.feature_matching import (
     layer_map,
     projectors,
     relation_sum,
+    score_sum,
     visibility,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,6 +197,42 @@ def test_relations_match_the_reference(case: str, monkeypatch: pytest.MonkeyPatc
     assert agrees(own.grad, exact.grad, 1e-5)
 
 
+SIX_HEADS_FOR_FOUR = [[1, 0, 0, 0, 0, 0], [0, 1 / 3, 2 / 3, 0, 0, 0], [0, 0, 0, 2 / 3, 1 / 3, 0], [0, 0, 0, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(("case", "teacher_heads"), [("causal", 6), *((name, 4) for name in CASES)])
+def test_scores_match_the_reference(case: str, teacher_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The student has grouped queries, 4 heads on 2; the teacher has 4 heads, or 6 that are interpolated."""
+    monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", 100)
+    own, taught = (
+        LayerAttention(
+            query_BHSD=drawn(SAMPLES, heads, POSITIONS, width, seed=heads),
+            key_BHSD=drawn(SAMPLES, key_heads, POSITIONS, width, seed=10 + width),
+            scaling=scaling,
+        )
+        for heads, key_heads, width, scaling in ((4, 2, 5, 0.4), (teacher_heads, teacher_heads, 8, 0.3))
+    )
+    exact = [own.tensor(name).double().requires_grad_() for name in ("query", "key")]
+    query, key = exact[0], exact[1].repeat_interleave(2, dim=1)
+    mixture = torch.tensor(SIX_HEADS_FOR_FOUR if teacher_heads == 6 else torch.eye(4).tolist(), dtype=torch.float64)
+    w, (inputs, causal, window) = masked_weights(case).double(), CASES[case]
+    expected = torch.zeros((), dtype=torch.float64)
+    for sample in range(SAMPLES):
+        for row in range(POSITIONS):
+            for column in (keys := seen(inputs, causal, window, sample, row)):
+                learned = 0.4 * (query[sample, :, row] * key[sample, :, column]).sum(-1)
+                known = taught.tensor("query")[sample, :, row] * taught.tensor("key")[sample, :, column]
+                difference = learned - mixture @ (0.3 * known.double().sum(-1))
+                expected = expected + w[sample, row] * difference.square().mean() / len(keys)
+    expected.backward()
+    learned = [own.tensor(name).requires_grad_() for name in ("query", "key")]
+    visible = visibility(inputs, POSITIONS, causal=causal, window=window)
+    found = score_sum(own, taught, masked_weights(case), visible)
+    found.backward()
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert all(agrees(tensor.grad, one.grad, 1e-5) for tensor, one in zip(learned, exact, strict=True))
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the elements of the largest tensor that any operator returns."""
 
@@ -208,7 +245,8 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-def test_no_tensor_over_all_pairs_of_positions_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["relations", "scores"])
+def test_no_tensor_over_all_pairs_of_positions_exists(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, size, rows_of_a_block = 2, 96, 8
     monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", heads * size * rows_of_a_block)
     own, taught = (
@@ -218,7 +256,11 @@ def test_no_tensor_over_all_pairs_of_positions_exists(monkeypatch: pytest.Monkey
     learned = own.tensor("query").requires_grad_()
     visible = visibility({}, size, causal=True)
     with LargestTensor() as largest:
-        relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible).backward()
+        if kind == "relations":
+            loss = relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible)
+        else:
+            loss = score_sum(own, taught, torch.ones(1, size), visible)
+        loss.backward()
     assert learned.grad is not None
     assert largest.elements == heads * size * rows_of_a_block
 
@@ -320,6 +362,7 @@ TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
     "mse": (HiddenStateTerm(), None),
     "cosine": (HiddenStateTerm(kind="cosine", layers="interpolate"), None),
     "relations": (None, AttentionTerm()),
+    "scores": (None, AttentionTerm(kind="scores", layers="uniform")),
     "both": (HiddenStateTerm(layers=((0, 0), (2, 3))), AttentionTerm(layers=((1, 2), (2, 3)))),
 }
 
@@ -328,7 +371,7 @@ def pair(kind: str = "llama") -> tuple[Any, Any]:
     return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
 
 
-@pytest.mark.parametrize("name", ["both", "relations"])
+@pytest.mark.parametrize("name", ["both", "relations", "scores"])
 def test_terms_add_up_over_batches_and_are_zero_for_the_teacher(name: str) -> None:
     student, teacher = pair()
     matching = FeatureMatching(student.config, teacher.config, *TERMS[name])

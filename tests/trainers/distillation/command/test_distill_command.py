@@ -195,7 +195,7 @@ def test_report_shows_measurements(models: dict[str, Path], tmp_path: Path) -> N
         "| Tokens/s of all ranks | 800 |",
         "| 3.0000 | 1.5000 ± 0.02 | 1.0000 |",
         "± is one",
-        "| Tensors on the fullest accelerator | 3.0 GB |",
+        "| Peak memory of tensors per accelerator | 3.0 GB |",
         "| learning_rate | 2e-05 |",
     ):
         assert part in text, part
