@@ -6,7 +6,7 @@ B sequences, S tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -437,15 +437,3 @@ class StageGroup:
         dist.all_reduce(summed, group=self._pipeline._grid.get_pipe_parallel_group())
         return summed.to(counts.device)
 
-    def in_turn(self, work: Callable[[], None]) -> None:
-        """Run `work` on the writing rank of one stage after the other; every rank must call it."""
-        if self._pipeline is None:
-            if self._should_save:
-                work()
-            return
-        import torch.distributed as dist
-
-        for stage in range(self._pipeline._grid.pipe_parallel_size):
-            if self.writes and stage == self._pipeline.stage_id:
-                work()
-            dist.barrier()
