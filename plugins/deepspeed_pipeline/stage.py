@@ -413,18 +413,10 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class StageGroup:
-    """The ranks that hold the stages of a model; without a pipeline, one rank that writes if `should_save`."""
+    """The ranks that hold the stages of a model; without a pipeline, one rank."""
 
-    def __init__(self, model: nn.Module, *, should_save: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._pipeline: Any = stages_of(model)
-        self._should_save = should_save
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the tensors of its stages."""
-        if self._pipeline is None:
-            return self._should_save
-        return bool(self._pipeline.data_parallel_rank == 0 and self._pipeline.tensor_parallel_rank == 0)
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Return counts summed over all stages; every rank must call it."""
@@ -436,4 +428,3 @@ class StageGroup:
         summed = counts.to(device)
         dist.all_reduce(summed, group=self._pipeline._grid.get_pipe_parallel_group())
         return summed.to(counts.device)
-
