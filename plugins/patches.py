@@ -76,17 +76,10 @@ _BALANCE = "Transformers multiplies a rank's load-balancing loss by the number o
 
 _TOO_SMALL_NORM = "tests/plugins/test_patches.py::test_deepspeed_clips_by_the_norm_of_one_stage_or_of_averaged_experts"
 _LOSSES = "tests/trainers/parallel/test_own_losses.py::"
-_MEANS = "tests/trainers/counting/test_mean_losses.py::"
-_PREPARED = "tests/plugins/transformers/test_prepared_model.py::"
 _GROUPS_STAY = "tests/distributed/test_stock_libraries.py::test_stock_attention_and_groups_stay_for_the_process"
-_OWN_OPTIMIZER = (
-    "tests/plugins/transformers/test_own_optimizers.py::test_the_trainer_still_drops_optimizers_under_deepspeed"
-)
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FIRST_RANK = "tests/distributed/test_first_rank_loading.py::"
 _DOCUMENTS = "tests/plugins/transformers/test_document_attention.py::test_transformers_still_makes_masks_of_all_pairs"
-_LENGTH_GROUPS = "tests/plugins/transformers/test_length_groups.py::test_stock_ranks_draw_orders_of_their_own"
-
 _UNUSED = "tests/distributed/test_unused_parameters.py::"
 _ZERO_OPTIMIZERS = {
     "zero-1-2": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",

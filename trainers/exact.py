@@ -138,17 +138,17 @@ class Axis:
 class ExactTrainer(_Trainer):
     """Makes a Trainer train and evaluate as one process does, under every layout."""
 
-    axis: Axis = Axis()
+    shared_axis: Axis = Axis()
     """What ranks that share samples or experts add."""
-    counting: Counting | None = None
+    step_counting: Counting | None = None
     """Counts of labels, samples and tokens; `None`: as the Trainer counts."""
-    repeated: RepeatedSamples | None = None
+    repeated_samples: RepeatedSamples | None = None
     """Gives samples that Accelerate repeats the weight zero."""
     reads_streams: bool = False
     """Whether every rank reads a stream completely and keeps its own rows."""
     given_optimizer: OwnOptimizer | None = None
     """Optimizer and scheduler of the script, where Transformers would drop or reject them."""
-    balance: Any = None
+    rank_balance: Any = None
     """Balance loss of a mixture of experts over the tokens of all ranks: `BalanceOverRanks`."""
     label_ranks: int = 1
     """Ranks by which the number of labels is divided, for losses that do not multiply by them."""
@@ -164,31 +164,37 @@ class ExactTrainer(_Trainer):
     lr_scheduler: Any
     gather_function: Any
     _tr_loss: Any
-    _evaluation: Evaluation | None = None
+    _exact_evaluation: Evaluation | None = None
     _evaluates_a_step = False
     _counts_labels = False
     """Whether the Trainer counts labels for the model's loss, while a step is evaluated."""
-    _items: Any = None
+    _evaluated_labels: Any = None
     """Labels of the batch that is evaluated; `None` if the model's loss does not need them."""
 
     @property
-    def _events(self) -> list[StepEvents]:
+    def _step_events(self) -> list[StepEvents]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, StepEvents)]
 
     # Samples: which ones a rank reads, and in which order.
 
-    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
         """Compare a checkpoint with this run before anything is loaded.
 
         The Trainer loads checkpoints of other engines without their optimizer, or fails in a library (line 1408).
         Canary: `test_the_trainer_still_resumes_without_an_optimizer`.
         """
-        if resume_from_checkpoint and self.checked_checkpoint is not None:
-            resume_from_checkpoint = self.checked_checkpoint(self, resume_from_checkpoint)
+        # A class may have a `train` without this parameter.
+        resume = arguments[0] if arguments else keywords.get("resume_from_checkpoint")
+        if resume and self.checked_checkpoint is not None:
+            resume = self.checked_checkpoint(self, resume)
+            if arguments:
+                arguments = (resume, *arguments[1:])
+            else:
+                keywords["resume_from_checkpoint"] = resume
         with ExitStack() as contexts:
-            for events in self._events:
+            for events in self._step_events:
                 contexts.enter_context(events.around_training())
-            return super().train(resume_from_checkpoint, *arguments, **keywords)
+            return super().train(*arguments, **keywords)
 
     def _inner_training_loop(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Keep the engine of an earlier `train`, which `free_memory` would destroy (line 1538).
@@ -210,9 +216,9 @@ class ExactTrainer(_Trainer):
         Canary: `test_accelerate_repeats_samples_of_an_evaluation`.
         """
         loader = super().get_train_dataloader()
-        if self.repeated is not None:
-            self.repeated.follow(loader)
-        self.axis.seed_workers(self, loader)
+        if self.repeated_samples is not None:
+            self.repeated_samples.follow(loader)
+        self.shared_axis.seed_workers(self, loader)
         return loader
 
     def _get_dataloader(self, dataset: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -238,11 +244,11 @@ class ExactTrainer(_Trainer):
 
         Canary: `test_transformers_divides_by_tensor_parallel_size`.
         """
-        return int(super().get_total_train_batch_size(args) // self.axis.ranks_of_a_sample)
+        return int(super().get_total_train_batch_size(args) // self.shared_axis.ranks_of_a_sample)
 
     def get_sp_size(self) -> int:
         """Return 1 where an axis shards sequences: the Trainer would count batches of a loader of its own (2500)."""
-        return 1 if self.axis.ranks_of_a_sample > 1 else super().get_sp_size()
+        return 1 if self.shared_axis.ranks_of_a_sample > 1 else super().get_sp_size()
 
     def get_tp_size(self) -> int:
         """Return 1 where an axis shards tensors, so that the labels and the factor of a loss count every rank (2516).
@@ -251,7 +257,7 @@ class ExactTrainer(_Trainer):
         divides both by it, which breaks losses that multiply by `accelerator.num_processes`.
         Canary: `test_transformers_divides_by_tensor_parallel_size`.
         """
-        return 1 if self.axis.ranks_of_a_sample > 1 else super().get_tp_size()
+        return 1 if self.shared_axis.ranks_of_a_sample > 1 else super().get_tp_size()
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
@@ -265,9 +271,9 @@ class ExactTrainer(_Trainer):
             with later_preparation(self, resume_from_checkpoint):
                 prepared = super()._prepare_for_training(*arguments)
         else:
-            with self.axis.preparing(self), first_preparation(self, resume_from_checkpoint):
+            with self.shared_axis.preparing(self), first_preparation(self, resume_from_checkpoint):
                 prepared = super()._prepare_for_training(*arguments)
-        if self.counting is not None and self.is_deepspeed_enabled:
+        if self.step_counting is not None and self.is_deepspeed_enabled:
             keep_gradient_norm(self.model_wrapped)
         return prepared
 
@@ -282,7 +288,7 @@ class ExactTrainer(_Trainer):
         if self.given_optimizer is not None and self.optimizer is None:
             self.optimizer = self.given_optimizer.for_engine()
         optimizer = super().create_optimizer(*arguments, **keywords)
-        self.axis.group_parameters(self, optimizer)
+        self.shared_axis.group_parameters(self, optimizer)
         return optimizer
 
     def create_scheduler(self, *arguments: Any, **keywords: Any) -> Any:
@@ -301,20 +307,20 @@ class ExactTrainer(_Trainer):
 
         Canary: `test_accelerate_repeats_samples_of_an_evaluation`.
         """
-        for events in self._events:
+        for events in self._step_events:
             epoch_iterator = events.around_batches(epoch_iterator)
-        if self.repeated is not None:
-            epoch_iterator = self.repeated.unlabelled(self, epoch_iterator)
-        batches, items = super().get_batch_samples(self.axis.read(self, epoch_iterator), num_batches, device)
-        return self.axis.shards(self, batches), items
+        if self.repeated_samples is not None:
+            epoch_iterator = self.repeated_samples.unlabelled(self, epoch_iterator)
+        batches, items = super().get_batch_samples(self.shared_axis.read(self, epoch_iterator), num_batches, device)
+        return self.shared_axis.shards(self, batches), items
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the labels of a step, and what weighs its losses: no other event comes before the first loss (2224).
 
         A step without labels must not divide by zero.
         """
-        count = partial(self.axis.labels, self, batch_samples, device, super()._get_num_items_in_batch)
-        if self.counting is None:
+        count = partial(self.shared_axis.labels, self, batch_samples, device, super()._get_num_items_in_batch)
+        if self.step_counting is None:
             return count()
         if self._evaluates_a_step:
 
@@ -326,19 +332,19 @@ class ExactTrainer(_Trainer):
                 patches.applied("evaluated-labels", lambda _: gather, on=self.accelerator),
                 with_values(self, model_accepts_loss_kwargs=self._counts_labels),
             ):
-                self._items = count()
-            return at_least_one(self._items)
+                self._evaluated_labels = count()
+            return at_least_one(self._evaluated_labels)
         check_streams_of_ranks(self, len(batch_samples))
-        self.counting.count_tokens(batch_samples)
+        self.step_counting.count_tokens(batch_samples)
         items = count()
-        self.counting.weigh(batch_samples, items)
+        self.step_counting.weigh(batch_samples, items)
         return at_least_one(items)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Run forward and backward pass of a micro-batch in the context of the layout's axis (line 1975)."""
-        with self.axis.running():
+        with self.shared_axis.running():
             loss = super().training_step(*arguments, **keywords)
-        for events in self._events:
+        for events in self._step_events:
             events.on_loss(loss)
         return loss
 
@@ -357,12 +363,12 @@ class ExactTrainer(_Trainer):
         of a mixture, which is added once per micro-batch and multiplied by the ranks.
         Canary: `test_classifiers_still_ignore_the_number_of_labels`.
         """
-        counting, weight = self.counting, None
-        balance = self.balance if self.balance is not None and self.balance.applies(model) else None
+        counting, weight = self.step_counting, None
+        balance = self.rank_balance if self.rank_balance is not None and self.rank_balance.applies(model) else None
         with ExitStack() as contexts:
             if self.token_means is not None and model.training:
                 contexts.enter_context(self.token_means(inputs))
-            contexts.enter_context(self.axis.computing_loss(self, model, inputs))
+            contexts.enter_context(self.shared_axis.computing_loss(self, model, inputs))
             if balance is not None:
                 contexts.enter_context(balance.over_ranks(model, num_items_in_batch))
             # A trainer that returns no outputs shows not whether its model added a balance loss.
@@ -370,14 +376,17 @@ class ExactTrainer(_Trainer):
                 keywords["return_outputs"] = True
             if counting is not None and counting.own_loss is not None:
                 inputs, items, weight = self._weighed_own_loss(model, inputs, num_items_in_batch)
-                result = self._own_loss(model, inputs, items, keywords)
+                result = self._loss_of_user(model, inputs, items, keywords)
             else:
                 if counting is not None and counting.weights and model.training:
                     inputs, weight = counting.next_mean(inputs)
                 items = self._label_share(num_items_in_batch)
-                inputs, keywords = self.axis.loss_inputs(self, inputs, {**keywords, "num_items_in_batch": items})
+                inputs, keywords = self.shared_axis.loss_inputs(self, inputs, {**keywords, "num_items_in_batch": items})
+                if items is None and not own_losses.accepts_count(super().compute_loss):
+                    # A class with a `training_step` of its own may not need the number.
+                    keywords.pop("num_items_in_batch", None)
                 result = super().compute_loss(model, inputs, **keywords)
-                result = self.axis.share_of_loss(self, result)
+                result = self.shared_axis.share_of_loss(self, result)
         if weight is None and balance is None:
             return result
         loss, outputs = result if isinstance(result, tuple) else (result, None)
@@ -395,14 +404,14 @@ class ExactTrainer(_Trainer):
         shared = items is not None and self.label_ranks > 1 and self.args.average_tokens_across_devices
         return items / self.label_ranks if shared else items
 
-    def _own_loss(self, model: Any, inputs: Any, items: Any, keywords: dict[str, Any]) -> Any:
+    def _loss_of_user(self, model: Any, inputs: Any, items: Any, keywords: dict[str, Any]) -> Any:
         """Return the loss of the user's class or function, before it is weighed."""
-        assert self.counting is not None and self.counting.own_loss is not None
+        assert self.step_counting is not None and self.step_counting.own_loss is not None
         # A loss that multiplies by all ranks must also divide by all labels as often.
-        extra = self.args.world_size if own_losses.multiplies_by_ranks(self.counting.own_loss) else 1
+        extra = self.args.world_size if own_losses.multiplies_by_ranks(self.step_counting.own_loss) else 1
         # The weights include the number of ranks.
         with with_values(self.args, average_tokens_across_devices=extra > 1):
-            if self.compute_loss_func is not None or own_losses.accepts_count(self.counting.own_loss):
+            if self.compute_loss_func is not None or own_losses.accepts_count(self.step_counting.own_loss):
                 items = None if items is None else items * extra
                 keywords = {**keywords, "num_items_in_batch": self._label_share(items)}
             result = super().compute_loss(model, inputs, **keywords)
@@ -415,10 +424,10 @@ class ExactTrainer(_Trainer):
 
         Canary: `test_the_trainer_still_multiplies_own_means_by_the_micro_batches`.
         """
-        counting = self.counting
+        counting = self.step_counting
         assert counting is not None
         if counting.kind is None:
-            counting.measure_kind(model, inputs, items is not None, self._own_loss)
+            counting.measure_kind(model, inputs, items is not None, self._loss_of_user)
         if self._evaluates_a_step:
             return inputs, None if items is None else max(counting.labels_in(inputs), 1), None
         return counting.next_own(inputs, items)
@@ -426,14 +435,14 @@ class ExactTrainer(_Trainer):
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         """Pass the gradient norm on before the optimizer steps (line 2672)."""
         norm = super()._get_grad_norm(*arguments, **keywords)
-        for events in self._events:
+        for events in self._step_events:
             events.on_gradient_norm(norm)
         return norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count tokens once, padded as one process pads them; the Trainer counts each rank that reads them (2585)."""
-        if self.counting is not None and self.counting.tokens:
-            self.state.num_input_tokens_seen += self.counting.tokens.pop(0)
+        if self.step_counting is not None and self.step_counting.tokens:
+            self.state.num_input_tokens_seen += self.step_counting.tokens.pop(0)
         else:
             super()._track_num_input_tokens(inputs)
 
@@ -442,14 +451,14 @@ class ExactTrainer(_Trainer):
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Add the values of the axis: `on_log` runs after the values are stored (line 4029)."""
         if "loss" in logs:
-            logs = self.axis.add_to_log(self, logs)
-            for events in self._events:
+            logs = self.shared_axis.add_to_log(self, logs)
+            for events in self._step_events:
                 logs = logs | events.log_values()
         super().log(logs, *arguments, **keywords)
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         """Average `train_loss` over ranks: it contains only the first rank's losses since the last log (line 1926)."""
-        if self.counting is not None:
+        if self.step_counting is not None:
             self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*arguments, **keywords)
 
@@ -470,11 +479,11 @@ class ExactTrainer(_Trainer):
         """
         evaluation = None
         with ExitStack() as contexts:
-            if self.counting is not None and self.counting.evaluates:
+            if self.step_counting is not None and self.step_counting.evaluates:
                 evaluation = Evaluation(SamplesOnce(dataloader, self.accelerator.gradient_state))
                 contexts.enter_context(without_balance_loss(self))
-                contexts.enter_context(self._evaluating(evaluation))
-            contexts.enter_context(self.axis.evaluating(self))
+                contexts.enter_context(self._gathering_losses(evaluation))
+            contexts.enter_context(self.shared_axis.evaluating(self))
             prepare_before_training(self, dataloader)
             output = super().evaluation_loop(
                 dataloader,
@@ -503,7 +512,7 @@ class ExactTrainer(_Trainer):
         return output
 
     @contextmanager
-    def _evaluating(self, evaluation: Evaluation) -> Iterator[None]:
+    def _gathering_losses(self, evaluation: Evaluation) -> Iterator[None]:
         """Gather the loss of a batch once for each of its samples; the loop repeats it for a full batch (line 2874)."""
         gather = self.gather_function
 
@@ -512,12 +521,14 @@ class ExactTrainer(_Trainer):
                 data, evaluation.rows = data[: evaluation.rows], None
             return gather(data, *arguments, **keywords)
 
-        # The loop restores Accelerate's function at its end.
-        self._evaluation, self.gather_function = evaluation, gathered
+        self._exact_evaluation, self.gather_function = evaluation, gathered
         try:
             yield
         finally:
-            self._evaluation = None
+            self._exact_evaluation = None
+            if self.gather_function is gathered:
+                # The loop restores Accelerate's function at its end, but not after an exception.
+                self.gather_function = gather
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -525,7 +536,7 @@ class ExactTrainer(_Trainer):
         """Evaluate the samples of a batch that count, and keep its loss with the labels it is the mean over (3055)."""
         import torch
 
-        evaluation, counting = self._evaluation, self.counting
+        evaluation, counting = self._exact_evaluation, self.step_counting
         if evaluation is None or counting is None:
             return self._predicted(model, inputs, prediction_loss_only, ignore_keys)
         step = evaluation.samples.step(inputs)
@@ -540,7 +551,7 @@ class ExactTrainer(_Trainer):
                 shifts = self._loss_shifts_labels or shifts_labels(self.model)
                 with with_values(self, _loss_shifts_labels=shifts):
                     self._get_num_items_in_batch([step.batch], self.args.device)
-                weight = counting.labels_in(step.batch) if self._items is None else self._items
+                weight = counting.labels_in(step.batch) if self._evaluated_labels is None else self._evaluated_labels
             with with_values(self, model_accepts_loss_kwargs=self.model_accepts_loss_kwargs and not ignores):
                 loss, logits, labels = self._predicted(model, step.batch, prediction_loss_only, ignore_keys)
         finally:
@@ -556,10 +567,10 @@ class ExactTrainer(_Trainer):
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch in the context of the axis; a tiled loss returns logits only if they are needed."""
         keeps = nullcontext() if self.tiled_loss is None else self.tiled_loss.keeping_logits(not prediction_loss_only)
-        with self.axis.running(), keeps:
-            inputs = self.axis.evaluated_inputs(self, inputs)
+        with self.shared_axis.running(), keeps:
+            inputs = self.shared_axis.evaluated_inputs(self, inputs)
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        return loss, None if logits is None else self.axis.whole_logits(self, logits), labels
+        return loss, None if logits is None else self.shared_axis.whole_logits(self, logits), labels
 
 
 def exact_class(own: type) -> type:
@@ -594,4 +605,4 @@ def count_as_one_process(
     if counting.weighs_means:
         # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.
         trainer.model_accepts_loss_kwargs = False
-    make_exact(trainer).counting = counting
+    make_exact(trainer).step_counting = counting

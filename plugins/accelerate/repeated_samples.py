@@ -137,7 +137,7 @@ def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
 
     if trainer.args.world_size == 1 or not isinstance(trainer.train_dataset, IterableDataset):
         return
-    repeated = getattr(trainer, "repeated", None)
+    repeated = getattr(trainer, "repeated_samples", None)
     stream = None if repeated is None else repeated.stream
     digest = stream.digest() if isinstance(stream, _CountedStream) else 0
     own = torch.tensor([[batches, digest]], device=trainer.args.device)

@@ -6,7 +6,7 @@ B sequences, S tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -413,18 +413,10 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class StageGroup:
-    """The ranks that hold the stages of a model; without a pipeline, one rank that writes if `should_save`."""
+    """The ranks that hold the stages of a model; without a pipeline, one rank."""
 
-    def __init__(self, model: nn.Module, *, should_save: bool = True) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._pipeline: Any = stages_of(model)
-        self._should_save = should_save
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the tensors of its stages."""
-        if self._pipeline is None:
-            return self._should_save
-        return bool(self._pipeline.data_parallel_rank == 0 and self._pipeline.tensor_parallel_rank == 0)
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Return counts summed over all stages; every rank must call it."""
@@ -436,16 +428,3 @@ class StageGroup:
         summed = counts.to(device)
         dist.all_reduce(summed, group=self._pipeline._grid.get_pipe_parallel_group())
         return summed.to(counts.device)
-
-    def in_turn(self, work: Callable[[], None]) -> None:
-        """Run `work` on the writing rank of one stage after the other; every rank must call it."""
-        if self._pipeline is None:
-            if self._should_save:
-                work()
-            return
-        import torch.distributed as dist
-
-        for stage in range(self._pipeline._grid.pipe_parallel_size):
-            if self.writes and stage == self._pipeline.stage_id:
-                work()
-            dist.barrier()

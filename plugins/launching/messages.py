@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -20,9 +20,6 @@ LAUNCH_TOKEN = "SHARDWRIGHT_LAUNCH_TOKEN"  # noqa: S105
 NOTE = "note: "
 """Prefix of a line for people."""
 _START = '{"type": "shardwright.'
-
-OnProgress = Callable[[str, int, int], None]
-"""Receives what is being done, how much is done, and the total."""
 
 logger = logging.getLogger(__name__)
 

@@ -154,7 +154,7 @@ class BalanceOverRanks:
             num_items_in_batch: Number that the Trainer divides the loss by.
         """
         trainer = self._trainer
-        inner, repeated = base_model(trainer.model), trainer.repeated
+        inner, repeated = base_model(trainer.model), trainer.repeated_samples
         self._latest = self._kept = None
         if model.training and repeated is not None:
             self._kept = repeated.next_kept_part()
@@ -217,7 +217,7 @@ def balance_over_ranks(trainer: Any) -> None:
     """Make a Trainer compute the balance loss over all ranks' tokens; one that corrects it already is not changed."""
     if not getattr(trainer, "corrects_balance_loss", False):
         trainer.corrects_balance_loss = True
-        make_exact(trainer).balance = BalanceOverRanks(trainer)
+        make_exact(trainer).rank_balance = BalanceOverRanks(trainer)
 
 
 def check_balance_loss(model: PreTrainedModel) -> None:

@@ -102,7 +102,7 @@ class ExpertParallelCallback(TrainerCallback):
         count_as_one_process(trainer)
         exact = make_exact(trainer)
         # The model cannot balance the routing of experts on other ranks.
-        exact.balance, exact.axis = None, self._axis
+        exact.rank_balance, exact.shared_axis = None, self._axis
         shapes = self._shapes
 
         def with_all_experts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +135,7 @@ class ExpertParallelCallback(TrainerCallback):
         if self._axis.watch is not None:
             self._axis.watch.remove()
         self._axis.watch = RouterWatch(auto_ep.moe_layers(engine.module))
-        make_exact(self._trainer).balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
+        make_exact(self._trainer).rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
 
 
 class ExpertAxis(Axis):

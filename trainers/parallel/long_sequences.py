@@ -146,7 +146,7 @@ class TiledLoss:
 
     def __init__(self, model: PreTrainedModel, tiles: int | None) -> None:
         self._model, self._tiles = model, tiles
-        self._checked = self._running = self._keeps_logits = False
+        self._checked = self._keeps_logits = False
         patches.apply("tiled-loss", self._tiling, on=model)
 
     @contextmanager

@@ -248,7 +248,7 @@ class TensorParallelCallback(TrainerCallback):
         patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
         trainer.gather_function = once
         count_as_one_process(trainer, ranks_of_a_sample=size)
-        make_exact(trainer).axis = TensorAxis(size, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        make_exact(trainer).shared_axis = TensorAxis(size, vocabulary_parallel_head=self.vocabulary_parallel_head)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

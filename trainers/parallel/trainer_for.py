@@ -217,7 +217,7 @@ class PlannedParallelism:
             callback.attach(trainer)
         if self.planned is not None and not self.is_pipeline:
             attach_long_sequences(trainer, *self.planned)
-        trainer.repeated = RepeatedSamples()
+        trainer.repeated_samples = RepeatedSamples()
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
         from ...plugins.transformers.optimizers import prepare_optimizer

@@ -116,7 +116,7 @@ class StepClock(StepEvents, TrainerCallback):
         self._began = self._resumed = time.monotonic()
         self._paused, self._loading, self._logged_steps, self._positions = 0.0, 0.0, 0, 0
         self._own_work = Intervals()
-        self._labelled: list[Any] = []
+        self._labelled: Any = 0
 
     def _count(self, batch: Any) -> None:
         import torch
@@ -129,10 +129,11 @@ class StepClock(StepEvents, TrainerCallback):
         if torch.is_tensor(ids) and torch.is_tensor(labels):
             self._positions += ids.numel()
             # Read later, without synchronizing. The first token of a row is never predicted.
-            self._labelled.append((labels[..., 1:] != IGNORED_LABEL).sum())
+            self._labelled = self._labelled + (labels[..., 1:] != IGNORED_LABEL).sum()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Discard the steps of an earlier run."""
+        """Discard the steps of an earlier run, which an exception may have ended."""
+        self._remove_hook()
         model = kwargs.get("model")
         if self._trainer is not None and model is not None and hasattr(model, "register_forward_hook"):
             self._hook = model.register_forward_hook(lambda *_: self._own_work.stop(point()))
@@ -140,6 +141,9 @@ class StepClock(StepEvents, TrainerCallback):
         self.first_step = state.global_step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._remove_hook()
+
+    def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -185,7 +189,7 @@ class StepClock(StepEvents, TrainerCallback):
             statistics.fmean(work) + self._loading / len(work) if work else math.nan,
             math.nan if peak is None else peak / 1e9,
             self._positions,
-            sum(int(count) for count in self._labelled),
+            int(self._labelled),
         ]
         numbers = torch.tensor([mine], dtype=torch.float32, device=self._trainer.args.device)
         ranks = self._trainer.accelerator.gather(numbers).tolist()

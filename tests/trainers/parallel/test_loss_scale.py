@@ -60,7 +60,7 @@ def test_transformers_divides_by_tensor_parallel_size(trainer: Any, monkeypatch:
 
 
 def test_callback_makes_loss_scale_independent_of_tp(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_exact(trainer).axis = TensorAxis(TP)
+    make_exact(trainer).shared_axis = TensorAxis(TP)
     assert tokens_and_factor(trainer, monkeypatch) == (TOKENS * RANKS, RANKS)
     assert trainer.accelerator.num_processes // trainer.get_tp_size() == trainer.accelerator.num_processes
     assert trainer.get_total_train_batch_size(trainer.args) == 3 * RANKS // TP

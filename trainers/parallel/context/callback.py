@@ -104,7 +104,7 @@ def check_context_parallel_trainer(trainer: Trainer) -> None:
     if errors:
         raise UsageError(errors)
 
-    make_exact(trainer).axis = ContextAxis()
+    make_exact(trainer).shared_axis = ContextAxis()
 
 
 class ContextAxis(Axis):

@@ -186,7 +186,7 @@ def _check_trainer(trainer: Any, size: int) -> None:
         rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
         fix = "call it with the Trainer's arguments"
         raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-    if isinstance(getattr(trainer, "axis", None), SequenceAxis):
+    if isinstance(getattr(trainer, "shared_axis", None), SequenceAxis):
         rule = "callback.attach(trainer) was called already"
         raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
     if getattr(trainer, "shares_sequences", False):
@@ -223,7 +223,7 @@ def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
     accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
     # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
     trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
-    make_exact(trainer).axis = axis
+    make_exact(trainer).shared_axis = axis
     earlier = _LOGIT_HOOKS.pop(trainer.model, None)
     if earlier is not None:
         earlier.remove()
