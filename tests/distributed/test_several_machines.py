@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 from session import warm_command
-from shardwright.cli.main import run
-from shardwright.plugins.clusters import ssh
 from training_runs import command, losses_of, make_inputs, trained
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
@@ -37,37 +34,6 @@ def on_two_machines(arguments: list[str], directory: Path) -> tuple[subprocess.C
     return tuple(subprocess.CompletedProcess([], process.returncode, *texts) for process, *texts in reported)
 
 
-PROGRAMS = {
-    "sinfo": "echo 2",
-    "sbatch": "cat > job.sh; echo 5",
-    "scontrol": "echo 127.0.0.1",
-    "srun": 'shift; SLURM_NODEID=1 "$@" > other.out 2> other.err & SLURM_NODEID=0 "$@"; code=$?; wait $! && exit $code',
-}
-"""Of SLURM, as far as a job of two nodes needs them, which this machine stands for."""
-
-
-def in_slurm(
-    arguments: list[str], directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> subprocess.CompletedProcess[str]:
-    """Submit a command, and run the job that SLURM gets."""
-    for name, text in PROGRAMS.items():
-        (directory / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (directory / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
-    monkeypatch.chdir(directory)
-    program = warm_command("shardwright")
-    monkeypatch.setattr(ssh, "own_program", lambda: tuple(program))
-    assert run([*arguments[len(program) :], "--on", "slurm", "--sbatch=--time=10"]) == 0
-    port = free_ports()
-    job = (directory / "job.sh").read_text().replace("$((20000 + SLURM_JOB_ID % 10000))", str(port))
-    assert f"main_port={port}\n" in job
-    assert "#SBATCH --nodes=2\n" in job and "#SBATCH --time=10\n" in job
-    return subprocess.run(
-        ["bash"], input=job, cwd=directory, capture_output=True, text=True, timeout=300,
-        env=os.environ | {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "5"},
-    )  # fmt: skip
-
-
 def free_ports() -> int:
     """Return a port that is free, as the next one is."""
     while True:
@@ -79,25 +45,17 @@ def free_ports() -> int:
                 return port
 
 
-def test_two_machines_train_as_one(
-    inputs: Path,
-    tmp_path: Path,
-    deepspeed_cpu_ops: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_two_machines_train_as_one(inputs: Path, tmp_path: Path, deepspeed_cpu_ops: None) -> None:
     """The machines are compared, the first alone reports, and the losses are those of one with as many ranks."""
     expected, shown = trained(inputs, "llama", tmp_path / "one", "--hardware 2xCPU --strategy zero2")
     both = tmp_path / "two"
     words = command(inputs, "llama", both, "--hardware 2x1xCPU --strategy zero2")
-    job = in_slurm(words, both, monkeypatch)
-    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "job": "5"}
-    assert job.returncode == 0, job.stderr + (both / "other.err").read_text()
+    other, first = on_two_machines(words, both)
+    assert first.returncode == other.returncode == 0, first.stderr + other.stderr
     assert losses_of(both) == pytest.approx(expected, abs=1e-6)
-    assert json.loads(job.stdout)["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
-    assert "same versions and files" in job.stderr
-    reported = (both / "other.err").read_text()
-    assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in reported
+    assert json.loads(first.stdout)["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
+    assert "same versions and files" in first.stderr
+    assert other.stdout == "" and "machine 1 is done; the results are on 127" in other.stderr
 
 
 @pytest.mark.full

@@ -60,7 +60,7 @@ def test_sizes_that_divide_every_dimension_are_legal(size: int, stage: int) -> N
         ({"world_size": 6}, "must divide the ranks (6 % 4 = 2)"),
         ({"vocab_size": 50257, "vocabulary_parallel_head": True}, "must divide the vocabulary"),
         ({"zero_stage": 3}, "requires ZeRO stage 0 to 2, not 3"),
-        ({"engine": "fsdp2", "zero_stage": None}, "requires DeepSpeed (AutoTP)"),
+        ({"engine": "fsdp2", "zero_stage": None}, "is not supported with FSDP2"),
         (
             {"num_experts": 8},
             "AutoTP does not support mixtures of experts (8 experts per layer); use expert parallelism (ep) instead",

@@ -337,7 +337,7 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
         "Means over all labelled tokens of 16 held-out samples; ± is one standard error, over samples.",
         "costs 0.4000 nats per token; training recovered 75 % of it.",
         "| Tokens/s of all ranks | 800 |",
-        "| Tensors on the fullest accelerator | 3.0 GB |",
+        "| Peak memory of tensors per accelerator | 3.0 GB |",
         "| learning_rate | 2e-05 |",
         "![Loss by step, nats per token](qat.png)",
         "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
