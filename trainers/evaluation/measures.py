@@ -206,10 +206,12 @@ class ModelReader:
                     with captured_head_input(self._model) as captured:
                         outputs = self._model(**read, use_cache=False)
                     captured.check(self.name, outputs.logits)
-                    (states_BSD,) = captured.inputs
-                    return states_BSD[:, :-1][judged(batch).to(states_BSD.device)], self.head
+                    if len(captured.inputs) == 1:
+                        (states_BSD,) = captured.inputs
+                        return states_BSD[:, :-1][judged(batch).to(states_BSD.device)], self.head
                 except UsageError:
-                    self.head = None
+                    pass
+                self.head = None
             logits = self._model(**read, use_cache=False).logits
             return logits[:, :-1][judged(batch).to(logits.device)], lambda rows: rows
 

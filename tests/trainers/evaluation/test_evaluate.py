@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.data.samples import collate
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest, text_windows, windows_of
@@ -167,6 +168,23 @@ def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, mon
         separate.comparison.kl_nats_per_token.value, rel=1e-5
     )
     assert whole.model.perplexity.value == pytest.approx(separate.model.perplexity.value, rel=1e-5)
+
+
+def test_a_head_that_runs_twice_answers_with_logits(tiny_llama):
+    class Twice(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.lm_head(torch.zeros(1, 1, self.config.hidden_size))
+            return super().forward(*args, **kwargs)
+
+    batches = [collate([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])]
+    read = []
+    for kind in (LlamaForCausalLM, Twice):
+        reader = measures.ModelReader(kind.from_pretrained(tiny_llama).eval(), batches, name="model")
+        rows, head = reader.answers(0)
+        with torch.inference_mode():
+            read.append((reader.head is None, head(rows)))
+    assert [used for used, _ in read] == [False, True]
+    torch.testing.assert_close(read[1][1], read[0][1])
 
 
 def test_chat_is_judged_where_the_assistant_speaks(tiny_llama, tmp_path):
