@@ -23,6 +23,7 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
+from ..ds_configs.specs.job import TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
 from ..ds_configs.step_time.utilization import utilization
@@ -278,9 +279,11 @@ def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
-    rows = []
+    rows, chosen = [], TrainingJob().options().keys() - {"teacher"}
     for name, value in values.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if value is None and name in chosen:
+            text = "auto"
         rows.append((name, text, origins[name]))
     print_rows(console(), ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
 

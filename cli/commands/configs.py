@@ -10,6 +10,8 @@ from cyclopts import App
 from pydantic import Field
 
 from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.synonyms import REMOVED
 from ..help import shown_examples
 from ..options import ConfigOption, FormatOptions
 from ..settings import FILLED, Options, grouped
@@ -26,6 +28,8 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
     subject
         Part of a name.
     """
+    if fix := REMOVED.get(f"configs={subject.lower()}"):
+        raise UsageError(ConfigError(where="subject", value=subject, rule="is not in the gallery", fix=fix))
     entries = [entry for entry in GALLERY if subject.lower() in entry.name.lower()]
     if options.as_json:
         found = [

@@ -16,6 +16,7 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import parse_hardware
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.synonyms import REMOVED
 from .plan import Plan, make_plan
 
 GALLERY_RELEASE = "5.17.0"
@@ -119,7 +120,8 @@ def gallery_entry(name: str) -> GalleryEntry:
     """
     entries = {entry.name: entry for entry in GALLERY}
     if name not in entries:
-        near = ", ".join(get_close_matches(name, entries, n=3, cutoff=0.3)) or "none"
-        rule = "is not in the gallery"
-        raise UsageError(ConfigError(where="name", value=name, rule=rule, fix=f"nearest names: {near}"))
+        near = ", ".join(get_close_matches(name, entries, n=3, cutoff=0.3))
+        fix = f"nearest names: {near}" if near else "shardwright configs ls lists the names"
+        fix = REMOVED.get(f"configs={name}", fix)
+        raise UsageError(ConfigError(where="name", value=name, rule="is not in the gallery", fix=fix))
     return entries[name]

@@ -81,11 +81,13 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
                 outcome = search(replace(context, hardware=cluster, job=changed), compare=False)
             except ShardwrightError:
                 continue
-            if outcome.chosen is not None:
+            flags = change_flags(hardware, job, (cluster, changed))
+            # A larger accelerator can be among the other clusters too.
+            if outcome.chosen is not None and flags not in (known.change for known in suggestions):
                 gpu = outcome.chosen.memory.gpu
                 suggestions.append(
                     Suggestion(
-                        change=change_flags(hardware, job, (cluster, changed)),
+                        change=flags,
                         strategy=display_name(outcome.chosen.strategy),
                         high_bytes=gpu.high_bytes,
                         capacity_bytes=gpu.capacity_bytes,

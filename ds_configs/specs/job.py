@@ -26,7 +26,7 @@ StrategyName = Literal[
 ]
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
 ObjectiveName = Literal["throughput", "memory"]
-"""What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
+"""What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
 WeightsType = Literal["auto", "fp32", "bf16"]
@@ -197,7 +197,7 @@ class PlanFields:
     )
     """`auto` selects `chunked` if the plan becomes faster, and with Liger's kernels wherever they compute it."""
     objective: Annotated[ObjectiveName, _option("Select by tokens/s or free memory")] = "throughput"
-    """What the plan optimizes among the layouts that fit; `cost` may leave accelerators idle."""
+    """What the plan optimizes among the layouts that fit."""
 
 
 @raises_all_errors

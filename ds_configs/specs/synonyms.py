@@ -110,6 +110,15 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
 REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("address", "image", "volume"), "start from a file of examples/clusters, which has it"),
     **dict.fromkeys(("ray", "kubernetes", "jobset", "skypilot"), "start from its file in examples/clusters"),
+    **dict.fromkeys(
+        (
+            *(f"configs={name}" for name in ("quantize", "quantization", "fp8-dynamic", "nf4", "nvfp4", "w3-spqr")),
+            *(f"configs={name}" for name in ("w4a16-awq", "w4a16-gptq", "w4a16-rtn", "w8a16-rtn")),
+            *(f"configs={name}" for name in ("w8a8-smoothquant-gptq", "w8a8-static-l2")),
+        ),
+        "recipes are files of examples/quantization: pass one to quantize --config",
+    ),
+    "forget=cpu": "omit it: rates of CPU ranks are not stored",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
     **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from ...ds_configs.memory.estimate import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.synonyms import REMOVED
 from ...ds_configs.specs.texts import strict_json
 from ...ds_configs.step_time.learning import MeasuredStep
 
@@ -87,7 +88,8 @@ class CalibrationStore:
             return len(runs)
         matches = [name for name in runs if identifier and name.startswith(identifier)]
         if len(matches) != 1:
-            rule, fix = "is not a stored run", "`shardwright calibrate --list` lists the runs"
+            rule = "is not a stored run"
+            fix = REMOVED.get(f"forget={identifier}", "`shardwright calibrate --list` lists the runs")
             if matches:
                 rule = f"matches {len(matches)} runs"
                 fix = f"write a longer prefix: {', '.join(name[:16] for name in matches[:4])}"

@@ -87,6 +87,20 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
         ("evaluate m --bs 2", ["--bs: is not an option; did you mean --batch-size?"]),
         ("serve m --engine x", ["--engine: is not an option; omit it: serve starts vLLM only"]),
         ("train m --output-dir o --engine x", ["--engine: is not an option; did you mean --strategy?"]),
+        (
+            "configs ls quantize",
+            ["subject = 'quantize': is not in the gallery; recipes are files of examples/quantization: "
+             "pass one to quantize --config"],
+        ),
+        (
+            "configs cp w4a16-awq o",
+            ["name = 'w4a16-awq': is not in the gallery; recipes are files of examples/quantization: "
+             "pass one to quantize --config"],
+        ),
+        (
+            "calibrate --forget cpu",
+            ["--forget = 'cpu': is not a stored run; omit it: rates of CPU ranks are not stored"],
+        ),
         ("quantize m --dry-run --load-in-4bit", ["--load-in-4bit: is not an option; use --scheme NF4"]),
         ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.show import print_figures, show_plan
+from shardwright.cli.show import print_figures, show_plan, show_settings
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.units import gigabytes
 
@@ -38,3 +38,10 @@ def test_a_plan_is_readable_at_every_width(
     assert "Reasons: shardwright explain plan" in " ".join(shown.split())
     # Each layout is a line or three, not a column of words.
     assert width != 80 or len(shown.splitlines()) < 90
+
+
+def test_settings_that_the_planner_chooses_are_shown_as_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    show_settings({"micro_batch_size": None, "teacher": None}, {"micro_batch_size": "default", "teacher": "default"})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["micro_batch_size", "auto", "default"] in rows
+    assert ["teacher", "None", "default"] in rows

@@ -89,6 +89,14 @@ def test_all_errors_of_a_job_come_together():
     assert {error.where for error in caught.value.errors} == {"optimizer", "zero_quantized_weights"}
 
 
+def test_each_suggestion_is_printed_once() -> None:
+    job = TrainingJob(seq_len_tokens=16_384, optimizer="muon", use_liger_kernel=True)
+    with pytest.raises(PlanDoesNotFitError) as caught:
+        make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("1xA10G"), job)
+    changes = [suggestion.change for suggestion in caught.value.suggestions]
+    assert len(changes) == len(set(changes)) == 3
+
+
 @pytest.mark.parametrize(
     ("model", "hardware", "job"),
     [
