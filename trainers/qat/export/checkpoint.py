@@ -35,6 +35,7 @@ from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard
 from ..rounding.attach import Attachment, checkpoint_name
 from ..rounding.experts import fake_quantize_experts
 from ..rounding.layers import LEARNED, FakeQuantizedLinear, QuantizationState, forward_weight
+from ..rounding.rounding import round_weight
 from .tensors import Collected, dense_layers, module_names, quantized_layers, quantizer_of
 
 if TYPE_CHECKING:
@@ -317,7 +318,7 @@ def _reference(collected: Collected, directory: Path) -> Any:
 
 
 def largest_weight_difference(collected: Collected, directory: Path) -> float:
-    """Return max |ΔW| over all packed matrices, between the written files and a forward pass."""
+    """Return max |ΔW| over all packed matrices, between the written files and a forward pass, or stored experts."""
     import torch
 
     names = module_names(collected.attachment, collected.root)
@@ -334,6 +335,10 @@ def largest_weight_difference(collected: Collected, directory: Path) -> float:
             tensors = dict(each_tensor(stored_tensors.get(layer, {})))
             written = unpack_tensors(layer, tensors, quantizer.scheme)
             pair = [dequantize(each.codes, each.scale, each.zero_point, weights).cpu() for each in (written, trained)]
+            if not hasattr(module, "quantizers"):
+                rounding = quantizer.rounding().weight
+                learned = (placed.get(name) for name in LEARNED)
+                pair[1] = round_weight(forward_weight(module, placed), rounding, *learned).value(rounding).cpu()
             largest.append((pair[0] - pair[1]).abs().max().float())
     # Python's max would ignore a NaN that is not the first.
     return float(torch.stack(largest).max())
