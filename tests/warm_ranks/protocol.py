@@ -56,7 +56,13 @@ def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return json.loads(_receive(connection, int.from_bytes(prefix, "big"))), list(descriptors)
+    body = _receive(connection, size := int.from_bytes(prefix, "big"))
+    if len(body) < size:
+        # The client was killed while it sent the request.
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    return json.loads(body), list(descriptors)
 
 
 def send_number(connection: socket.socket, number: int) -> None:
