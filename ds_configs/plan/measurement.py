@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -133,9 +132,6 @@ class RunMeasurement:
     differences: tuple[Text, ...] = ()
     """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(chr(10).join(report_lines(self)))}</pre>"
 
     @property
     def fullest(self) -> RankMeasurement:
