@@ -7,4 +7,4 @@ from shardwright.plugins.deepspeed.compiled_operators import prepare_operators
 from warm_ranks.protocol import OPERATORS
 
 if __name__ == "__main__":
-    prepare_operators([*OPERATORS, *["async_io"] * is_there("libaio")], notify=print)
+    prepare_operators([*OPERATORS, *["async_io"] * is_there("libaio")])
