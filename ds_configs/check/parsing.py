@@ -75,7 +75,7 @@ class _JsonReader(json.JSONDecoder):
         self.start = 1
         """Line of the value that is read."""
         self.breaks = [match.start() for match in re.finditer("\n", text)]
-        self.parse_object, self.parse_array = self.object, self.array
+        self.parse_object, self.parse_array = self.members, self.items
         # The scanner in Python calls these two; the one in C builds dictionaries and lists.
         self.scanner = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
         self.scan_once = self.node
@@ -111,7 +111,7 @@ class _JsonReader(json.JSONDecoder):
         self.depth -= 1
         return (value if isinstance(value, Node) else Node(line=line, kind="scalar", scalar=value)), end
 
-    def object(self, start: tuple[str, int], strict: bool, *_: object) -> tuple[Node, int]:
+    def members(self, start: tuple[str, int], strict: bool, *_: object) -> tuple[Node, int]:
         line, lines = self.start, list[int]()
 
         def member(text: str, position: int) -> tuple[Node, int]:
@@ -122,7 +122,7 @@ class _JsonReader(json.JSONDecoder):
         entries = [Entry(key=key, line=at, node=node) for at, (key, node) in zip(lines, pairs, strict=True)]
         return mapping(entries, line, self.report), end
 
-    def array(self, start: tuple[str, int], *_: object) -> tuple[Node, int]:
+    def items(self, start: tuple[str, int], *_: object) -> tuple[Node, int]:
         line = self.start
         items, end = json.decoder.JSONArray(start, self.node)  # type: ignore[attr-defined]
         return Node(line=line, kind="sequence", items=tuple(items), size=1 + sum(item.size for item in items)), end
@@ -214,7 +214,7 @@ class _YamlReader:
         inherited = {entry.key: entry for entry in reversed(merged) if entry.key not in present}
         return [*entries, *reversed(inherited.values())]
 
-    def scalar(self, source: yaml.ScalarNode, line: int) -> object:
+    def scalar(self, source: yaml.Node, line: int) -> object:
         """Return the value that `yaml.safe_load` returns."""
         if source.tag == _MERGE:
             return source.value
