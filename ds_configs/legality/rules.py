@@ -134,33 +134,6 @@ def nvme_must_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware
         yield ConfigError(where="offload", value="nvme", rule=rule, fix="pass --nvme PATH:SIZE")
 
 
-def offload_variant_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """ZenFlow runs with ZeRO-2, SuperOffload with ZeRO-3 on NVIDIA GPUs; both train all weights with AdamW.
-
-    Source: deepspeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py and runtime/superoffload/superoffload_stage3.py.
-    """
-    variant = layout.offload_variant if layout.engine == "deepspeed" else "none"
-    if job.offload in ("zenflow", "superoffload") and layout.offload_variant == "none":
-        rule, fix = "is an offload of DeepSpeed's ZeRO", "use a ZeRO stage, or --offload cpu-all"
-        yield ConfigError(where="offload", value=job.offload, rule=rule, fix=fix)
-    if variant == "none":
-        return
-    errors, plain = [], "or --offload cpu"
-    stage = 2 if variant == "zenflow" else 3
-    if layout.zero_stage != stage:
-        errors.append((f"is supported with ZeRO-{stage} only", f"use --strategy zero{stage}, {plain}"))
-    if variant == "superoffload" and "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
-        errors.append((f"needs NVIDIA GPUs, not {hardware.gpu}: DeepSpeed asserts CUDA", "use --offload cpu"))
-    if not job.optimizer.startswith("adamw_torch"):
-        errors.append((f"has its own AdamW, which would replace {job.optimizer}", f"use adamw_torch_fused, {plain}"))
-    if job.method != "full":
-        errors.append((f"supports full training only, not {job.method}", "use --offload cpu"))
-    if layout.axes:
-        errors.append(("supports data parallelism only", "use --offload cpu"))
-    for rule, fix in errors:
-        yield ConfigError(where="offload", value=variant, rule=rule, fix=fix)
-
-
 def hpz_partition_fits_the_node(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """The secondary ZeRO++ shard requires ZeRO-3 and stays within a node."""
     where, size = "hpz_partition_size", layout.zero.hpz_partition_size
@@ -534,7 +507,6 @@ AXIS_RULES: tuple[Rule, ...] = (
     second_models_stay_whole,
     fp8_is_supported,
     liger_has_kernels,
-    offload_variant_is_supported,
 )
 """Rules that also decide which layouts of several axes an analysis shows."""
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from ..specs.job import TrainingJob
-from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout
+from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
 from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from ..specs.terms import Term
@@ -61,9 +61,6 @@ TERMS = (
         "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened 16-bit gradients of a "
         "sub-group",
         role="optimizer",
-    ),
-    Term(
-        "selected_columns", "ZenFlow: gradients and copies of the columns that every rank updates in each micro-batch"
     ),
     Term(
         "offload_staging",
@@ -300,11 +297,6 @@ def _stage1_and_2(
     if layout.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
-        if layout.offload_variant == "zenflow":
-            # Every rank has two moments of the selected columns of all weights, their gradients, and at the end of a
-            # step a copy of their weights (ops/adam/zenflow_torch_adam.py).
-            selected = round(ZENFLOW_TOPK_RATIO * trainable)
-            rest |= {"optimizer_states": 2 * width * selected, "selected_columns": 2 * width * selected}
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:

@@ -24,7 +24,7 @@ Recomputation = Literal["auto", "on", "off", "selective"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
-OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
+OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
 ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
@@ -111,7 +111,6 @@ class TrainingFields:
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
         "auto"
     )
-    """`zenflow` and `superoffload` are variants of `cpu`, which `auto` never selects."""
     tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
     """`auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Annotated[

@@ -10,9 +10,6 @@ from .errors import ConfigError
 
 Engine = Literal["single", "ddp", "deepspeed", "fsdp2"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
-OffloadVariant = Literal["none", "zenflow", "superoffload"]
-ZENFLOW_TOPK_RATIO = 0.1
-"""Share of the columns of a matrix that ZenFlow updates in every micro-batch, DeepSpeed's default (`topk_ratio`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +58,6 @@ class Layout:
     """Device of the optimizer states and their update."""
     offload_param: OffloadDevice = "none"
     """Device of the parameter shards (ZeRO-3; FSDP2 always moves both)."""
-    offload_variant: OffloadVariant = "none"
-    """Whether DeepSpeed's ZenFlow or SuperOffload runs the offloaded optimizer."""
     dp_replicate: int = 1
     """Data-parallel replicas of the sharding group."""
     dp_shard: int = 1
@@ -157,8 +152,6 @@ class Layout:
     @property
     def offload_name(self) -> str:
         """The value of `--offload` that selects these devices."""
-        if self.offload_variant != "none":
-            return self.offload_variant
         return "cpu-all" if self.offload_param == "cpu" else self.offload_optimizer
 
     @property
@@ -170,8 +163,6 @@ class Layout:
         if self.engine == "fsdp2" and self.dp_replicate > 1:
             name += "-hybrid"
         name += "".join(f"+{axis}{size}" for axis, size in self.axes.items())
-        if self.offload_variant != "none":
-            return f"{name}+{self.offload_variant}"
         if self.offload_param not in ("none", self.offload_optimizer):
             return f"{name}+{self.offload_optimizer}-offload of optimizer, {self.offload_param}-offload of parameters"
         if self.offload_param != "none":

@@ -118,6 +118,8 @@ REMOVED: Mapping[str, str] = {
         ),
         "recipes are files of examples/quantization: pass one to quantize --config",
     ),
+    "offload=zenflow": "use cpu, and write zero_optimization.zenflow into your own DeepSpeed file",
+    "offload=superoffload": "use cpu, and write offload_optimizer.super_offload into your own DeepSpeed file",
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),

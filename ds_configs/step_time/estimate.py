@@ -553,9 +553,6 @@ def estimate_step_time(
     if software is None and (plain := without_kernels(job)) != job:
         # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
         slowest_seconds = estimate_step_time(layout, model, hardware, plain, constants=constants).high_seconds
-    if layout.offload_variant == "zenflow":
-        waits = replace(layout, offload_variant="none")
-        slowest_seconds = estimate_step_time(waits, model, hardware, job, constants=constants).high_seconds
     software = software or software_of(job, eager_attention=model.attention == "eager")
     shared, whole = layout.sp * layout.cp, layout.pp == 1
     step = StepInputs(
@@ -596,14 +593,10 @@ def estimate_step_time(
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
-    hidden = 0.0
-    if layout.offload_variant == "superoffload":
-        # Without clipping, which plans enable, the host steps during the backward pass (superoffload_stage3.py).
-        hidden = min(terms.get("host_optimizer", 0.0), sum(kinds[first].values()) * 2 / 3)
     tokens = layout.global_batch_size * job.seq_len_tokens
     return StepTime(
         seconds=seconds,
-        low_seconds=max(0.0, seconds - hidden) / (1 + constants.error),
+        low_seconds=seconds / (1 + constants.error),
         high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
@@ -657,10 +650,6 @@ def _once(
     """
     layout, software = step.layout, step.software
     terms = optimizer_seconds(step, stepped_parameters(step, held))
-    if layout.offload_variant == "zenflow":
-        # The host steps while the micro-batches of the next step compute.
-        hidden = layout.gradient_accumulation_steps * sum(micro_batch.values())
-        terms["host_optimizer"] = max(0.0, terms["host_optimizer"] - hidden)
     if OPTIMIZERS[step.job.optimizer].matrix_states and "optimizer" in terms:
         terms["optimizer"] += _orthogonalization_seconds(step)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0

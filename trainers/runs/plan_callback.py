@@ -258,7 +258,6 @@ def argument_differences(
         "zero_stage": (stage, strategy.zero_stage),
         "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
         "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
-        "offload_variant": (_offload_variant(deepspeed), strategy.offload_variant),
         "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
@@ -291,15 +290,6 @@ def unread_edits(directory: Path) -> list[str]:
     if not keys:
         return []
     return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
-
-
-def _offload_variant(deepspeed: dict[str, Any] | None) -> str | None:
-    """Return the variant of a DeepSpeed configuration's offload; `None`, which compares with nothing, without one."""
-    if deepspeed is None:
-        return None
-    zero = deepspeed.get("zero_optimization", {})
-    is_super = (zero.get("offload_optimizer") or {}).get("super_offload")
-    return "zenflow" if zero.get("zenflow") else "superoffload" if is_super else "none"
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

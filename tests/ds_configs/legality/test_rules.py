@@ -115,27 +115,6 @@ CASES = {
     "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "requires ZeRO-3; use 1"),
     "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
     "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),
-    "zenflow stage": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="zenflow"),
-        {},
-        "offload = 'zenflow': is supported with ZeRO-2 only; use --strategy zero2, or --offload cpu",
-    ),
-    "zenflow optimizer": (
-        replace(ZERO1, zero_stage=2, offload_optimizer="cpu", offload_variant="zenflow"),
-        {"optimizer": "adagrad"},
-        "has its own AdamW, which would replace adagrad",
-    ),
-    "zenflow elsewhere": (FSDP2, {"offload": "zenflow"}, "is an offload of DeepSpeed's ZeRO"),
-    "superoffload on cpu": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
-        {"hardware": "8xCPU"},
-        "offload = 'superoffload': needs NVIDIA GPUs, not CPU: DeepSpeed asserts CUDA; use --offload cpu",
-    ),
-    "superoffload adapters": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
-        {"method": "lora"},
-        "supports full training only, not lora",
-    ),
     "fp8 on ampere": (
         FSDP2,
         {"precision": "fp8"},

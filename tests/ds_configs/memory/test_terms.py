@@ -55,7 +55,6 @@ def cases():
     yield zero(2, dp_shard=4, sp=2), SMALL, {}
     yield zero(2, ep=8), MIXTURE, {}
     yield zero(2, offload_optimizer="cpu"), SMALL, {}
-    yield zero(2, offload_optimizer="cpu", offload_variant="zenflow"), SMALL, {}
     yield zero(3, hpz=4, gradient_checkpointing=True), SMALL, {"method": "qlora"}
     yield zero(3, offload_optimizer="nvme", offload_param="nvme"), SMALL, {}
     yield (
