@@ -108,9 +108,6 @@ def chosen_reason(
     if time.measured_runs:
         runs = f"{time.measured_runs} measured run{'s' if time.measured_runs > 1 else ''}"
         times = f"Step times are {time.learned_scale:.2f} times the published prediction"
-        if time.learned_factors:
-            factors = [f"{time.learned_factors[part]:.2f} for {name}" for part, name in _PART_NAMES.items()]
-            times += f" ({', '.join(factors)})"
         sentences.append(f"{times}, from {runs} on {context.hardware.gpu} (shardwright calibrate --list).")
     if layout.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
@@ -123,9 +120,6 @@ def chosen_reason(
     if layout.axes and (large := _too_large(layout, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
-
-
-_PART_NAMES = {"compute": "computation", "network": "communication", "host": "the host"}
 
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:

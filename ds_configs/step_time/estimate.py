@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal, NamedTuple
@@ -530,8 +530,6 @@ class StepTime:
     """Factor from measured runs that `seconds` contains."""
     measured_runs: int = 0
     """Runs that this factor comes from."""
-    learned_factors: dict[str, float] = field(default_factory=dict)
-    """Factors of computation, network and host, where measured runs separate them; else empty."""
 
 
 def estimate_step_time(

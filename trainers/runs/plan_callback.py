@@ -29,7 +29,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.step_time.learning import part_seconds, published_time
+from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
@@ -146,13 +146,11 @@ class PlanCallback(StepClock):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
-        predicted = published_time(self.plan.chosen.time)
         measurement = RunMeasurement(
             plan=planned_run(self.plan),
             predicted=predicted_memory(self.plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
-            predicted_step_seconds=predicted.seconds,
-            predicted_parts=part_seconds(predicted),
+            predicted_step_seconds=published_time(self.plan.chosen.time).seconds,
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
