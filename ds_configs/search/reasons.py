@@ -100,7 +100,7 @@ def chosen_reason(
             f"{_percent(fastest, best)} % faster, but {more}."
         )
     sentences += _long_sequence_gains(best)
-    if low := low_utilization_reason(layout, time, context.model, context.hardware, best.job):
+    if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
