@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
 from ..models.liger import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
@@ -286,8 +285,6 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
     fix = "use --tiled-mlp off"
     if not any(f".{name}." in parameter.name for parameter in model.parameters for name in TILED_MLP_NAMES):
         rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
-    elif layout.keeps_products:
-        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:
         rule = f"is not supported with {axes[0]} = {layout.axes[axes[0]]}, which splits or replaces the MLP"
         fix = f"use {axes[0]} = 1, or --tiled-mlp off"
@@ -307,38 +304,11 @@ def offloaded_checkpoints_are_recomputed(
         rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
     elif layout.offloaded_checkpoints > layers:
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
-    elif layout.keeps_products:
-        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif layout.pp > 1:
         rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
     else:
         return
     yield ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
-
-
-def kept_products_are_counted(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """Selective recomputation requires full training, data parallelism only, and a model whose activations are known.
-
-    Tensor parallelism sums the ranks' results in place (deepspeed 0.19.8, `inference_all_reduce` in
-    `module_inject/layers.py`). A kept result would be summed twice, which shifts losses by 1e-4.
-    """
-    if not layout.keeps_products:
-        return
-    if layout.axes:
-        rule = "supports data parallelism only"
-    elif job.torch_compile:
-        rule = "is not supported with torch.compile, which chooses itself what is kept"
-    elif job.method != "full":
-        rule = f"supports full training only: its memory with {job.method} is unknown"
-    else:
-        try:
-            if cached_activations(model, job)(1, activation_mode(layout, job)).selective is not None:
-                return
-        except UnknownFamilyError:
-            pass
-        rule = f"is not supported: its memory is unknown for {model.model_type} in {job.precision}"
-    fix = "use --gradient-checkpointing auto"
-    yield ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix)
 
 
 # Axes.
@@ -520,7 +490,6 @@ RULES: tuple[Rule, ...] = (
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,
-    kept_products_are_counted,
     hpz_partition_fits_the_node,
     quantized_collectives_need_stage_three,
     *AXIS_RULES,

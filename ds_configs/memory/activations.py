@@ -23,8 +23,6 @@ Kernels = Literal["eager", "liger", "compiled"]
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
 """Families added by `tools/add_family.py`, with the same structure."""
-SELECTIVE_FILE = "selective_activations.json"
-"""Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
 KERNELS_FILE = "kernel_activations.json"
 """Coefficients of layers with other kernels in full training, by kernels, family, mode and attention."""
 
@@ -33,18 +31,6 @@ class UnknownFamilyError(ShardwrightError):
     """No coefficients are stored for a model family, mode, adapter or attention."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectiveBytes:
-    """Activation bytes of a layer under checkpointing that keeps the results of matrix products and fused attention."""
-
-    kept_bytes_per_layer: int
-    """Kept from forward to backward: the layer's input and those results."""
-    forward_transient_bytes: int
-    """Largest live bytes in the last layer's forward pass beyond what all layers keep."""
-    backward_transient_bytes: int
-    """Largest live bytes in its backward pass beyond what all layers keep and `outside_layer_bytes`."""
 
 
 Parts = tuple[tuple[int, int], ...]
@@ -112,8 +98,6 @@ class ActivationEstimate:
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
     """The part of the above that MLPs hold; `None` if the source does not separate it."""
-    selective: SelectiveBytes | None = None
-    """Bytes under `selective` checkpointing; `None` if they were not traced."""
     loss_forward_peak_bytes: int
     """Largest live bytes from the output head to the end of the loss, beyond what the layers and `outside` keep."""
     loss_kept_bytes: int
@@ -175,12 +159,6 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
     """
     first, added = (stored_facts(name, release) for name in (DATA_FILE, ADDED_FILE))
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
-
-
-def load_selective(release: str) -> Mapping[str, Any]:
-    """Return the coefficients of `SelectiveBytes` by family, mode and attention."""
-    tables: Mapping[str, Any] = stored_facts(SELECTIVE_FILE, release)["tables"]
-    return tables
 
 
 def load_kernels(release: str) -> Mapping[str, Any]:
@@ -295,14 +273,7 @@ def with_attention(
     reordered = query if cp > 1 or layout.sp > 1 else 0
     repeats = max(1, layout.sp // max(1, size.num_key_value_heads)) - 1
     reordered += repeats * pair
-    in_backward, selective = traced.attention_backward_bytes, traced.selective
-    if selective is not None and cp > 1:
-        selective = replace(
-            selective,
-            kept_bytes_per_layer=selective.kept_bytes_per_layer + reordered,
-            forward_transient_bytes=during(None, selective.forward_transient_bytes, forward),
-            backward_transient_bytes=during(None, selective.backward_transient_bytes, backward),
-        )
+    in_backward = traced.attention_backward_bytes
     mlp = traced.mlp
     if mlp is not None:
         beside_attention = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_beside_attention)
@@ -330,7 +301,6 @@ def with_attention(
         ),
         recompute_backward_transient_bytes=recomputed,
         mlp=mlp,
-        selective=selective,
     )
 
 
@@ -498,15 +468,6 @@ def estimate_activations(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
     estimate = evaluate_table(table, features, source)
-    selective_table = load_selective(release).get(family, {}).get(mode, {}).get(path)
-    if selective_table is not None and adapter == "none":
-        point = [features[feature] for feature in selective_table["features"]]
-        selective = SelectiveBytes(
-            kept_bytes_per_layer=_largest(selective_table["kept_per_layer"], point),
-            forward_transient_bytes=max(0, _largest(selective_table["forward_transient"], point)),
-            backward_transient_bytes=max(0, _largest(selective_table["backward_transient"], point)),
-        )
-        estimate = replace(estimate, selective=selective)
     if not chunked_loss:
         return estimate
 
@@ -1022,20 +983,16 @@ def _with_window_blocks(
     in_layer = element * micro_batch_size * copies * model.dimensions.query_size
     shorter = tokens % window
     masks = element * (2 * window**2 + shorter * (window + shorter))
-    mlp, selective = traced.mlp, traced.selective
+    mlp = traced.mlp
     if mlp is not None:
         parts = tuple((outside + in_layer, inner) for outside, inner in mlp.recompute_backward_transient)
         mlp = replace(mlp, recompute_backward_transient=parts)
-    if selective is not None:
-        backward = selective.backward_transient_bytes + in_layer
-        selective = replace(selective, backward_transient_bytes=backward)
     return replace(
         traced,
         saved_bytes_per_layer=traced.saved_bytes_per_layer + in_layer,
         outside_layer_bytes=traced.outside_layer_bytes + masks,
         recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
         mlp=mlp,
-        selective=selective,
         source=f"{traced.source}; windows in blocks",
     )
 

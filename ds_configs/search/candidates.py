@@ -417,7 +417,6 @@ def candidates(
     """
     job = contexts[0].job
     forms = _forms(contexts[0])
-    layout = replace(layout, keeps_products=job.gradient_checkpointing == "selective")
     layouts = [layout]
     if layout.engine == "deepspeed" and layout.zero_stage:
         small = replace(

@@ -186,9 +186,7 @@ def _recomputation(candidate: Candidate) -> str:
     layout = candidate.layout
     layers = -(-candidate.context.model.dimensions.num_layers // layout.pp)
     text = "gradient checkpointing" if layout.gradient_checkpointing else "no gradient checkpointing"
-    if layout.keeps_products:
-        text += " that keeps matrix products and attention"
-    elif layout.gradient_checkpointing and layout.checkpointed_layers is not None:
+    if layout.gradient_checkpointing and layout.checkpointed_layers is not None:
         text += f" of the first {layout.checkpointed_layers} of {layers} layers"
     if count := layout.offloaded_checkpoints:
         text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"

@@ -20,7 +20,7 @@ from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
-Recomputation = Literal["auto", "on", "off", "selective"]
+Recomputation = Literal["auto", "on", "off"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
@@ -105,7 +105,7 @@ class TrainingFields:
     """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
-        _option("Recompute layers in the backward pass; selective keeps matrix products and attention"),
+        _option("Recompute layers in the backward pass"),
     ] = "auto"
     strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (

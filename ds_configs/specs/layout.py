@@ -81,9 +81,6 @@ class Layout:
     checkpointed_layers: int | None = None
     """With gradient checkpointing, the number of decoder layers that are recomputed, counted from the first one (in
     each pipeline stage); `None` for all."""
-    keeps_products: bool = False
-    """With gradient checkpointing, whether recomputed layers keep the results of matrix products and fused attention,
-    so that only memory-bound operations run again (torch's selective checkpointing)."""
     offloaded_checkpoints: int = 0
     """Of the recomputed layers, the number whose input waits for the backward pass in pinned host memory, counted from
     the first layer (in each pipeline stage)."""
@@ -135,8 +132,8 @@ class Layout:
 
     @property
     def recomputes_in_part(self) -> bool:
-        """Whether checkpointing covers only some layers or operations, which a stock Trainer cannot express."""
-        return self.gradient_checkpointing and (self.checkpointed_layers is not None or self.keeps_products)
+        """Whether checkpointing covers only some layers, which a stock Trainer cannot express."""
+        return self.gradient_checkpointing and self.checkpointed_layers is not None
 
     @property
     def axes(self) -> dict[str, int]:

@@ -120,6 +120,7 @@ REMOVED: Mapping[str, str] = {
     ),
     "offload=zenflow": "use cpu, and write zero_optimization.zenflow into your own DeepSpeed file",
     "offload=superoffload": "use cpu, and write offload_optimizer.super_offload into your own DeepSpeed file",
+    "gradient_checkpointing=selective": "use auto, which recomputes as few layers as needed",
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),

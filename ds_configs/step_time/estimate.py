@@ -240,8 +240,6 @@ def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) 
         head, head_back = head_passes(step.work, step.batch.tokens, step.device, software, chunked, full)
     recomputed = step.layout.recomputed_layers(layers)
     again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
-    if step.layout.keeps_products:
-        again = recomputed * forward.memory
     terms = {
         "matrix_products": layers * (forward.products + backward.products),
         "attention": layers * (forward.attention + backward.attention),
@@ -253,8 +251,6 @@ def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) 
     host = kernels * step.constants.launch_seconds
     if step.layout.zero_stage == 3:
         host += _hook_seconds(step, stage)
-    if step.layout.keeps_products:
-        host += recomputed * step.constants.kept_products_seconds
     if step.layout.tiled_mlp:
         terms["mlp_recomputation"] = layers * _mlp_seconds(step)
     if job.loss == "chunked" and not has_fused_loss(step.model, step.layout, job, gpu=step.hardware.gpu != "CPU"):

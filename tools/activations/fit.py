@@ -55,7 +55,6 @@ def measure(
     adapter: Adapter,
     attention: str,
     checkpointing: bool,
-    keeps_products: bool = False,
     liger: bool = False,
 ) -> Measured:
     """Runs the model with two and with four layers."""
@@ -68,7 +67,6 @@ def measure(
             adapter=adapter,
             lora_rank=shape.lora_rank,
             checkpointing=checkpointing,
-            keeps_products=keeps_products,
             implementation="eager" if attention == "eager" else "sdpa",
             liger=liger,
         )
@@ -123,37 +121,6 @@ def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str, l
         "loss_kept": solved("loss kept", [[run.kept - run.head_start] for run in runs]),
         "loss_backward_peak": solved("loss backward", [above_head(run, run.loss_backward) for run in runs]),
         "weight_copy_bytes_per_parameter": 2 if mode == "bf16_autocast" and copies == {True} else 0,
-    }
-
-
-def derive_selective_table(family: str, *, mode: Mode, attention: str) -> dict[str, Any]:
-    """Traces what layers keep and need that recompute all but their products and attention, in full training."""
-    names, shapes, design = _equations(family, "none", attention)
-    cases = [
-        measure(
-            family,
-            shape,
-            mode=mode,
-            adapter="none",
-            attention=attention,
-            checkpointing=True,
-            keeps_products=True,
-        )
-        for shape in shapes
-    ]
-
-    def solved(name: str, rows: Sequence[Sequence[int]]) -> list[Candidate]:
-        return solve(design, rows, names, f"{family} {mode} {attention} selective {name}")
-
-    return {
-        "features": names,
-        "kept_per_layer": solved("kept", [[case.per_layer] for case in cases]),
-        "forward_transient": solved(
-            "forward", [[live - case.per_layer for live in case.shallow.layer_forward] for case in cases]
-        ),
-        "backward_transient": solved(
-            "backward", [above_head(case.shallow, case.shallow.layer_backward) for case in cases]
-        ),
     }
 
 

@@ -35,7 +35,7 @@ from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ...plugins.transformers.document_attention import attend_by_document
-from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
+from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
@@ -214,8 +214,6 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
     attend_by_document(base_model(model))
     if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, strategy.checkpointed_layers)
-    if strategy.keeps_products and args.gradient_checkpointing:
-        keep_products(model)
     if strategy.zero_stage == 3 and plan.job.method == "qlora":
         read_weights_in_backward(model)
 

@@ -57,11 +57,6 @@ CASES = {
     "world": (replace(ZERO1, dp_shard=6), {}, "must equal the 8 accelerators; use dp_replicate * dp_shard = 8"),
     "world with tp": (replace(ZERO1, tp=3, dp_shard=2), {}, "choose tp * pp * sp * cp = 3 to divide them"),
     "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
-    "kept products": (
-        replace(ZERO1, tp=2, dp_shard=4, gradient_checkpointing=True, keeps_products=True),
-        {"gradient_checkpointing": "selective"},
-        "supports data parallelism only",
-    ),
     "open micro-batch": (
         replace(ZERO1, micro_batch_size=7),
         {"global_batch_size": 57},
@@ -143,11 +138,6 @@ CASES = {
         "tp = 2: replaces the layers that Liger replaces",
     ),
     "compiled zero3": (ZERO3, {"torch_compile": True}, "the compiled backward pass reads parameters that ZeRO-3"),
-    "compiled products": (
-        replace(FSDP2, gradient_checkpointing=True, keeps_products=True),
-        {"torch_compile": True, "gradient_checkpointing": "selective"},
-        "is not supported with torch.compile",
-    ),
     "qwz stage": (
         replace(ZERO1, zero=ZeroOptions(quantized_weights=True)),
         {},
