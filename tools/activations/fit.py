@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from shardwright.ds_configs.memory.activations import Adapter, Mode, feature_values
+from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, size_factors
 from shardwright.ds_configs.specs.errors import ShardwrightError
 
 from .families import (
@@ -129,7 +129,7 @@ def _equations(family: str, adapter: Adapter, attention: str) -> tuple[list[str]
     names = feature_names(family, adapter, attention)
     shapes = sample_shapes(family, len(names) + SPARE_SHAPES, adapter=adapter)
     values = [
-        feature_values(
+        size_factors(
             shape.dimensions,
             micro_batch_size=shape.micro_batch_size,
             seq_len_tokens=shape.seq_len_tokens,
@@ -137,7 +137,7 @@ def _equations(family: str, adapter: Adapter, attention: str) -> tuple[list[str]
         )
         for shape in shapes
     ]
-    return names, shapes, np.array([[value[name] for name in names] for value in values], dtype=np.int64)
+    return names, shapes, np.array([[feature(name, factors) for name in names] for factors in values], dtype=np.int64)
 
 
 def above_head(run: Phases, live: Sequence[int]) -> list[int]:
