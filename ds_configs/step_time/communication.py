@@ -197,7 +197,7 @@ def exchanges(
     """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
     terms: dict[str, float] = {}
     waiting = 0.0
-    hidden = tokens * work.hidden_size * element_bytes
+    hidden = tokens * work.whole.hidden_size * element_bytes
     if layout.tp > 1:
         group = group_of(hardware, constants, ranks=layout.tp)
         # Two all-reduces forward and two backward (Megatron-LM, arXiv 1909.08053, section 3).
@@ -213,8 +213,8 @@ def exchanges(
         group = group_of(hardware, constants, ranks=layout.sp)
         # All-to-alls of q, k, v and the output, forward and backward (Ulysses, arXiv 2309.14509, section 3.2). Fewer
         # key/value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
-        repeated = max(1, layout.sp // work.key_value_heads)
-        width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
+        repeated = max(1, layout.sp // work.whole.num_key_value_heads)
+        width = 2 * work.whole.query_size + 2 * work.whole.key_value_size * repeated
         passes = 2 * layers + recomputed
         terms["sequence_parallel"] = exchange_seconds(group, passes * tokens * width * element_bytes, calls=4 * passes)
         waiting += 4 * passes * group.waiting_seconds
@@ -223,7 +223,7 @@ def exchanges(
         volume = context_parallel_bytes(
             cp=layout.cp,
             tokens=round(tokens * layout.cp),
-            key_value_size=work.whole_key_value_size,
+            key_value_size=work.whole.key_value_size,
             layers=1,
             element_bytes=element_bytes,
         )
@@ -236,7 +236,7 @@ def exchanges(
         group = group_of(hardware, constants, ranks=layout.ep, stride=layout.tp)
         # Dispatch and combine, forward and backward (GShard, arXiv 2006.16668).
         calls = 4 * layers + 2 * recomputed
-        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.experts_per_token, calls=calls)
+        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.whole.experts_per_token, calls=calls)
         waiting += calls * group.waiting_seconds
     return terms, waiting
 

@@ -173,7 +173,7 @@ def stage_terms(
             step.hardware,
             step.constants,
             tokens=step.batch.tokens / (layout.tp if software.scatters_transfers else 1),
-            hidden_size=step.work.hidden_size,
+            hidden_size=step.work.whole.hidden_size,
             element_bytes=job.compute_bytes,
         )
     ahead *= busy / device if device else 1.0
@@ -277,7 +277,7 @@ def _second_model_seconds(step: StepInputs, second: SecondModel) -> float:
     quantized = second.planned_placement == "quantized"
     layer, _ = layer_passes(work, step.batch, step.device, step.software, element, False, quantized)
     head, _ = head_passes(work, step.batch.tokens, step.device, step.software, False, False)
-    seconds = work.num_layers * layer.device + head.device
+    seconds = work.whole.num_layers * layer.device + head.device
     if second.planned_placement == "offloaded":
         seconds += second.spec.parameter_count * element / step.constants.host_link_bytes_per_s
     return seconds
@@ -313,7 +313,7 @@ def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, beh
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
-    size = count * step.batch.tokens * step.work.hidden_size * width
+    size = count * step.batch.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
@@ -327,8 +327,8 @@ def _ring_seconds(step: StepInputs) -> tuple[float, float]:
     """
     steps, work = step.layout.cp, step.work
     rate = step.device.memory_bytes_per_s / step.batch.tokens
-    output = 38 * (steps - 1) * work.query_size
-    gradients = steps * (10 * work.query_size + 18 * 2 * work.key_value_size)
+    output = 38 * (steps - 1) * work.share.query_size
+    gradients = steps * (10 * work.share.query_size + 18 * 2 * work.share.key_value_size)
     return output / rate, gradients / rate
 
 

@@ -42,10 +42,14 @@ def _forward_flops(model: ModelSpec, job: TrainingJob) -> tuple[float, float, fl
     """Return the FLOPs of a token's forward pass: products in the layers, attention, and the head."""
     work = model_work(model)
     weights = sum(product.weight * product.count for product in work.products)
-    weights += work.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
+    weights += work.whole.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
     seen = min(job.seq_len_tokens, work.window or job.seq_len_tokens) * (0.5 if work.causal else 1.0)
-    layers = work.num_layers
-    return 2.0 * layers * weights, 4.0 * layers * seen * work.query_size, 2.0 * work.head_rows * work.hidden_size
+    layers = work.whole.num_layers
+    return (
+        2.0 * layers * weights,
+        4.0 * layers * seen * work.share.query_size,
+        2.0 * work.head_rows * work.whole.hidden_size,
+    )
 
 
 def low_utilization_reason(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> str | None:
