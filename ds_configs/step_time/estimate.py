@@ -138,11 +138,11 @@ class StepInputs:
 
 
 def stage_terms(
-    step: StepInputs, stage: PipelineStage, held: StageParameters, traffic: DataTraffic
+    step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
     layout, job, software = step.layout, step.job, step.software
-    computed = _computation(step, stage, held)
+    computed = _computation(step, stage, parameters)
     terms, ahead = computed.terms, computed.ahead
     recomputed = layout.recomputed_layers(stage.num_layers)
     inside, waiting = exchanges(
@@ -188,7 +188,8 @@ def stage_terms(
     terms["host_copies"] = copies * parameter_copy_seconds(
         layout,
         step.hardware,
-        size_bytes=stepped_parameters(step, held) * job.compute_bytes + held.frozen_bytes / layout.shard_size,
+        size_bytes=stepped_parameters(step, parameters) * job.compute_bytes
+        + parameters.frozen_bytes / layout.shard_size,
         host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
     )
     return terms
@@ -219,7 +220,7 @@ class _Computation:
         return with_host(device - head, self.layers_host, constants) + self.head_products + around
 
 
-def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) -> _Computation:
+def _computation(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> _Computation:
     job, layers, software = step.job, stage.num_layers, step.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -243,7 +244,7 @@ def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) 
     terms = {
         "matrix_products": layers * (forward.products + backward.products),
         "attention": layers * (forward.attention + backward.attention),
-        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, held),
+        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, parameters),
         "recomputation": again,
         "head_and_loss": head.device + head_back.device,
     }
@@ -392,15 +393,15 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
     return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
 
 
-def stage_traffic(step: StepInputs, stage: PipelineStage, held: StageParameters) -> DataTraffic:
+def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> DataTraffic:
     layout = step.layout
     ranks = layout.data_parallel_size * layout.sp * layout.cp
     shared = (step.hardware, step.job, step.software, step.constants)
-    separate = layout.ep > 1 and held.experts
+    separate = layout.ep > 1 and parameters.experts
     parts = [
         GroupParameters(
-            trainable=held.dense if separate else held.dense + held.experts,
-            frozen_bytes=held.frozen_bytes,
+            trainable=parameters.dense if separate else parameters.dense + parameters.experts,
+            frozen_bytes=parameters.frozen_bytes,
             calls=_sharded_calls(step, stage, "dense" if separate else "all"),
             ranks=ranks,
             stride=layout.tp,
@@ -408,7 +409,7 @@ def stage_traffic(step: StepInputs, stage: PipelineStage, held: StageParameters)
     ]
     if separate:
         experts = GroupParameters(
-            trainable=held.experts,
+            trainable=parameters.experts,
             frozen_bytes=0.0,
             calls=_sharded_calls(step, stage, "experts"),
             ranks=max(1, ranks // layout.ep),
@@ -460,13 +461,13 @@ def _zero3_calls(
     return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
 
 
-def stepped_parameters(step: StepInputs, held: StageParameters) -> float:
+def stepped_parameters(step: StepInputs, parameters: StageParameters) -> float:
     """Return the parameters that the optimizer updates on a rank of a stage."""
     layout = step.layout
     if layout.engine in ("ddp", "single") or layout.zero_stage == 0:
-        return held.dense + held.experts
+        return parameters.dense + parameters.experts
     shards = step.software.optimizer_ranks or layout.shard_size
-    return held.dense / shards + held.experts * layout.ep / layout.shard_size
+    return parameters.dense / shards + parameters.experts * layout.ep / layout.shard_size
 
 
 def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
@@ -492,7 +493,7 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
     return added(10 * outputs + casts * inputs, 6 * count), added(4 * outputs + (6 + casts) * inputs, 10 * count)
 
 
-def _weight_traffic(step: StepInputs, held: StageParameters) -> float:
+def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
@@ -500,7 +501,7 @@ def _weight_traffic(step: StepInputs, held: StageParameters) -> float:
     ones in the forward pass, and the reverse for gradients.
     """
     layout, job = step.layout, step.job
-    trainable = held.dense + held.experts
+    trainable = parameters.dense + parameters.experts
     autocast = layout.engine in ("ddp", "single") and job.compute_bytes == 2
     gradient_bytes = step.software.gradient_bytes
     if gradient_bytes is None:
@@ -572,9 +573,9 @@ def estimate_step_time(
         stages = pipeline_stages(model, job, layout.pp, tensor_parallel_size=layout.tp)
     # Middle stages with equally many layers cost the same.
     of_kind = {_kind(stage): stage for stage in stages}
-    held = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
-    traffic = {kind: stage_traffic(step, stage, held[kind]) for kind, stage in of_kind.items()}
-    kinds = {kind: stage_terms(step, stage, held[kind], traffic[kind]) for kind, stage in of_kind.items()}
+    parameters = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
+    traffic = {kind: stage_traffic(step, stage, parameters[kind]) for kind, stage in of_kind.items()}
+    kinds = {kind: stage_terms(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = layout.gradient_accumulation_steps
@@ -583,7 +584,7 @@ def estimate_step_time(
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
     first = _kind(stages[0])
-    for name, value in _once(step, held[first], traffic[first], kinds[first]).items():
+    for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
@@ -636,14 +637,14 @@ def _orthogonalization_seconds(step: StepInputs) -> float:
 
 
 def _once(
-    step: StepInputs, held: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
+    step: StepInputs, parameters: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the terms that occur once per step, on the first stage, which has the most parameters.
 
     `micro_batch` has the stage's terms of one micro-batch.
     """
     layout, software = step.layout, step.software
-    terms = optimizer_seconds(step, stepped_parameters(step, held))
+    terms = optimizer_seconds(step, stepped_parameters(step, parameters))
     if OPTIMIZERS[step.job.optimizer].matrix_states and "optimizer" in terms:
         terms["optimizer"] += _orthogonalization_seconds(step)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
