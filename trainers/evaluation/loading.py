@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.compressed_tensors.layout import load_packed_zero_points
 from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
@@ -90,17 +89,7 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
-    try:
-        source = read_model_source(name, revision=revision)
-    except InputError as error:
-        if role == "model":
-            raise
-        # Directories keep their names; only the word "model" becomes the role.
-        renamed = [
-            replace(config_error, where=re.sub(r"\Amodel(?![^ :])", role, config_error.where))
-            for config_error in error.errors
-        ]
-        raise type(error)(renamed) from None
+    source = read_model_source(name, revision=revision)
     refuse_code(source.config, f"{role} {source.name}")
     directory = Path(source.name)
     if source.revision is None and directory.exists():

@@ -67,18 +67,10 @@ class TestChoice:
         assert costs["cached"].gpu_bytes < 10**8
         assert all(cost.reason for cost in costs.values())
 
-    @pytest.mark.parametrize("placement", PLACEMENTS)
-    def test_requested_placement_is_the_only_candidate(self, placement):
-        job = TrainingJob(teacher=LLAMA_8B, teacher_placement=placement)
-        plan = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
-        assert plan.chosen.teacher is not None
-        assert plan.chosen.teacher.placement == placement
-        assert "was requested" in plan.chosen.teacher.reason
-
-    def test_no_placement_without_teacher(self):
-        assert make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), TrainingJob()).chosen.teacher is None
-
-    def test_sharding_on_one_accelerator_is_rejected(self):
+    def test_requested_placement_is_the_only_candidate(self):
+        chosen = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), placed("quantized")).chosen
+        assert chosen.teacher is not None
+        assert chosen.teacher.placement == "quantized" and "was requested" in chosen.teacher.reason
         with pytest.raises(UsageError, match="teacher_placement = 'sharded': requires at least two ranks"):
             make_plan(LLAMA_1B, parse_hardware("1xH100-80GB"), placed("sharded"))
 
@@ -99,11 +91,6 @@ class TestChoice:
         assert chosen.keys() == {"placement", "reason", "gpu_bytes", "host_bytes", "alternatives"}
         assert json.loads(json.dumps(Plan.load(tmp_path / "plan").to_dict())) == data
         assert "shardwright distill" in (tmp_path / "plan" / "launch.sh").read_text()
-
-    def test_placement_without_teacher_is_rejected(self, capsys):
-        line = ["plan", str(MODELS / "meta-llama--Llama-3.2-1B"), "--hardware", "8xH100-80GB"]
-        assert run([*line, "--teacher-placement", "sharded"]) == 2
-        assert "pass --teacher too" in capsys.readouterr().err
 
 
 class TestMemory:
@@ -156,11 +143,6 @@ class TestMemory:
         ).gpu.phases
         logits = 4 * 4096 * 128256
         assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
-
-    def test_frozen_head_has_no_gradient(self):
-        for method, has in (("full", True), ("lora", False), ("qlora", False)):
-            terms = distillation_loss_terms(ZERO2, LLAMA_8B, placed("replica", method=method))
-            assert ("head_gradient" in terms["forward_end"]) is has
 
     @settings(deadline=None, max_examples=40)
     @given(
