@@ -360,17 +360,3 @@ def test_subclass_reads_logits_in_training_and_evaluation(implementation: Any, l
     trainer.train()
     trainer.evaluate()
     assert set(shapes) == {(True, True), (False, True)}
-
-
-def test_loss_only_evaluation_keeps_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DistillationConfig(alpha=ALPHA)
-    trainer = trainer_of(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), config)
-    distilled, fused = DistillationTrainer._distilled, []
-
-    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fused.append(kwargs["fused"])
-        return distilled(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillationTrainer, "_distilled", recording)
-    trainer.evaluate()
-    assert fused and all(fused)

@@ -14,10 +14,9 @@ import pytest
 import shardwright
 import torch
 from commands import shell_in
-from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
-from shardwright.trainers.data.samples import collate
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest, text_windows
@@ -147,23 +146,6 @@ def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, mon
         separate.comparison.kl_nats_per_token.value, rel=1e-5
     )
     assert whole.model.perplexity.value == pytest.approx(separate.model.perplexity.value, rel=1e-5)
-
-
-def test_a_head_that_runs_twice_answers_with_logits(tiny_llama):
-    class Twice(LlamaForCausalLM):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            self.lm_head(torch.zeros(1, 1, self.config.hidden_size))
-            return super().forward(*args, **kwargs)
-
-    batch = collate([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
-    read = []
-    for kind in (LlamaForCausalLM, Twice):
-        reader = measures.ModelReader(kind.from_pretrained(tiny_llama).eval(), name="model")
-        rows, head = reader.answers(batch, batch["attention_mask"].bool())
-        with torch.inference_mode():
-            read.append((reader.head is None, head(rows)))
-    assert [used for used, _ in read] == [False, True]
-    torch.testing.assert_close(read[1][1], read[0][1])
 
 
 def test_chat_is_judged_where_the_assistant_speaks(tiny_llama, tmp_path):
@@ -317,11 +299,3 @@ def test_baselines_with_other_tokens(tiny_llama, book, tmp_path, caplog):
     caplog.set_level(logging.INFO, "shardwright")
     small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model))
     assert "using the baseline's" in caplog.text
-
-
-def test_a_model_that_its_library_cannot_load(tiny_llama, book, tmp_path):
-    """bitsandbytes finds no codes in plain weights; the error names that."""
-    stated = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    unlike = changed(tiny_llama, tmp_path / "unlike", quantization_config=stated)
-    with pytest.raises(ShardwrightError):
-        small_run(unlike, book)

@@ -126,11 +126,6 @@ def test_nan_logits_fail(written, monkeypatch):
     assert not verified(written, directory).passed
 
 
-def test_hanging_process_times_out(written):
-    found = verified(written, written[0], timeout_seconds=0.05)
-    assert "within 0 s" in found.reason
-
-
 def test_failed_checkpoint_replaces_only_an_earlier_one(tmp_path):
     output, users = tmp_path / "q", tmp_path / "other.failed"
     users.mkdir()
