@@ -159,8 +159,9 @@ def prepare_distillation(
     models = [(loaded_student.config, plan.model.attention)]
     if not settings.teacher_cache:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))
-    obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
-    obstacle = obstacle if settings.on_policy else None
+    obstacle = None
+    if settings.on_policy:
+        obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
     samples = packed_if_possible(limited_held_out(samples, settings), settings, plan, models, obstacle=obstacle)
     return PreparedDistillation(
         request=request,

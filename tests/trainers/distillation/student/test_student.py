@@ -295,7 +295,7 @@ def test_python_student_equals_the_commands(shell, llama, tmp_path, capsys):
         (("--hidden", "20"), ["--hidden = 20: must be a multiple of the 8 query heads; use 16"]),
         (("--text", "x", "--layers", "2"), ["is only used to compare channels"]),
         (("--layers", "2", "--low-rank", "4", "--dry-run"), ["quantize --method low-rank"]),
-        (("--hidden", "0", "--layers", "0"), ["hidden = 0", "layers = 0"]),
+        (("--hidden", "0", "--layers", "0"), ["hidden_size = 0", "layers = 0"]),
         (("--hidden", "64", "--intermediate", "100"), ["--hidden = 64: the teacher has 32", "--intermediate = 100"]),
     ],
 )
