@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins.compressed_tensors.layout import load_packed_zero_points
 from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
@@ -89,7 +89,11 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
-    source = read_model_source(name, revision=revision)
+    try:
+        source = read_model_source(name, revision=revision)
+    except InputError as error:
+        errors = [replace(each, where=role) if each.where == "model" else each for each in error.errors]
+        raise type(error)(errors) from None
     refuse_code(source.config, f"{role} {source.name}")
     directory = Path(source.name)
     if source.revision is None and directory.exists():
