@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from shardwright.trainers.qat.rounding.layers import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding.rounding import WeightRounding
+from shardwright.trainers.qat.rounding.layers import LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.rounding import Rounding
 
 GROUP = 8
 RELATIVE = 1e-6
@@ -84,8 +84,8 @@ def rounded_by_range(low: Any, high: Any, values: torch.Tensor, bits: int, symme
     return straight(values, (codes - zero) * scale)
 
 
-def rounded_weight(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
-    weight, how = tensors["weight"], rounding.weight
+def rounded_weight(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
+    weight, how = tensors["weight"], rounding
     if tensors["adapter_a"] is not None:
         weight = weight + rounding.adapter_scaling * tensors["adapter_b"] @ tensors["adapter_a"]
     strategy, bits = how.quantization.strategy, how.quantization.bits
@@ -123,7 +123,7 @@ def rounded_inputs(tensors: dict[str, Any], how: ActivationQuantization | None) 
     return rounded_by_lsq(inputs, scale, zero, bits=how.bits, elements=inputs.shape[-1])
 
 
-def reference(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
+def reference(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
     """The whole layer by einsum, through autograd."""
     weight, inputs = rounded_weight(tensors, rounding), rounded_inputs(tensors, rounding.inputs)
     found = torch.einsum("...i,oi->...o", inputs.double(), weight.double())
@@ -133,7 +133,7 @@ def reference(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     tensors: dict[str, Any]
-    rounding: LinearRounding
+    rounding: Rounding
     weigh: torch.Tensor
     """Of the shape of the output; the loss is the sum of the output times this."""
 
@@ -149,7 +149,7 @@ class Drawn:
         }
 
 
-def ours(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
+def ours(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
     rest = {name: value for name, value in tensors.items() if name != "inputs"}
     return fake_quantized_linear(tensors["inputs"], LinearTensors(**rest), rounding)
 
@@ -192,8 +192,10 @@ def drawn(
         "adapter_b": 0.3 * random(rows, rank) if rank else None,
     }
     asked = weights_of(bits, symmetric, strategy)
-    rounding = LinearRounding(
-        weight=WeightRounding(quantization=asked, rule=rule, stored_dtype=stored_dtype),
+    rounding = Rounding(
+        quantization=asked,
+        rule=rule,
+        stored_dtype=stored_dtype,
         inputs=activations,
         adapter_scaling=0.7 if rank else 0.0,
     )

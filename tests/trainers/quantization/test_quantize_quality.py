@@ -165,7 +165,7 @@ def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
     for name, module in layers.items():
         matrix = spqr_quantize(module.weight.bfloat16(), hessians[name], SpQROptions(outlier_threshold=0.5))
         module.weight.copy_(matrix.dequantize())
-        stored_bytes += matrix.stored_bytes
+        stored_bytes += sum(tensor.nbytes for tensor in matrix.tensors().values())
     return 8 * stored_bytes / sum(module.weight.numel() for module in layers.values())
 
 

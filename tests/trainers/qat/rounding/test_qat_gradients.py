@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rounding_reference import EXACT, GROUP, RELATIVE, assert_same, drawn, ours, reference, weights_of
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization
 from shardwright.trainers.qat.rounding.rounding import (
-    WeightRounding,
+    Rounding,
     round_weight,
     stored_scale,
     weight_gradients,
@@ -92,9 +92,9 @@ def test_gradients_in_fp32_stay_within_millionths(rule, symmetric, strategy):
 def test_values_outside_a_learned_range_get_no_gradient():
     """Worked out by hand: s = 0.5, 4 bits, so that codes end at -8 and 7 and gradients at -4.25 and 3.75."""
     weight = torch.tensor([[3.5, 3.74, 3.76, 9.0, -4.24, -4.26, 0.3, -0.2]], dtype=EXACT)
-    how = WeightRounding(quantization=weights_of(4, True, "group"), rule="learned", stored_dtype=EXACT)
+    how = Rounding(quantization=weights_of(4, True, "group"), rule="learned", stored_dtype=EXACT)
     scale = torch.tensor([[0.5]], dtype=EXACT)
-    assert round_weight(weight, how, scale).levels.tolist() == [[7, 7, 7, 7, -8, -8, 1, 0]]
+    assert round_weight(weight, how, scale).codes.tolist() == [[7, 7, 7, 7, -8, -8, 1, 0]]
     by_weight, by_scale, by_zero = weight_gradients(torch.ones_like(weight), weight, how, scale, None)
     assert by_weight.tolist() == [[1, 1, 0, 0, 1, 0, 1, 1]]
     inside = (7 - 7) + (7 - 7.48) + (-8 + 8.48) + (1 - 0.6) + (0 + 0.4)
@@ -113,16 +113,18 @@ def test_learned_scales_agree_with_finite_differences(bits, symmetric):
     largest = 2 ** (bits - 1) - 1
     case = drawn(seed=3, bits=bits, symmetric=symmetric, rule="learned", rows=4)
     weight, scale = case.tensors["weight"], case.tensors["weight_scale"]
-    zero, how = case.tensors["weight_zero_point"], case.rounding.weight
+    zero, how = case.tensors["weight_zero_point"], case.rounding
     gradient = torch.randn(weight.shape, dtype=EXACT, generator=torch.Generator().manual_seed(1))
     _, by_scale, by_zero = weight_gradients(gradient, weight, how, scale, zero)
     step = 1e-9
 
     def loss(each: torch.Tensor) -> torch.Tensor:
-        return (round_weight(weight, how, each, zero).value(how) * gradient).unflatten(1, (-1, GROUP)).sum(-1)
+        return (
+            (round_weight(weight, how, each, zero).value(how.quantization) * gradient).unflatten(1, (-1, GROUP)).sum(-1)
+        )
 
     assert torch.equal(
-        round_weight(weight, how, scale + step, zero).levels, round_weight(weight, how, scale - step, zero).levels
+        round_weight(weight, how, scale + step, zero).codes, round_weight(weight, how, scale - step, zero).codes
     )
     slope = (loss(scale + step) - loss(scale - step)) / (2 * step)
     wide = scale.repeat_interleave(GROUP, 1)

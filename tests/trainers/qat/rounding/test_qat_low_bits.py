@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
+from shardwright.trainers.qat.rounding.rounding import Rounding, round_weight, weight_gradients
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, set_seed
 
 STRATEGIES = {"tensor": None, "channel": None, "group": 16}
@@ -20,9 +20,9 @@ RULES = ("ternary", "binary")
 VOCAB_SIZE, SEQ_LEN = 64, 24
 
 
-def rounding(rule: str, strategy: str, dtype: torch.dtype = torch.float32) -> WeightRounding:
+def rounding(rule: str, strategy: str, dtype: torch.dtype = torch.float32) -> Rounding:
     quantization = WeightQuantization(bits=2, strategy=strategy, group_size=STRATEGIES[strategy])  # type: ignore[arg-type]
-    return WeightRounding(quantization=quantization, rule=rule, stored_dtype=dtype)  # type: ignore[arg-type]
+    return Rounding(quantization=quantization, rule=rule, stored_dtype=dtype)  # type: ignore[arg-type]
 
 
 def parts(weight: torch.Tensor, strategy: str) -> list[torch.Tensor]:
@@ -42,7 +42,7 @@ def test_ternary_weights_equal_bitnet(seed: int, strategy: str, zeros: bool) -> 
     found = round_weight(weight, rounding("ternary", strategy))
     scales = found.scale.flatten().double()
     for scale, vector, levels in zip(
-        scales, parts(weight.double(), strategy), parts(found.levels, strategy), strict=True
+        scales, parts(weight.double(), strategy), parts(found.codes, strategy), strict=True
     ):
         mean = vector.abs().mean()
         ratio = vector / (mean + 1e-300)
@@ -51,7 +51,7 @@ def test_ternary_weights_equal_bitnet(seed: int, strategy: str, zeros: bool) -> 
         clear = ((ratio.abs() - 0.5).abs() > 1e-5) | (vector == 0)
         assert torch.equal(levels.double()[clear], expected[clear])
         assert float(scale) == pytest.approx(max(float(mean), torch.finfo(torch.float32).tiny), rel=1e-6)
-    assert found.zero_point is None and set(found.levels.unique().tolist()) <= {-1.0, 0.0, 1.0}
+    assert found.zero_point is None and set(found.codes.unique().tolist()) <= {-1.0, 0.0, 1.0}
 
 
 @given(seed=st.integers(0, 10**6), strategy=st.sampled_from(list(STRATEGIES)))
@@ -61,7 +61,7 @@ def test_binary_weights_minimize_the_error(seed: int, strategy: str) -> None:
     weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed))
     found = round_weight(weight, rounding("binary", strategy))
     for scale, vector, levels in zip(
-        found.scale.flatten().double(), parts(weight.double(), strategy), parts(found.levels, strategy), strict=True
+        found.scale.flatten().double(), parts(weight.double(), strategy), parts(found.codes, strategy), strict=True
     ):
         assert torch.equal(levels.double(), torch.where(vector >= 0, 1.0, -1.0).double())
         assert float(scale) == pytest.approx(float(vector.abs().sum() / vector.numel()), rel=1e-6)
