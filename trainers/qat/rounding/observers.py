@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....plugins.activation_ranges import ActivationHistogram, percentile_range
 from ....plugins.compressed_tensors.codes import range_scale_and_zero_point
 from ....plugins.transformers.gradient_checkpointing import in_backward_pass
+from .config import ObserverMethod
 
-ObserverMethod = Literal["minmax", "moving_average", "percentile"]
-METHODS: tuple[ObserverMethod, ...] = get_args(ObserverMethod)
 AVERAGING_CONSTANT = 0.01
 """Weight of the newest step in a moving average."""
 Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]

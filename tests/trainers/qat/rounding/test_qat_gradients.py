@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding_reference import EXACT, GROUP, RELATIVE, assert_same, drawn, ours, reference, weights_of
+from rounding_reference import EXACT, GROUP, assert_same, drawn, ours, reference, weights_of
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization
 from shardwright.trainers.qat.rounding.rounding import (
     Rounding,
@@ -17,8 +17,6 @@ from shardwright.trainers.qat.rounding.rounding import (
     weight_gradients,
 )
 
-LEARNED_IN_FP32 = 5e-6
-"""As `RELATIVE`, for learned scales in fp32: ``q - w/s`` loses what a code of 7 bits takes of the 24. Seen: 1.7e-6."""
 ACTIVATIONS = [
     None,
     ActivationQuantization(),
@@ -54,39 +52,10 @@ def test_gradients_are_those_of_the_papers(seed, bits, rule, strategy, activatio
     name, symmetric = rule
     # Upstream finds one dynamic range for each place of a third dimension, and tokens have only two before theirs.
     batch = batch[:2] if activations is not None and activations.dynamic else batch
-    case = drawn(
-        seed=seed,
-        bits=2 if name in ("ternary", "binary") else bits,
-        symmetric=symmetric,
-        strategy=strategy,
-        rule=name,
-        activations=activations,
-        batch=batch,
-        rows=rows,
-        groups=groups,
-        biased=biased,
-        rank=rank,
-    )
+    bits = 2 if name in ("ternary", "binary") else bits
+    formats = {"bits": bits, "symmetric": symmetric, "strategy": strategy, "rule": name, "activations": activations}
+    case = drawn(seed=seed, batch=batch, rows=rows, groups=groups, biased=biased, rank=rank, **formats)
     assert_same(case.gradients(ours), case.gradients(reference))
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
-@pytest.mark.parametrize(("rule", "symmetric"), RULES)
-def test_gradients_in_fp32_stay_within_millionths(rule, symmetric, strategy):
-    """The reference finds its codes in fp32, where halves fall as they fall in the layer, and multiplies in fp64."""
-    for bits in (2,) if rule in ("ternary", "binary") else range(2, 9):
-        case = drawn(
-            bits=bits,
-            symmetric=symmetric,
-            strategy=strategy,
-            rule=rule,
-            biased=True,
-            rank=2,
-            dtype=torch.float32,
-            stored_dtype=torch.float32,
-        )
-        relative = LEARNED_IN_FP32 if rule == "learned" else RELATIVE
-        assert_same(case.gradients(ours), case.gradients(reference), relative=relative)
 
 
 def test_values_outside_a_learned_range_get_no_gradient():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounding_reference import EXACT, NAMES, RELATIVE, rounded_by_range, rounded_inputs
+from rounding_reference import EXACT, GROUP, NAMES, RELATIVE, reference
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.trainers.qat.rounding.attach import attach
@@ -22,7 +22,7 @@ from shardwright.trainers.qat.rounding.layers import (
     QuantizationState,
     fake_quantized_linear,
 )
-from shardwright.trainers.qat.rounding.rounding import Rounding, round_weight
+from shardwright.trainers.qat.rounding.rounding import round_weight
 from small_models import llama
 
 
@@ -36,7 +36,7 @@ def of_groups(name: str) -> QuantizationScheme:
     found = scheme_named(name)
     if found.weights.strategy != "group":
         return found
-    return replace(found, weights=replace(found.weights, group_size=16))
+    return replace(found, weights=replace(found.weights, group_size=GROUP))
 
 
 def rounded_layers(model: torch.nn.Module, scheme: str, **changes: Any) -> QuantizationState:
@@ -79,22 +79,12 @@ def test_the_first_layer_has_a_gradient_although_inputs_are_rounded(scheme):
     how = model[0].quantizer.rounding()
     hidden, rest = inputs, dict.fromkeys(NAMES)
     for weight, bias in (leaves[:2], leaves[2:]):
-        hidden = written_out(rest | {"inputs": hidden, "weight": weight, "bias": bias}, how)
+        hidden = reference(rest | {"inputs": hidden, "weight": weight, "bias": bias}, how)
         hidden = torch.nn.functional.silu(hidden) if weight.shape[0] == 48 else hidden
     hidden.square().sum().backward()
     for found, wanted in zip(model.parameters(), leaves, strict=True):
         assert found.grad is not None and wanted.grad.abs().max() > 0
         assert (found.grad - wanted.grad).abs().max() <= RELATIVE * wanted.grad.abs().max()
-
-
-def written_out(tensors: dict[str, Any], how: Rounding) -> torch.Tensor:
-    """`reference`, for groups of 16."""
-    weight, columns = tensors["weight"], how.quantization.group_size or tensors["weight"].shape[1]
-    shared = weight.reshape(-1, columns)
-    ends = shared.detach().min(1, keepdim=True).values, shared.detach().max(1, keepdim=True).values
-    rounded = rounded_by_range(*ends, shared, how.quantization.bits, how.quantization.symmetric)
-    seen = rounded_inputs(tensors, how.inputs)
-    return torch.einsum("...i,oi->...o", seen, rounded.reshape(weight.shape)) + tensors["bias"]
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])

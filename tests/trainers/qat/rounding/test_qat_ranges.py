@@ -16,10 +16,11 @@ from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
 from shardwright.trainers.qat.rounding.attach import attach
 from shardwright.trainers.qat.rounding.config import QATConfig
-from shardwright.trainers.qat.rounding.observers import METHODS, InputRange, synchronise
+from shardwright.trainers.qat.rounding.observers import InputRange, synchronise
 from small_models import scaled_llama, token_ids
 from torch.utils.checkpoint import checkpoint
 
+METHODS = ("minmax", "moving_average", "percentile")
 SYMMETRIC = ActivationQuantization(dynamic=False, percentile=99.0)
 ASYMMETRIC = replace(SYMMETRIC, symmetric=False)
 STATIC = scheme_named("W8A8_STATIC")
