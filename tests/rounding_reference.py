@@ -18,17 +18,6 @@ GROUP = 8
 RELATIVE = 1e-6
 """Largest difference of a gradient's element, relative to the largest element."""
 EXACT = torch.float64
-NAMES = (
-    "inputs",
-    "weight",
-    "bias",
-    "weight_scale",
-    "weight_zero_point",
-    "input_scale",
-    "input_zero_point",
-    "adapter_a",
-    "adapter_b",
-)
 STORED = ("input_scale", "input_zero_point")
 """Tensors that are not trained."""
 

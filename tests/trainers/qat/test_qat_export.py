@@ -98,7 +98,6 @@ CASES = {
     "W8A8": ("W8A8", torch.bfloat16, {}),
     "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
     "percentile": ("W8A8_STATIC", torch.bfloat16, {"ranges": "percentile"}),
-    "ternary": ("W2A16", torch.bfloat16, {"weight_rule": "ternary"}),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounding_reference import EXACT, GROUP, NAMES, RELATIVE, reference
+from rounding_reference import GROUP
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.trainers.qat.rounding.attach import attach
@@ -66,25 +66,6 @@ def step(model: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
     model(input_ids=IDS, labels=IDS).loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("scheme", ["W8A8", "W4A8", "W4A4"])
-def test_the_first_layer_has_a_gradient_although_inputs_are_rounded(scheme):
-    """Against the same two layers written out with the reference; upstream's own forward pass cuts it off."""
-    model = two_layers().double()
-    rounded_layers(model, scheme, stored_dtype=EXACT)
-    inputs = torch.randn(2, 5, 32, dtype=EXACT, generator=torch.Generator().manual_seed(1))
-    model(inputs).square().sum().backward()
-    leaves = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
-    how = model[0].quantizer.rounding()
-    hidden, rest = inputs, dict.fromkeys(NAMES)
-    for weight, bias in (leaves[:2], leaves[2:]):
-        hidden = reference(rest | {"inputs": hidden, "weight": weight, "bias": bias}, how)
-        hidden = torch.nn.functional.silu(hidden) if weight.shape[0] == 48 else hidden
-    hidden.square().sum().backward()
-    for found, wanted in zip(model.parameters(), leaves, strict=True):
-        assert found.grad is not None and wanted.grad.abs().max() > 0
-        assert (found.grad - wanted.grad).abs().max() <= RELATIVE * wanted.grad.abs().max()
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
