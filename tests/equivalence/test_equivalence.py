@@ -105,7 +105,6 @@ CASES = [
     *_cases("ddp zero3", "tiled", "sgd", "balance_loss", accumulation=2),
     *_cases("ddp fsdp2", "tiled", "lora", accumulation=2),
     *_cases("ddp", "tiled", "distillation", accumulation=2),
-    *_cases("zero3 fsdp2", "kept_products", "bf16"),
     # Distillation
     *_cases("zero1 zero3 fsdp2 sp2-zero2 sp2-zero3", "distillation", accumulation=3),
     *_cases("ddp", "distillation", "packing", accumulation=3),
