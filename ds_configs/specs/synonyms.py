@@ -130,6 +130,7 @@ REMOVED: Mapping[str, str] = {
     "loss=skewed_reverse_kl": "use reverse_kl",
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
+    "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",
@@ -168,6 +169,9 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
         for name in ("calibration", "calibration_samples")
     },
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
+    **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
+    ("text", "few_shot"): "pass the .txt file, or a directory of them, as --dataset",
+    ("stride", "few_shot"): "omit it: windows follow one another without overlap",
     ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",

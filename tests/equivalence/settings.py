@@ -397,8 +397,7 @@ def _distilled(**options: Any) -> Change:
     def change(run: Run) -> None:
         from shardwright.trainers import distillation
 
-        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "self_teacher": "SelfTeacher"}
-        kinds["on_policy"] = "OnPolicy"
+        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "on_policy": "OnPolicy"}
         made = {
             name: getattr(distillation, kinds[name])(**value) if name in kinds else value
             for name, value in options.items()
@@ -649,7 +648,6 @@ SETTINGS: dict[str, Change] = {
     "own_term": _own_term,
     "teacher_sharded": _set(teacher="sharded"),
     "teacher_offloaded": _set(teacher="offloaded"),
-    "frozen_copy": _distilled(self_teacher={"kind": "frozen_copy"}),
     # Optimizers
     **{name: _optimizer(name) for name in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
     "adafactor": _optimizer("adafactor"),

@@ -159,8 +159,6 @@ CASES = [
     *_cases("zero0 zero3 fsdp2 tp2-zero1 ep2-zero2", "own_sgd"),
     *_cases("zero2 fsdp2", "own_nadam"),
     # Combinations that once failed or computed something else
-    # ZeRO-3 partitions a student before it is copied.
-    *_cases("zero3", "frozen_copy"),
     *_cases("tp2-zero1", "frozen"),
     *_cases("ep2-zero2", "pruning"),
     *_cases("zero3", "label_smoothing", "balance_loss", accumulation=2),

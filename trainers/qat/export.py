@@ -26,7 +26,6 @@ from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
 from ...plugins.huggingface_hub.hub import fetch_snapshot
-from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ...plugins.transformers.checkpoint_tensors import (
@@ -171,7 +170,7 @@ def export(
                         )
                     result = replace(result, largest_weight_difference=difference, verification=verification)
                 _write_report(attachment, result, staging, time.perf_counter() - started)
-            discard_failed(output, note_on_first_rank)
+            discard_failed(output)
             return result
 
         answer: ExportResult = ranks.does(write)
