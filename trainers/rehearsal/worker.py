@@ -18,7 +18,6 @@ from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.peft import add_lora
 from ...plugins.transformers.gradient_checkpointing import (
     partial_checkpointing_callback,
-    selective_checkpointing_callback,
 )
 from ...plugins.transformers.training_arguments import (
     prepare_model_directory_save,
@@ -123,8 +122,6 @@ def _trainer(job: RehearsalJob, plan: Plan, work: Path, arguments: Any) -> tuple
     trainer.add_callback(ProgressSender())
     if layout.checkpointed_layers is not None:
         trainer.add_callback(partial_checkpointing_callback(layout.checkpointed_layers))
-    if layout.keeps_products:
-        trainer.add_callback(selective_checkpointing_callback())
     return trainer, recorder
 
 
