@@ -18,7 +18,7 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints.record import Reader, read_complete, read_whole
 from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
-from ..data.samples import Samples, stated_samples, streamed_samples
+from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
 
@@ -92,20 +92,12 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None) -> Samples:
+def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
     """Return the training samples and the evaluation samples, held out or from another split or file.
-
-    `train_samples` limits how much of the dataset is read; its first rows are then held out.
 
     Raises:
         UsageError: there is no text, or the evaluation split is empty.
     """
-
-    def read(settings: LaunchedSettings, evaluation_samples: int) -> Samples:
-        if train_samples is None:
-            return stated_samples(settings, tokenizer)
-        return streamed_samples(settings, tokenizer, train_samples=train_samples, evaluation_samples=evaluation_samples)
-
     other, other_split = settings.evaluation_dataset, settings.evaluation_split
     if other is not None or other_split is not None:
         if other_split is not None and parse_source(other or settings.dataset).is_local:
@@ -117,11 +109,11 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: 
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        samples = read(unsplit, 0)
-        held_out = list(stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train)
+        samples = stated_samples(unsplit, tokenizer)
+        held_out = stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train
         statistics = replace(samples.statistics, evaluation_samples=len(held_out))
         return replace(samples, evaluation=held_out, statistics=statistics)
-    samples = read(settings, settings.evaluation_samples)
+    samples = stated_samples(settings, tokenizer)
     if not samples.evaluation:
         share = f"{100 * settings.evaluation_fraction:.0f} %"
         rule = f"the evaluation split ({share}) is empty: duplicate rows always go to the same split"
