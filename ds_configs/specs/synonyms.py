@@ -119,6 +119,7 @@ REMOVED: Mapping[str, str] = {
         "recipes are files of examples/quantization: pass one to quantize --config",
     ),
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
+    "nodes_as_ranks": "omit it: a rehearsal has one launcher; node checks of launch test several machines",
     "streaming": "write #N after the dataset, such as imdb#2000, to read only its first N rows",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),

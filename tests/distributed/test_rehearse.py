@@ -93,15 +93,6 @@ def test_fsdp2_with_a_tiled_mlp_and_offloaded_layer_inputs_passes(
     assert "Layer inputs in host memory: " in capsys.readouterr().out
 
 
-@pytest.mark.full
-def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
-    """Plain data parallelism over 2 x 8 accelerators, one rank for each node."""
-    directory = written(tmp_path / "plan", "2x8xB200", strategy="ddp")
-    found = rehearse(directory, steps=STEPS, nodes_as_ranks=True)
-    assert_passed(found)
-    assert (found.ranks, found.nodes) == (2, 2)
-
-
 @contextmanager
 def running_rehearsal(directory: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
     """Start the command, wait until both ranks run, and yield it with the ranks by number."""

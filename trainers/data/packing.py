@@ -149,7 +149,7 @@ def _reads_other_documents(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small, _ = shrink_model_config(dict(config), strategy=layout, seq_len_tokens=max(seq_len, 64), hidden_size=64)
+    small, _ = shrink_model_config(dict(config), layout=layout, seq_len_tokens=max(seq_len, 64), hidden_size=64)
     first, second = _PROBED_TOKENS
     try:
         # The seed of the process is not changed.

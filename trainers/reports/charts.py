@@ -30,8 +30,7 @@ def svg(*draws: Draw, title: str) -> str:
 
     figure, output = Figure(figsize=(4.6, 3.8 * len(draws)), layout="constrained"), io.StringIO()
     # A dollar in the name of a model must not begin a formula.
-    settings = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}
-    with rc_context(settings):
+    with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
         for axes, draw in zip(figure.subplots(len(draws), squeeze=False).flat, draws, strict=True):
             draw(axes)
             axes.grid(alpha=0.25)

@@ -97,21 +97,16 @@ def code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def usage(adapter: str | None = None) -> str:
-    """Return a Python example that loads the model of a card.
-
-    Args:
-        adapter: `None` for a complete model, `.` for a directory that is a PEFT adapter, or its subdirectory.
-    """
-    auto_class = "AutoPeftModelForCausalLM" if adapter == "." else "AutoModelForCausalLM"
-    imports = {
-        None: ["from transformers import AutoModelForCausalLM, AutoTokenizer"],
-        ".": ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer"],
-    }.get(adapter, ["from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"])
-    lines = [*imports, "", f'model = {auto_class}.from_pretrained(".")']
-    if adapter not in (None, "."):
-        lines.append(f'model = PeftModel.from_pretrained(model, ".", subfolder="{adapter}")')
-    lines += [
+def usage(*, adapter: bool = False) -> str:
+    """Return a Python example that loads the model of a card, which is complete or a PEFT adapter."""
+    auto_class = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if adapter:
+        imports = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer"]
+    lines = [
+        *imports,
+        "",
+        f'model = {auto_class}.from_pretrained(".")',
         'tokenizer = AutoTokenizer.from_pretrained(".")',
         'inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))",

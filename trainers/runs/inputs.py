@@ -93,7 +93,7 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
 
 
 def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
-    """Return the training samples and the evaluation samples, held out or from another split or file.
+    """Return the training samples and at most `evaluation_samples`, held out or from another split or file.
 
     Raises:
         UsageError: there is no text, or the evaluation split is empty.
@@ -111,19 +111,15 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
         }
         samples = stated_samples(unsplit, tokenizer)
         held_out = stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train
-        statistics = replace(samples.statistics, evaluation_samples=len(held_out))
-        return replace(samples, evaluation=held_out, statistics=statistics)
-    samples = stated_samples(settings, tokenizer)
-    if not samples.evaluation:
+    else:
+        samples = stated_samples(settings, tokenizer)
+        held_out = samples.evaluation
+    if not held_out:
         share = f"{100 * settings.evaluation_fraction:.0f} %"
         rule = f"the evaluation split ({share}) is empty: duplicate rows always go to the same split"
         fix = "add data, raise --evaluation-fraction, or lower --seq-len"
         raise UsageError(ConfigError(where="dataset", value=settings.dataset, rule=rule, fix=fix))
-    return samples
-
-
-def limited_held_out(samples: Samples, settings: LaunchedSettings) -> Samples:
-    kept = samples.evaluation[: settings.evaluation_samples]
+    kept = held_out[: settings.evaluation_samples]
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
 
 

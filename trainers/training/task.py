@@ -27,7 +27,6 @@ from ..runs.inputs import (
     as_planned,
     chosen_hardware,
     launch_errors,
-    limited_held_out,
     named_samples,
     run_output_errors,
     training_job,
@@ -164,7 +163,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         raise UsageError(errors)
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
-        limited_held_out(samples, settings),
+        samples,
         settings,
         plan,
         [(loaded.config, plan.model.attention)],

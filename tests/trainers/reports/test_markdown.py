@@ -88,13 +88,12 @@ def test_cards_of_quantized_models_name_the_libraries_that_load_them():
 @pytest.mark.parametrize(
     ("adapter", "line"),
     [
-        (None, 'model = AutoModelForCausalLM.from_pretrained(".")'),
-        (".", 'model = AutoPeftModelForCausalLM.from_pretrained(".")'),
-        ("adapter", 'model = PeftModel.from_pretrained(model, ".", subfolder="adapter")'),
+        (False, 'model = AutoModelForCausalLM.from_pretrained(".")'),
+        (True, 'model = AutoPeftModelForCausalLM.from_pretrained(".")'),
     ],
 )
 def test_usage_loads_the_model_or_its_adapter(adapter, line):
-    example = usage(adapter).split("```python\n")[1].split("```")[0]
+    example = usage(adapter=adapter).split("```python\n")[1].split("```")[0]
     assert line in example.splitlines()
     compile(example, "card", "exec")
 

@@ -90,7 +90,7 @@ class DistillationOutcome(LaunchedOutcome):
         licenses = f"{license_line(student, 'Student')} {license_line(teacher, 'Teacher')}"
         return card_text(
             f"{title_of(student)}, distilled from {title_of(teacher)}",
-            [lead, usage("." if adapter else None), *self.card_results()],
+            [lead, usage(adapter=adapter), *self.card_results()],
             f"{licenses} The terms of the teacher and of the data may also apply to the student. Read all three before "
             "you publish it.",
             base=student,

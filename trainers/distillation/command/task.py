@@ -26,7 +26,6 @@ from ...runs.inputs import (
     chosen_hardware,
     is_without,
     launch_errors,
-    limited_held_out,
     named_samples,
     run_output_errors,
     trained_teacher,
@@ -166,7 +165,7 @@ def prepare_distillation(
         obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
     elif settings.cross_tokenizer:
         obstacle = "the teacher reads each conversation in its own tokens (--cross-tokenizer)"
-    samples = packed_if_possible(limited_held_out(samples, settings), settings, plan, models, obstacle=obstacle)
+    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedDistillation(
         request=request,
         settings=settings,
