@@ -160,6 +160,10 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{
+        (name, "trials"): "pass it to plan, and tune the plan"
+        for name in ("hardware", "seq_len", "micro_batch_size", "global_batch_size", "strategy", "precision", "method")
+    },
     ("script", "trials"): "omit it: trials train with random weights; launch runs a script with the tuned plan",
     **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{

@@ -102,5 +102,3 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         foreign_world_size,
     )
 }
-REFUSED = ("foreign_world_size",)
-"""Whole, so that they are chosen, and then refused; the others are skipped for an older one."""

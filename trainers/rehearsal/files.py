@@ -112,7 +112,8 @@ def choose_ranks(layout: Layout, ranks: int | None) -> int:
     Raises:
         UsageError: the number of ranks does not fit the layout.
     """
-    for count in (2, *range(1, MOST_RANKS + 1)) if ranks is None else ():
+    counts: list[int] = [2, *range(1, MOST_RANKS + 1)] if ranks is None else []
+    for count in counts:
         with contextlib.suppress(UsageError):
             shrink_layout(layout, ranks=count)
             return count

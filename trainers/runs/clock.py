@@ -80,7 +80,7 @@ class StepClock(StepEvents, TrainerCallback):
         for batch in batches:
             # Collators of some trainers return a list of samples.
             ids = batch.get("input_ids") if hasattr(batch, "get") else None
-            self._positions += ids.numel() if torch.is_tensor(ids) else 0
+            self._positions += ids.numel() if isinstance(ids, torch.Tensor) else 0
             yield batch
 
     def log_values(self) -> dict[str, float]:
