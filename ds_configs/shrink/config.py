@@ -37,7 +37,6 @@ class Rewriting:
         self._path = path
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, or `None`."""
         return self.values.get(key)
 
     def put(self, key: str, value: object) -> None:
@@ -64,7 +63,6 @@ class Rewriting:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -351,7 +349,6 @@ def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
 
 
 def layer_count(config: ModelConfig) -> int | None:
-    """Return the number of layers of a config; `None` if it has none."""
     return next((config[name] for name in LAYER_COUNTS if is_count(config.get(name))), None)
 
 
@@ -409,7 +406,6 @@ def _per_layer_lists(config: ModelConfig, total: int) -> Iterator[tuple[str, lis
 
 
 def _period(values: list[object]) -> int:
-    """Return the length of the pattern that a list repeats; 1 if there is no short pattern."""
     for period in range(1, min(_LONGEST_PERIOD, len(values)) + 1):
         if all(value == values[index % period] for index, value in enumerate(values)):
             return period
@@ -518,8 +514,6 @@ def _check(config: ModelConfig) -> None:
 
 
 def _shorten(config: Rewriting, *, before: int, after: int) -> None:
-    """Scale position limits and attention windows with the sequence."""
-
     def scaled_window(window: object) -> object:
         if not isinstance(window, int) or not is_count(window):
             return window

@@ -108,7 +108,6 @@ def fitting_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 def packed_row(documents: Sequence[Sample]) -> Sample:
-    """Return one sample of several documents, with `position_ids`."""
     row: Sample = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         row["input_ids"] += document["input_ids"]

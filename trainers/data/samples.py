@@ -218,7 +218,6 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
 
 
 def _kind_of(source: str, rows: Sequence[Row]) -> Kind:
-    """Return the kind of the rows, by the columns of the first one."""
     if not rows:
         raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
     columns = list(rows[0])
@@ -242,7 +241,6 @@ def _messages(row: Row) -> Any:
 
 
 def _has_text(row: Row, kind: Kind) -> bool:
-    """Return whether a row has text to train on."""
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,8 +37,6 @@ MOST_RANKS = 64
 
 
 class RehearsalJob(RankJob):
-    """Job of every rank."""
-
     task: Literal["rehearse"] = "rehearse"
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments, scaled")
     stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
@@ -54,7 +53,6 @@ class RehearsedScriptJob(RankJob):
     script: str = Field(description="Python file, in a copy of its directory")
     arguments: list[str] = Field(description="arguments of the script")
     model_name: str = Field(description="name of the model in the plan")
-    model_directory: str = Field(description="directory of the small model that replaces it")
     steps: int = Field(description="optimizer steps of a trainer, at most")
     working_directory: str = Field(description="copy of the user's working directory")
 
@@ -93,17 +91,12 @@ class Rehearsed:
     """Of the shrunken model on CPU ranks, with the rehearsed layout, sequence and precision."""
     accelerate: dict[str, Any]
     """`accelerate.yaml` to launch with."""
-    deepspeed: dict[str, Any] | None
-    """`ds_config.json` to launch with; `None` without DeepSpeed."""
     worker: RehearsalJob
     """What the ranks read."""
+    offloads_optimizer: bool
+    """Whether DeepSpeed steps on the host."""
     changes: tuple[Change, ...]
     """Every value that differs from the plan's."""
-
-    def offload_device(self, what: Literal["optimizer", "param"]) -> str:
-        """Return where the files send optimizer states or parameters: `none`, `cpu` or `nvme`."""
-        section = (self.deepspeed or {}).get("zero_optimization", {}).get(f"offload_{what}") or {}
-        return str(section.get("device", "none"))
 
 
 def choose_ranks(layout: Layout, ranks: int | None) -> int:
@@ -159,13 +152,15 @@ def scale_plan(
             changes.append(Change(where=f"job: {name}", before=before, after=after))
     if plan.job.teacher is not None:
         changes.append(Change(where="job: teacher", before=plan.job.teacher.name, after=None))
-    deepspeed, deepspeed_file, nvme = None, work / "ds_config.json", work / "nvme"
+    offload: dict[str, Any] = {}
+    deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
     nvme.mkdir()
     if files.deepspeed is not None:
         deepspeed = Rewriting(files.deepspeed, path="ds_config.json: ")
         shrink_deepspeed_config(deepspeed, zero=zero, nvme_path=str(nvme), before=planned, after=layout)
         cpu_deepspeed(deepspeed)
         changes += deepspeed.changes
+        offload = deepspeed.values.get("zero_optimization", {}).get("offload_optimizer") or {}
         deepspeed_file.write_text(json.dumps(deepspeed.values, indent=1), encoding="utf-8")
     accelerate = Rewriting(files.accelerate, path="accelerate.yaml: ")
     shrink_accelerate_config(accelerate, ranks=ranks, deepspeed_config_file=str(deepspeed_file))
@@ -189,7 +184,26 @@ def scale_plan(
     return Rehearsed(
         plan=small,
         accelerate=accelerate.values,
-        deepspeed=None if deepspeed is None else deepspeed.values,
         worker=worker,
+        offloads_optimizer=offload.get("device", "none") != "none",
         changes=tuple(changes),
     )
+
+
+def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:
+    """Return the shrunken model: with weights in `work` if it is `saved`, else on the meta device.
+
+    `settings` are those of `AutoModelForCausalLM.from_config`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
+    set_seed(0)
+    with torch.device("cpu" if saved else "meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+    if saved:
+        # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            model.save_pretrained(work / "model")
+    return model

@@ -69,6 +69,5 @@ def launch_rehearsal(
 
 
 def rank_records(work: Path, stage: str, ranks: int) -> list[dict[str, Any]]:
-    """Return the records of the ranks after a stage, in order."""
     files = [work / f"{stage}-rank{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]

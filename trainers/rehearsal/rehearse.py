@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import tempfile
 import time
@@ -32,7 +31,7 @@ from .checks import (
     passed,
     with_unreached,
 )
-from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan
+from .files import PlanFiles, Rehearsed, choose_ranks, make_model, scale_plan
 from .launch import STAGES, LaunchSettings, launch_rehearsal, rank_records
 from .report import (
     OFFLOADED,
@@ -162,28 +161,14 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
         more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
     checks.append(check_optimizer(files.deepspeed, files.arguments))
-    checks.append(check_layer_classes(files.accelerate, plan, _make_model(rehearsed, settings.work)))
+    # The ranks load the base weights of adapters.
+    model = make_model(settings.work, saved=plan.job.method != "full")
+    class_names = {type(module).__name__ for module in model.modules()}
+    checks.append(check_layer_classes(files.accelerate, plan, class_names))
     if all(check.passed for check in checks):
         rehearsal, more = _launch_all(rehearsal, rehearsed, settings)
         checks += more
     return replace(rehearsal, checks=with_unreached(checks), changes=rehearsed.changes)
-
-
-def _make_model(rehearsed: Rehearsed, work: Path) -> set[str]:
-    """Return the names of the model's module classes; for adapters also save base weights for the ranks."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
-
-    config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
-    full = rehearsed.plan.job.method == "full"
-    set_seed(0)
-    with torch.device("meta" if full else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if not full:
-        # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            model.save_pretrained(work / "model")
-    return {type(module).__name__ for module in model.modules()}
 
 
 def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSettings) -> tuple[Rehearsal, list[Check]]:
@@ -225,7 +210,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
             losses,
             resumed[0]["losses"],
             save_step=worker.save_step,
-            cpu_optimizer=rehearsed.offload_device("optimizer") != "none",
+            cpu_optimizer=rehearsed.offloads_optimizer,
         )
     )
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"

@@ -37,8 +37,6 @@ class PredictedPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Rehearsal:
-    """Result of a rehearsal."""
-
     plan: Plan
     source: str | None
     """Directory of the plan; `None` for a plan without files."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -16,7 +14,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
-from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob
+from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob, make_model
 from .launch import LaunchSettings, launch_rehearsal, rank_records
 
 MOST_FILES, MOST_BYTES = 20_000, 4 * 2**30
@@ -56,7 +54,6 @@ def rehearse_script(
         script=str(_in_copy(script, copies)),
         arguments=exchanged_arguments(with_plan_flags(arguments, plan), plan, settings.directory, work, copies),
         model_name=plan.model.name,
-        model_directory=str(work / "model"),
         steps=settings.steps,
         working_directory=str(_in_copy(here, copies)),
     )
@@ -172,21 +169,17 @@ def exchanged_arguments(
 def _write_small(files: PlanFiles, rehearsed: Rehearsed, work: Path) -> None:
     """Write the shrunken weights, a tokenizer of bytes, and the arguments that ranks scale."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoConfig
 
-    model = work / "model"
-    set_seed(0)
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
-    dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float32) else torch.float32
+    dtype = AutoConfig.from_pretrained(work / "model", trust_remote_code=False).dtype
+    dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
     if rehearsed.plan.chosen.strategy.engine == "deepspeed":
         dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        made.save_pretrained(model)
+    make_model(work, saved=True, dtype=dtype)
     tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)
     tokenizer.chat_template = _CHAT_TEMPLATE
     # Collators of scripts pad.
     tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save_pretrained(model)
+    tokenizer.save_pretrained(work / "model")
     (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")

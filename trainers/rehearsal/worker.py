@@ -28,8 +28,6 @@ PROBE_SEED = 7
 
 
 class RehearsalTask(RehearsalJob, RankTask):
-    """One of the two launches of a rehearsal."""
-
     def run(self, work: Path) -> None:
         {"train": train_shrunken, "resume": resume}[self.stage](self, Plan.load(work), work)
 

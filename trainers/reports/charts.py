@@ -70,5 +70,4 @@ def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[fl
 
 
 def points(metrics: Metrics, key: str) -> Points:
-    """Return steps and logged values of a name."""
     return [(entry["step"], entry[key]) for entry in metrics if key in entry]

@@ -186,7 +186,6 @@ def _training_settings(data: Data, plan: Plan) -> Section:
 
 
 def evaluation_report(data: Data) -> Report:
-    """Return the report of `evaluation.json`."""
     text, baseline = data["text"], data["baseline"]
     against = "" if baseline is None else f"against {short_name(baseline['name'])}, "
     return Report(
@@ -318,7 +317,6 @@ def serving_text(method: str, storage: str) -> str:
 
 
 def quantization_report(data: Data) -> Report:
-    """Return the report of `quantization.json`."""
     evaluation, scheme, verification = data["evaluation"], data["scheme"], data["verification"]
     difference = verification["largest_logit_difference"]
     name = plain(scheme.get("name"))

@@ -84,7 +84,6 @@ class StepClock(StepEvents, TrainerCallback):
             yield batch
 
     def log_values(self) -> dict[str, float]:
-        """Return the figures of a logged step."""
         return self.figures
 
     def peak_bytes(self) -> int | None:

@@ -31,7 +31,6 @@ AnySettings = TypeVar("AnySettings", bound=LaunchedSettings)
 
 
 def default_hardware() -> str:
-    """Return this machine's accelerators, or two CPU ranks."""
     import torch
 
     return "local" if torch.cuda.is_available() else "2xCPU"

@@ -43,8 +43,6 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchedOutcome(ABC):
-    """Result of a successful training run."""
-
     plan: Plan
     statistics: SampleStatistics
     """Samples that were trained and evaluated on."""
@@ -68,7 +66,6 @@ class LaunchedOutcome(ABC):
         """Return the model card, with the metadata that the Hub reads."""
 
     def __repr__(self) -> str:
-        """Return dataset, layout, hardware and the first measure, in one line."""
         headings, rows = self.measures()
         measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
         layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
@@ -123,7 +120,6 @@ class LaunchedOutcome(ABC):
 
 
 def number(value: float) -> str:
-    """Return nats with four decimals."""
     return f"{value:.4f}"
 
 

@@ -85,7 +85,6 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @property
     def own_arguments(self) -> Mapping[str, Any]:
-        """Further keys of `TrainingArguments`."""
         return {}
 
     @property

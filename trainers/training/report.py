@@ -33,8 +33,6 @@ class TrainResult(StepResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TrainOutcome(LaunchedOutcome):
-    """Result of a successful training run."""
-
     settings: TrainSettings
     model: str
     """Hub id, directory or `config.json` that training started from."""

@@ -147,10 +147,7 @@ def carry_axes(plan: Plan) -> None:
 
 
 class ScriptTask(ScriptJob, RankTask):
-    """A user's script under the plan's layout."""
-
     def run(self, work: Path) -> None:
-        """Prepare this process for the plan's layout, and run the script."""
         plan = Plan.load(self.plan)
         check_upstream(plan.chosen.strategy.engine)
         with memory_errors(plan):

@@ -65,8 +65,6 @@ class TrainJob(LaunchedJob):
 
 
 class ScriptJob(RankJob):
-    """Job of every rank of a user's script."""
-
     task: Literal["script"] = "script"
     plan: str = Field(description="directory of the plan")
     script: str = Field(description="Python file")

@@ -70,8 +70,6 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTrain(PreparedTraining[TrainOutcome]):
-    """A training that can be launched; nothing is written yet."""
-
     settings: TrainSettings
     """Settings of the user; with `--plan`, those of the plan."""
     model: str
