@@ -42,7 +42,10 @@ def test_resume_or_anew_starts_again_if_no_checkpoint_is_complete(workshop, tmp_
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
 
 
-@pytest.mark.parametrize(("engine", "damage"), [("ddp", "drop_scheduler"), ("zero2", "flip_optimizer")])
+@pytest.mark.parametrize(
+    ("engine", "damage"),
+    [("zero2", "flip_optimizer"), *(pytest.param("ddp", damage, marks=pytest.mark.full) for damage in DAMAGES)],
+)
 def test_damaged_checkpoint_is_skipped(engine, damage, workshop, tmp_path):
     shutil.copytree(workshop.whole(engine), tmp_path / "run")
     DAMAGES[damage](tmp_path / "run" / f"checkpoint-{STEPS}")
