@@ -83,7 +83,7 @@ def test_loading_and_own_scripts_are_reported_too(shell: Any, tmp_path: Path) ->
         failed = shell("launch", "plan", "script.py", limit=limit)
         assert failed.code == 3, failed.err
         assert re.search(rf"rank [01]: out of memory in phase ({phase}): tensors need", failed.err)
-        assert "    shardwright plan " in failed.err
+        assert ("shardwright plan " in failed.err) == (phase != "loading"), "no plan needs so little"
 
 
 def test_every_proposed_command_makes_the_plan_that_it_names(shell: Any) -> None:
