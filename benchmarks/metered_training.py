@@ -21,7 +21,6 @@ from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, met
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
     partial_checkpointing_callback,
-    selective_checkpointing_callback,
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
@@ -74,8 +73,6 @@ def train_metered(
             long.attach(trainer)
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
-        if strategy.keeps_products:
-            trainer.add_callback(selective_checkpointing_callback())
         prepare_optimizer(trainer)
         meter_trainer(trainer, meter)
         trainer.train()

@@ -276,11 +276,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="A pipeline stage is not a Transformers model, whose method enables checkpointing of its layers.",
     ),
     Patch(
-        name="selective-checkpointing",
-        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
-        reason="`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
-    ),
-    Patch(
         name="offloaded-checkpoints",
         target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         reason="Only the input of a recomputed layer moves to host memory, and only that of the first layers.",

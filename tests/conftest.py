@@ -45,7 +45,6 @@ FULL = (
     "distributed/test_drawn_trainers.py",
     "trainers/qat/test_qat_quality.py",
     "trainers/quantization/test_quantize_quality.py",
-    "trainers/distillation/test_distillation_teaches.py",
 )
 """Sweeps, comparisons of quality, and what builds the documentation."""
 TABLES = (

@@ -29,7 +29,7 @@ from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.second_models import SecondModelRole
 from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.learning import MeasuredStep, learned
+from ..step_time.learning import MeasuredStep, comparable_steps
 from .clusters import NodeCommand, hostfile, slurm_script
 from .output import write_files
 from .rendering import (
@@ -199,7 +199,7 @@ def make_plan(
         context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
-    known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
+    runs, _ = comparable_steps(measured_steps, hardware, outcome.chosen.strategy.engine)
     return Plan(
         model=model,
         hardware=hardware,
@@ -208,7 +208,7 @@ def make_plan(
         rejected=outcome.rejected,
         versions=versions,
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
-        learned_from=() if known is None else known.runs,
+        learned_from=runs,
     )
 
 
@@ -311,8 +311,6 @@ def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     step_time = asdict(evaluated.time)
     if not evaluated.time.measured_runs:
         del step_time["learned_scale"], step_time["measured_runs"]
-    if not evaluated.time.learned_factors:
-        del step_time["learned_factors"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
         "reason": evaluated.reason,

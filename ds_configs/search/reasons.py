@@ -100,7 +100,7 @@ def chosen_reason(
             f"{_percent(fastest, best)} % faster, but {more}."
         )
     sentences += _long_sequence_gains(best)
-    if low := low_utilization_reason(layout, time, context.model, context.hardware, best.job):
+    if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
@@ -108,9 +108,6 @@ def chosen_reason(
     if time.measured_runs:
         runs = f"{time.measured_runs} measured run{'s' if time.measured_runs > 1 else ''}"
         times = f"Step times are {time.learned_scale:.2f} times the published prediction"
-        if time.learned_factors:
-            factors = [f"{time.learned_factors[part]:.2f} for {name}" for part, name in _PART_NAMES.items()]
-            times += f" ({', '.join(factors)})"
         sentences.append(f"{times}, from {runs} on {context.hardware.gpu} (shardwright calibrate --list).")
     if layout.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
@@ -123,9 +120,6 @@ def chosen_reason(
     if layout.axes and (large := _too_large(layout, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
-
-
-_PART_NAMES = {"compute": "computation", "network": "communication", "host": "the host"}
 
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:
@@ -192,9 +186,7 @@ def _recomputation(candidate: Candidate) -> str:
     layout = candidate.layout
     layers = -(-candidate.context.model.dimensions.num_layers // layout.pp)
     text = "gradient checkpointing" if layout.gradient_checkpointing else "no gradient checkpointing"
-    if layout.keeps_products:
-        text += " that keeps matrix products and attention"
-    elif layout.gradient_checkpointing and layout.checkpointed_layers is not None:
+    if layout.gradient_checkpointing and layout.checkpointed_layers is not None:
         text += f" of the first {layout.checkpointed_layers} of {layers} layers"
     if count := layout.offloaded_checkpoints:
         text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"

@@ -62,8 +62,6 @@ class GpuConstants:
     """Computation lost per second of concurrent communication, which uses memory bandwidth and processors."""
     scatter_share: float = 0.5
     """Time of a large all-gather or reduce-scatter divided by that of an equal all-reduce: one half on rings."""
-    kept_products_seconds: float = 0.0
-    """Host time per layer of `selective` checkpointing, which inspects every operator, forward and recomputed."""
     zero3_module_seconds: float
     """Host time of ZeRO-3's hooks per module and pass (forward, recomputed, backward)."""
     zero3_gather_seconds: float

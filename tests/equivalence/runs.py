@@ -235,7 +235,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
         from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
         config = DistillationConfig(**run.distillation)
-        teacher = None if config.self_teacher else _teacher(case, run, directory)
+        teacher = _teacher(case, run, directory)
         placed = {} if run.teacher == "replica" else {"teacher_placement": run.teacher}
         settings = (
             {"trainer_class": DistillationTrainer, "teacher": teacher, "distillation": config} | placed | settings
@@ -351,7 +351,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         record["evaluation"] = {name: found[f"eval_{name}"] for name in names if f"eval_{name}" in found}
     if run.distillation is not None:
         record["kl_per_token"] = logged(trainer, "kl_per_token")
-    if run.distillation is not None and trainer.teacher is not None and "self_teacher" not in run.distillation:
+    if run.distillation is not None and trainer.teacher is not None:
         teacher = trainer.teacher.model
         whole = sum(parameter.numel() for parameter in make_teacher(case, run).parameters())
         record["teacher"] = {

@@ -397,8 +397,7 @@ def _distilled(**options: Any) -> Change:
     def change(run: Run) -> None:
         from shardwright.trainers import distillation
 
-        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "self_teacher": "SelfTeacher"}
-        kinds["on_policy"] = "OnPolicy"
+        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "on_policy": "OnPolicy"}
         made = {
             name: getattr(distillation, kinds[name])(**value) if name in kinds else value
             for name, value in options.items()
@@ -600,12 +599,6 @@ def _schedule_of_deepspeed(run: Run) -> None:
         }
 
 
-def _checkpointing() -> Any:
-    from shardwright.plugins.transformers.gradient_checkpointing import selective_checkpointing_callback
-
-    return selective_checkpointing_callback()
-
-
 def _tiled(run: Run) -> None:
     # Batches of the ranks have different lengths, so that the ranks compute different numbers of tiles.
     def attach(trainer: Any) -> None:
@@ -655,7 +648,6 @@ SETTINGS: dict[str, Change] = {
     "own_term": _own_term,
     "teacher_sharded": _set(teacher="sharded"),
     "teacher_offloaded": _set(teacher="offloaded"),
-    "frozen_copy": _distilled(self_teacher={"kind": "frozen_copy"}),
     # Optimizers
     **{name: _optimizer(name) for name in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
     "adafactor": _optimizer("adafactor"),
@@ -703,7 +695,6 @@ SETTINGS: dict[str, Change] = {
     ),
     "unforced": lambda run: run.arguments.get("deepspeed", {}).update({"zero_force_ds_cpu_optimizer": False}),
     "tiled": _tiled,
-    "kept_products": _both(_arguments(gradient_checkpointing=True), _set(callbacks=_checkpointing)),
     "noted": _noted,
     "in_order": _arguments(train_sampling_strategy="sequential"),
     "length_groups": _length_groups,
@@ -746,7 +737,6 @@ ONLY_ON_RANKS = (
     "workers",
     "resumed",
     "from_directory",
-    "kept_products",
 )
 """What changes how a run is computed, and not its results; one process omits it."""
 TOLERANCES: Mapping[str, float] = {"bf16": 3e-2, "dropout": 0.3, "muon": 1e-3, "stopped_early": 1e-3}

@@ -105,7 +105,6 @@ CASES = [
     *_cases("ddp zero3", "tiled", "sgd", "balance_loss", accumulation=2),
     *_cases("ddp fsdp2", "tiled", "lora", accumulation=2),
     *_cases("ddp", "tiled", "distillation", accumulation=2),
-    *_cases("zero3 fsdp2", "kept_products", "bf16"),
     # Distillation
     *_cases("zero1 zero3 fsdp2 sp2-zero2 sp2-zero3", "distillation", accumulation=3),
     *_cases("ddp", "distillation", "packing", accumulation=3),
@@ -160,8 +159,6 @@ CASES = [
     *_cases("zero0 zero3 fsdp2 tp2-zero1 ep2-zero2", "own_sgd"),
     *_cases("zero2 fsdp2", "own_nadam"),
     # Combinations that once failed or computed something else
-    # ZeRO-3 partitions a student before it is copied.
-    *_cases("zero3", "frozen_copy"),
     *_cases("tp2-zero1", "frozen"),
     *_cases("ep2-zero2", "pruning"),
     *_cases("zero3", "label_smoothing", "balance_loss", accumulation=2),

@@ -431,7 +431,7 @@ READ = {
     },
     "traced-layer-drop": ("transformers.models.bart.modeling_bart", "torch.rand"),
     **dict.fromkeys(
-        ("pipeline-checkpointing", "selective-checkpointing", "offloaded-checkpoints"),
+        ("pipeline-checkpointing", "offloaded-checkpoints"),
         ("transformers.modeling_layers", "self._gradient_checkpointing_func"),
     ),
     "metered-backward": ("transformers.trainer", "self.accelerator.backward"),

@@ -266,7 +266,7 @@ def run_prepared(
                     f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}, and "
                     f"nothing was written to {output_dir}"
                 )
-        discard_failed(output_dir, logger.info)
+        discard_failed(output_dir)
         evaluation = None
         if evaluate:
             with _timed(seconds, "evaluating"):
@@ -304,7 +304,6 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
             windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
             source=f"{samples.statistics.source}, rows not used for calibration",
             seq_len_tokens=prepared.seq_len,
-            stride_tokens=prepared.seq_len,
             available_windows=len(samples.evaluation),
         )
     packed = output_dir / SMALL_DIRECTORY

@@ -140,7 +140,7 @@ def scale_plan(
         shards_before=planned.shard_size,
         shards=layout.shard_size,
     )
-    layout = replace(layout, zero=zero, offload_variant="none")
+    layout = replace(layout, zero=zero)
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, layout)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.

@@ -26,7 +26,6 @@ from ....plugins.compressed_tensors.codes import dequantize, unpack_tensors
 from ....plugins.compressed_tensors.layout import layout_differences
 from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
 from ....plugins.huggingface_hub.hub import fetch_snapshot
-from ....plugins.launching.messages import note_on_first_rank
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ....plugins.transformers.checkpoint_tensors import empty_model, model_class, plain_linear
@@ -155,7 +154,7 @@ def export(
                         )
                     result |= {"largest_weight_difference": difference, "verification": asdict(verification)}
                 _write_json(staging / REPORT, _report(attachment, result, time.perf_counter() - started))
-            discard_failed(output, note_on_first_rank)
+            discard_failed(output)
             return result
 
         # All ranks build the result: what one rank sends to the others is JSON.
