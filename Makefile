@@ -15,7 +15,7 @@ WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev WITH
 WITHOUT ?=
 # Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
 OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
-	tests/trainers/qat/export tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py \
+	tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py tests/trainers/qat/test_qat_export.py \
 	tests/distributed/test_rehearse.py tests/distributed/test_train.py
 # Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
 NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \

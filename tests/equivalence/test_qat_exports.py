@@ -12,7 +12,7 @@ from equivalence.comparison import assert_equal
 from equivalence.records import Record, records_of
 from equivalence.settings import reference_of, run_of
 from safetensors.torch import load_file
-from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
+from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_levels, weight_scale_and_zero_point
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
@@ -109,7 +109,7 @@ def test_export_contains_the_trained_codes(case: Case, records: dict[str, Record
         else:
             scale, zero = weight_scale_and_zero_point(weight, scheme.weights)
         assert torch.equal(stored.scale, scale) and stored.zero_point is None and zero is None
-        assert torch.equal(stored.codes, weight_codes(weight, scale, zero, scheme.weights)), name
+        assert torch.equal(stored.codes, weight_levels(weight, scale, zero, scheme.weights).to(torch.int8)), name
     dense = {name for name in exported if name.endswith(("norm.weight", "embed_tokens.weight", "gate.weight"))}
     prefix = "base_model.model." if "lora" in case.settings else ""
     for name in dense:
@@ -155,7 +155,8 @@ def test_learned_scales_are_exported_in_the_forward_dtype(
         stored = unpack_tensors(name, exported, scheme)
         assert torch.equal(stored.zero_point, rounded), name
         assert torch.equal(stored.scale, scale.to(torch.bfloat16))
-        assert torch.equal(stored.codes, weight_codes(weight.to(seen), stored.scale, rounded, scheme.weights)), name
+        codes = weight_levels(weight.to(seen), stored.scale, rounded, scheme.weights)
+        assert torch.equal(stored.codes, codes.to(torch.int8)), name
     assert (moved > 0) == (case.layout == "fsdp2")
 
 
