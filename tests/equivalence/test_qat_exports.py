@@ -9,7 +9,7 @@ import pytest
 import torch
 from equivalence.cases import Case
 from equivalence.comparison import assert_equal
-from equivalence.records import Record, records_of
+from equivalence.records import Record, marked, records_of
 from equivalence.settings import reference_of, run_of
 from safetensors.torch import load_file
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_levels, weight_scale_and_zero_point
@@ -88,13 +88,17 @@ def _matrices(case: Case, trained: dict[str, torch.Tensor]) -> dict[str, torch.T
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=_named)
+def _values(case: Case) -> tuple[str, ...]:
+    return (case.layout, case.family, *case.settings)
+
+
+@pytest.mark.parametrize("case", marked(CASES, _values), ids=_named)
 def test_steps_equal_one_process(case: Case, records: dict[str, Record], directory: Path) -> None:
     """Weights, learned scales and adapters after one step show the gradient."""
     assert_equal(case, records, directory)
 
 
-@pytest.mark.parametrize("case", [*CASES, *REFERENCES], ids=_named)
+@pytest.mark.parametrize("case", marked([*CASES, *REFERENCES], _values), ids=_named)
 def test_export_contains_the_trained_codes(case: Case, records: dict[str, Record], directory: Path) -> None:
     """Quantized once more from the weights that the engine's own gathering gives, by the functions of quantize."""
     assert "losses" in records[case.name], records[case.name]
