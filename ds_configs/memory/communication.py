@@ -112,8 +112,6 @@ def _stage1_and_2_buckets(
     autograd for that of the embedding.
     """
     width = job.compute_bytes
-    if layout.zero.gradient_accumulation_fp32 and layout.offload_optimizer != "none":
-        width = 4
     size, offload = layout.zero.reduce_bucket_size, layout.offload_optimizer != "none"
     shard = parameters.shard(layout)
     buckets = {"reduce_buckets": (2 if layout.zero.overlap_comm else 1) * size * width}
