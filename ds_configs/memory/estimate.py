@@ -409,21 +409,6 @@ def _with_overheads(
     )
 
 
-def terms_by_phase(
-    layout: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None, gpu: bool = True
-) -> dict[Phase, Terms]:
-    """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
-
-    `stage` is `GpuMemory.stage`.
-
-    Raises:
-        UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
-    """
-    shares = rank_shares(layout, model, job)
-    share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
-    return fullest_by_phase(share_moment_terms(layout, share, job, gpu=gpu))
-
-
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
     """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
     is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})
