@@ -44,7 +44,7 @@ def share_moment_terms(
     """Return the named tensor bytes of a rank's share at each moment of a training step.
 
     Raises:
-        UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
+        UsageError: neither coefficients nor a bound from the model's structure exist.
     """
     model, step = share.model, rank_step(layout, share, job, unmasked=unmasked, gpu=gpu)
     activation_parts = activation_terms(step)
@@ -358,8 +358,7 @@ def estimate_memory(
     processes need 24,000,000,000 bytes of host memory.
 
     Raises:
-        UsageError: there are fewer layers than pipeline stages.
-        UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
+        UsageError: there are fewer layers than pipeline stages, or neither activation coefficients nor a bound.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     reserved = EXPANDABLE_RESERVED if expands_segments(job, hardware) else RESERVED_OVER_ALLOCATED
@@ -419,7 +418,7 @@ def cpu_rank_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[P
     """Return the named tensor bytes of each phase on one CPU rank, including what a GPU rank would offload.
 
     Raises:
-        UnknownFamilyError: no stored coefficients.
+        UsageError: neither coefficients nor a bound from the model's structure exist.
     """
     return max(
         (phases for _, phases in cpu_share_terms(layout, model, job)),
