@@ -24,7 +24,7 @@ from shardwright.plugins.transformers.gradient_checkpointing import (
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
-from shardwright.trainers.parallel.long_sequences import long_sequence_callback
+from shardwright.trainers.parallel.trainer_for import attach_long_sequences
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -69,8 +69,7 @@ def train_metered(
         del model
         for callback in callbacks:
             trainer.add_callback(callback)
-        if (long := long_sequence_callback(strategy, job, trainer.model)) is not None:
-            long.attach(trainer)
+        attach_long_sequences(trainer, strategy, job)
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
         prepare_optimizer(trainer)

@@ -202,12 +202,6 @@ PATCHES: tuple[Patch, ...] = (
             ("_BaseAutoModelClass", "transformers.models.auto.auto_factory"),
         )
     ),
-    Patch(
-        name="script-engine-comparison",
-        target="deepspeed:initialize",
-        scope="process",
-        reason="A script's own loop has no callbacks that could report where its engine differs from the plan.",
-    ),
     # TRL trainers.
     Patch(
         name="pairs-of-a-micro-step",
