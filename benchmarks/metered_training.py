@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, meter_trainer
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
-    partial_checkpointing_callback,
-    selective_checkpointing_callback,
+    at_train_begin,
+    checkpoint_first_layers,
+    keep_products,
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
@@ -73,9 +75,9 @@ def train_metered(
         if (long := long_sequence_callback(strategy, job, trainer.model)) is not None:
             long.attach(trainer)
         if strategy.checkpointed_layers is not None:
-            trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
+            trainer.add_callback(at_train_begin(partial(checkpoint_first_layers, count=strategy.checkpointed_layers)))
         if strategy.keeps_products:
-            trainer.add_callback(selective_checkpointing_callback())
+            trainer.add_callback(at_train_begin(keep_products))
         prepare_optimizer(trainer)
         meter_trainer(trainer, meter)
         trainer.train()

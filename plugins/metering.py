@@ -355,7 +355,9 @@ def meter_trainer(
 
     if computes_loss:
         patches.apply("metered-loss", metered, on=trainer)
-    _hook_gradients(trainer.model, meter)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
     trainer.add_callback(_PhaseCallback(trainer, meter, warm_up_steps))
 
 
@@ -413,7 +415,11 @@ class _PhaseCallback(TrainerCallback):
         parameters = list(model.parameters())
         self._meter.label(_shards(parameters), "weights")
         self._meter.label((p.grad for p in parameters if p.grad is not None), "gradients")
-        for holder in _chain(optimizer):
+        # Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that: each has its own tensors.
+        holders = [optimizer]
+        while (inner := getattr(holders[-1], "optimizer", None)) is not None and len(holders) < 4:
+            holders.append(inner)
+        for holder in holders:
             self._meter.label(_tensors(getattr(holder, "state", None)), "optimizer")
             for role, names in (
                 ("optimizer", _OPTIMIZER_ATTRIBUTES),
@@ -437,20 +443,6 @@ def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
             inputs[0].register_hook(lambda _: meter.enter("backward"))
 
     head.register_forward_pre_hook(enter_loss)
-
-
-def _hook_gradients(model: PreTrainedModel, meter: Meter) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
-
-
-def _chain(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that; each has its own tensors."""
-    seen = 0
-    while optimizer is not None and seen < 4:
-        yield optimizer
-        optimizer, seen = getattr(optimizer, "optimizer", None), seen + 1
 
 
 def _shards(parameters: list[Any]) -> Iterator[torch.Tensor]:

@@ -79,10 +79,10 @@ class RepeatedSamples:
     def unlabelled(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a step, without the labels of repeated samples."""
         self._collected.clear()
-        return batches if self._loader is None else self._without_repeated(trainer, batches)
-
-    def _without_repeated(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
         loader, state = self._loader, trainer.accelerator.gradient_state
+        if loader is None:
+            yield from batches
+            return
         for batch in batches:
             if not self._collected:
                 _check_labels(batch, loader, trainer)

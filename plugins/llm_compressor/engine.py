@@ -15,9 +15,9 @@ from ..activation_ranges import ActivationHistogram, activation_range
 from ..compressed_tensors.compressed_model import CompressedModel
 from ..launching.messages import log_progress
 from ..transformers.quantized_model import QuantizationSource
-from ..transformers.sound_model import check_config, loading_errors, nonfinite_weights, refused_by_name
+from ..transformers.sound_model import check_config, loading_errors, nonfinite_errors, refused_by_name
 from .autoround import exact_autoround, head_errors
-from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
+from .quiet import import_upstream, kept_conversion_mappings, pageable_memory, torchvision_is_not_needed
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -261,7 +261,7 @@ def run_oneshot(
     from llmcompressor.core import reset_session
 
     name = model.config._name_or_path
-    with all_fixes(), tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
+    with pageable_memory(), tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
         # `oneshot` reads the config again by its name, which is empty or on the Hub for some models.
         model.config.save_pretrained(directory)
         model.config._name_or_path = directory
@@ -322,12 +322,6 @@ def load_for_quantization(source: QuantizationSource) -> Any:
         else:
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = AutoModelForCausalLM.from_pretrained(directory, **options)
-    fix = "train it again, or download a valid copy"
-    errors = loading_errors(info, source.name)
-    errors += [
-        ConfigError(where=source.name, value=name, rule="holds NaN or infinity", fix=fix)
-        for name in nonfinite_weights(model)
-    ]
-    if errors:
+    if errors := [*loading_errors(info, source.name), *nonfinite_errors(model, source.name)]:
         raise RefusedInputError(errors)
     return model.eval()

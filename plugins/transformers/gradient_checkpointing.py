@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,19 +48,17 @@ def decoder_layers(model: nn.Module) -> list[Any]:
     return longest
 
 
-def partial_checkpointing_callback(count: int) -> TrainerCallback:
-    """Return a callback for the stock Trainer that recomputes only the first `count` layers once training begins."""
+def at_train_begin(change: Callable[[nn.Module], object]) -> TrainerCallback:
+    """Return a callback for the stock Trainer that changes the model after the Trainer has enabled checkpointing."""
     from transformers import TrainerCallback
 
-    class FirstLayersCallback(TrainerCallback):
-        """Clears the flag of the later layers, which the Trainer has just set."""
-
+    class ChangeCallback(TrainerCallback):
         def on_train_begin(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
         ) -> None:
-            checkpoint_first_layers(kwargs["model"], count)
+            change(kwargs["model"])  # type: ignore[arg-type]
 
-    return FirstLayersCallback()
+    return ChangeCallback()
 
 
 _ATTENTION = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -130,21 +129,6 @@ def keep_products(model: nn.Module) -> int:
     for layer in layers:
         patches.assign("selective-checkpointing", keeping, on=layer)
     return len(layers)
-
-
-def selective_checkpointing_callback() -> TrainerCallback:
-    """Return a callback for the stock Trainer whose recomputed layers keep their products once training begins."""
-    from transformers import TrainerCallback
-
-    class KeptProductsCallback(TrainerCallback):
-        """Sets the contexts of each layer after the Trainer has enabled checkpointing."""
-
-        def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-        ) -> None:
-            keep_products(kwargs["model"])
-
-    return KeptProductsCallback()
 
 
 def in_backward_pass() -> bool:

@@ -601,9 +601,9 @@ def _schedule_of_deepspeed(run: Run) -> None:
 
 
 def _checkpointing() -> Any:
-    from shardwright.plugins.transformers.gradient_checkpointing import selective_checkpointing_callback
+    from shardwright.plugins.transformers.gradient_checkpointing import at_train_begin, keep_products
 
-    return selective_checkpointing_callback()
+    return at_train_begin(keep_products)
 
 
 def _tiled(run: Run) -> None:

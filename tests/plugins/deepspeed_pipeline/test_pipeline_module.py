@@ -20,12 +20,12 @@ from shardwright.ds_configs.legality.axes import (
     pipeline_warnings,
     stage_errors,
 )
-from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, bubble_fraction, contiguous_stages
 from shardwright.plugins.deepspeed_pipeline import checkpoint as pipeline_checkpoint
 from shardwright.plugins.deepspeed_pipeline.checkpoint import pipeline_tensors, save_pipeline_checkpoint
 from shardwright.plugins.deepspeed_pipeline.stage import CausalLMStage, StageParts, stage_inputs
-from shardwright.plugins.transformers.checkpoint_tensors import CheckpointTensors
+from shardwright.plugins.safetensors.reading import read_checkpoint
 from torch import distributed
 
 LAYERS, VOCAB, WINDOW, TOKENS = 4, 96, 5, 16
@@ -141,10 +141,8 @@ def test_names_are_those_of_the_checkpoint_and_each_tensor_is_in_one_stage(model
 def test_a_rank_reads_and_holds_its_own_stage_alone(models, monkeypatch):
     model, directory = models["llama"]
     asked = []
-    read = CheckpointTensors.read
-    monkeypatch.setattr(
-        CheckpointTensors, "read", lambda self, name, *, shape: asked.append(name) or read(self, name, shape=shape)
-    )
+    read = StageParts._read
+    monkeypatch.setattr(StageParts, "_read", lambda self, name, made: asked.append(name) or read(self, name, made))
     parts = StageParts(directory)
     middle = CausalLMStage(parts, evenly(3)[1])
     assert sorted(asked) == sorted(middle.state_dict())
@@ -259,11 +257,11 @@ def test_an_interrupted_save_cannot_be_loaded(models, tmp_path, monkeypatch):
             with pytest.raises(ShardwrightError, match="killed"):
                 save_pipeline_checkpoint(module, output)
         assert len(moved) == last
-        with pytest.raises(UsageError, match="contains neither"):
-            CheckpointTensors(str(output))
+        with pytest.raises(RefusedInputError, match="has no safetensors weights"):
+            read_checkpoint(output)
     save_pipeline_checkpoint(module, output)
     assert len(list(output.iterdir())) == files
-    CheckpointTensors(str(output))
+    assert read_checkpoint(output)
 
 
 def test_unsupported_models_are_rejected(models):

@@ -25,7 +25,6 @@ from ....plugins import patches
 from ....plugins.compressed_tensors.codes import dequantize, unpack_tensors
 from ....plugins.compressed_tensors.layout import layout_differences
 from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
-from ....plugins.huggingface_hub.hub import fetch_snapshot
 from ....plugins.launching.messages import note_on_first_rank
 from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
@@ -189,8 +188,10 @@ def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, 
     if name and Path(name).expanduser().is_dir():
         copy_companions(Path(name).expanduser(), directory)
     elif source is not None:
+        from huggingface_hub import snapshot_download
+
         try:
-            copy_companions(fetch_snapshot(name, patterns=COMPANIONS), directory)
+            copy_companions(Path(snapshot_download(name, allow_patterns=list(COMPANIONS))), directory)
         except Exception as error:
             # Connection, cache and disk raise many types.
             raise ShardwrightError(f"source = {name!r}: cannot be fetched ({type(error).__name__}: {error})") from None
