@@ -133,11 +133,6 @@ PATCHES: tuple[Patch, ...] = (
     instance(
         "metered-loss", f"{_TRAINER}.compute_loss(self)", "No callback event marks the beginning of a forward pass."
     ),
-    instance(
-        "metered-pipeline-step",
-        f"{_TRAINER}.training_step(self, model)",
-        "The first step passes the pipeline engine, whose instructions are metered from then on.",
-    ),
     # Trainer: logs, data, evaluation.
     context(
         "renewed-schedule",

@@ -22,13 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import patches
-from ..metering import WARM_UP_STEPS, Meter, MeterPhase, meter_trainer
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
-    from transformers import Trainer
 
 BATCH_KEY = "train_batch_size"
 
@@ -181,48 +179,3 @@ class ShapeWatch:
         if now != self._last:
             engine.reset_activation_shape()
             self._last = now
-
-
-_PHASES: dict[str, MeterPhase] = {
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "ReduceGrads": "backward",
-    "OptimizerStep": "step",
-}
-"""Phase that each instruction of a schedule begins."""
-
-
-def meter_pipeline_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS) -> None:
-    """Make `meter` follow the instructions of a `PipelineTrainer`'s schedule, and discard the first steps.
-
-    Micro-batches interleave, so a phase includes memory that other phases of the step keep. Call it before `train()`.
-    """
-    # A schedule never calls `compute_loss`, and `PipelineTrainer` rejects an object that replaces it.
-    meter_trainer(trainer, meter, warm_up_steps=warm_up_steps, computes_loss=False)
-    followed: list[Any] = []
-
-    def metered(training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def metered_step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
-            if not any(engine is other for other in followed):
-                followed.append(engine)
-                patches.apply("metered-instructions", metered_instructions, on=engine)
-                patches.apply("metered-stage-loss", partial(entering, phase="loss"), on=engine.module)
-            return training_step(engine, *args, **kwargs)
-
-        return metered_step
-
-    def entering(execute: Callable[..., Any], phase: MeterPhase) -> Callable[..., Any]:
-        # A function, because instructions are called as methods of the engine.
-        def run(*args: object, **kwargs: object) -> Any:
-            meter.enter(phase)
-            return execute(*args, **kwargs)
-
-        return run
-
-    def metered_instructions(instructions: dict[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
-        return {
-            kind: entering(execute, _PHASES[kind.__name__]) if kind.__name__ in _PHASES else execute
-            for kind, execute in instructions.items()
-        }
-
-    patches.apply("metered-pipeline-step", metered, on=trainer)

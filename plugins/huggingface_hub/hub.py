@@ -127,13 +127,6 @@ def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
     return _read_hub(model, revision)
 
 
-def is_offline() -> bool:
-    """Return whether `HF_HUB_OFFLINE` disables requests, so that headers of Hub models are not read."""
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    return bool(HF_HUB_OFFLINE)
-
-
 def split_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `ORG/NAME@REVISION`; return local paths, names without `@` and `revision` unchanged.
 
@@ -194,7 +187,7 @@ def _read_config(file: Path) -> bytes:
 
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, is_offline_mode
 
     def request() -> tuple[Path, str | None, int | None]:
         sha = HfApi().model_info(model, revision=revision).sha
@@ -204,7 +197,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
         return file, commit, None if tensors is None else sum(tensor.elements for tensor in tensors.values())
 
     try:
-        if is_offline():
+        if is_offline_mode():
             file = Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
             commit, count = commit_of(file), None
         else:
@@ -229,7 +222,9 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
         RefusedInputError: a header is corrupt.
         ShardwrightError: the Hub does not answer.
     """
-    if is_offline():
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
         return {}
     try:
         return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}

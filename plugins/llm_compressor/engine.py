@@ -105,25 +105,6 @@ _OF_AUTOROUND = ("batch_size", "device_ids", "disable_opt_rtn")
 """Set by `--batch-size` and `--device`, or ignored by AutoRound."""
 
 
-def modifier_kinds(method: EngineMethod) -> tuple[type[Any], ...]:
-    """Return the modifier classes of a method, in the order in which they run."""
-    if method == "autoround":
-        return (exact_autoround(),)
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
-
-    kinds: Mapping[str, tuple[type[Any], ...]] = {
-        "rtn": (QuantizationModifier,),
-        "gptq": (GPTQModifier,),
-        "awq": (AWQModifier, QuantizationModifier),
-        "smoothquant": (SmoothQuantModifier, QuantizationModifier),
-        "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
-    }
-    return kinds[method]
-
-
 def build_modifiers(
     scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any], *, batch_size: int = 1
 ) -> list[Any]:
@@ -132,9 +113,21 @@ def build_modifiers(
     Raises:
         UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
     """
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
     from pydantic import PrivateAttr, ValidationError
 
-    kinds = modifier_kinds(method)
+    # In the order in which they run.
+    classes: Mapping[str, tuple[type[Any], ...]] = {
+        "rtn": (QuantizationModifier,),
+        "gptq": (GPTQModifier,),
+        "awq": (AWQModifier, QuantizationModifier),
+        "smoothquant": (SmoothQuantModifier, QuantizationModifier),
+        "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
+    }
+    kinds = classes[method] if method != "autoround" else (exact_autoround(),)
     excluded = {*_OF_THE_SCHEME, *_OF_TRAINING, *_WITHOUT_EFFECT}
     preset: dict[str, Any] = {}
     if method == "autoround":

@@ -56,7 +56,7 @@ def at_train_begin(change: Callable[[nn.Module], object]) -> TrainerCallback:
         def on_train_begin(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
         ) -> None:
-            change(kwargs["model"])  # type: ignore[arg-type]
+            change(kwargs["model"])
 
     return ChangeCallback()
 

@@ -24,7 +24,6 @@ import torch
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins import patches
 from shardwright.plugins.patches import PATCHES, Patch, applied, apply, assign, patch_errors, remove, swap_class
-from shardwright.trainers.runs.ranks import check_upstream
 
 ROOT = Path(__file__).parent.parent.parent
 NAMESAKES = {"configuration.load_universal_checkpoint", "ctx.scale", "module.scale"}
@@ -242,21 +241,6 @@ def test_a_different_release_is_an_error_with_the_release_to_install(
     patches.check_patches(frozenset({"deepspeed"}))
 
 
-@pytest.mark.parametrize(("engine", "package"), [("deepspeed", "deepspeed"), ("ddp", "deepspeed"), ("ddp", "torch")])
-def test_ranks_look_for_what_their_engine_needs(
-    upstream: Any, monkeypatch: pytest.MonkeyPatch, engine: str, package: str
-) -> None:
-    absent = entry("absent", f"{package}.fake_upstream:gone", every_run=True)
-    unused = entry("unused", "torch.fake_upstream:gone")
-    monkeypatch.setattr(patches, "PATCHES", (absent, unused))
-    if package == "deepspeed" != engine:
-        check_upstream(engine)
-    else:
-        with pytest.raises(UsageError, match="patch absent replaces") as error:
-            check_upstream(engine)
-        assert "unused" not in str(error.value)
-
-
 def test_a_training_ends_before_it_loads_a_model(
     upstream: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -394,30 +378,11 @@ def changed(node: ast.AST) -> Iterator[ast.Attribute | ast.Subscript]:
         yield ast.copy_location(ast.Attribute(node.args[0], str(name), ast.Store()), node)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch.rand = 1",
-        "from deepspeed import x as y\ny.z[0] += 1",
-        "def f():\n    import a.b\n    del a.b.c",
-        "import torch\n(a, torch.rand) = 1, 2",
-        "import torch\nsetattr(torch, name, 1)",
-        "engine.step = 1",
-        "module.__class__ = kind",
-        "import torch\nwith f() as torch.rand: pass",
-    ],
-)
-def test_a_change_of_upstream_is_found(text: str) -> None:
-    assert list(changes_of_upstream(ast.parse(text), {"step"}))
-    assert not list(changes_of_upstream(ast.parse("import os\nos.environ['a'] = '1'\nself.step = 1"), {"step"}))
-
-
 # Extension points: upstream code reads the attribute that an entry replaces.
 
 _FORWARD = ("torch.nn.modules.module", "self.forward")
 READ = {
     "metered-loss": ("transformers.trainer", "self.compute_loss"),
-    "metered-pipeline-step": ("transformers.trainer", "self.training_step"),
     "renewed-schedule": ("transformers.trainer", "deepspeed_init"),
     "prepared-model": ("transformers.trainer", "self.accelerator.prepare"),
     "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),

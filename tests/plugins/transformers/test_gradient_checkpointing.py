@@ -1,4 +1,4 @@
-"""Recomputed layers that keep their products: what runs again, what is kept, and gradients that stay the same."""
+"""Recomputed layers, the first ones alone or keeping products: what runs again, and gradients that stay the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
+    decoder_layers,
     keep_products,
     kept_operators,
     product_keeping_contexts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 SIZES = {
     "hidden_size": 32,
@@ -99,6 +100,36 @@ def test_operators_of_hooks_may_differ_in_the_recomputation() -> None:
         raising(partial(create_selective_checkpoint_contexts, list(kept_operators())))
 
 
-def test_without_checkpointing_there_is_nothing_to_keep() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_layers_run_twice(count) -> None:
+    plain, first = model_of("llama"), model_of("llama")
+    first.gradient_checkpointing_enable()
+    checkpoint_first_layers(first, count)
+    runs = [0] * 3
+    for index, layer in enumerate(decoder_layers(first)):
+
+        def counted(module, arguments, index=index):
+            runs[index] += 1
+
+        layer.mlp.register_forward_pre_hook(counted)
+    (_, expected), (_, gradients) = trained(plain), trained(first)
+    assert runs == [2 if index < count else 1 for index in range(3)]
+    assert all(torch.equal(one, other) for one, other in zip(expected, gradients, strict=True))
+
+
+def test_the_decoder_of_two_stacks_counts() -> None:
+    config = AutoConfig.for_model("t5", d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2, vocab_size=64)
+    model = AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=False)
+    model.gradient_checkpointing_enable()
+    assert checkpoint_first_layers(model, 1) == 2
+    assert [block.gradient_checkpointing for block in model.get_decoder().block] == [True, False]
+    assert [block.gradient_checkpointing for block in model.get_encoder().block] == [True, True]
+
+
+def test_what_cannot_be_recomputed_is_rejected() -> None:
+    with pytest.raises(UsageError, match="finds no layers"):
+        checkpoint_first_layers(torch.nn.Linear(2, 2), 1)
+    with pytest.raises(UsageError, match="needs gradient checkpointing, which is off"):
+        checkpoint_first_layers(model_of("llama"), 1)
     with pytest.raises(UsageError, match="set gradient_checkpointing in TrainingArguments"):
         keep_products(model_of("llama"))
