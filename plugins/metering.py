@@ -409,7 +409,7 @@ class _PhaseCallback(TrainerCallback):
 
     def _follow_instructions(self) -> None:
         """Let the instructions of a pipeline's schedule begin phases."""
-        engine = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        engine: Any = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
         if not hasattr(engine, "_INSTRUCTION_MAP"):
             return
 

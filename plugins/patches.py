@@ -235,19 +235,6 @@ PATCHES: tuple[Patch, ...] = (
         "DeepSpeed registers its attention for every model of the process and never removes it.",
         _GROUPS_STAY,
     ),
-    *(
-        process(
-            f"traced-masks-{function}",
-            f"transformers.masking_utils:{function}",
-            "On fake tensors, Transformers builds masks that training on unpadded batches does not need.",
-        )
-        for function in ("is_tracing", "fast_all", "find_packed_sequence_indices")
-    ),
-    process(
-        "traced-layer-drop",
-        "torch:rand",
-        "LayerDrop compares a random number with a rate, which fails for a fake tensor.",
-    ),
     instance(
         "pipeline-checkpointing",
         "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",

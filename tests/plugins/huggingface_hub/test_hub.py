@@ -7,17 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_ranks
 from hub_server import HubHandler, serving
 from readable_hub import COMMIT, CONFIG, FILES, PARAMETERS, Hub, readable_hub
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from warm_ranks.protocol import SERVER_NAME
 
 pytestmark = pytest.mark.slow
 
@@ -218,6 +216,18 @@ def closed_port() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
+def test_weights_are_fetched_once_at_the_commit_of_a_branch(hub: str, tmp_path: Path, whole_repository: str) -> None:
+    (tmp_path / "notes.txt").write_text("A sentence to read. " * 40)
+    home = tmp_path / "home"
+    arguments = ["evaluate", whole_repository, "--text", str(tmp_path / "notes.txt")]
+    ((code, _, err),) = drive(hub, home, [arguments])
+    assert code == 0, err
+    fetched = [path for _, path in Hub.asked if f"/{whole_repository}/resolve/" in path and path.startswith("GET")]
+    assert {path.split("/")[4] for path in fetched} == {COMMIT}
+    assert sum(path.endswith("model.safetensors") for path in fetched) == 1
+    assert not list(home.rglob("pytorch_model.bin"))
+
+
 @pytest.fixture
 def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     """Publish a small model with its tokenizer, and a pickle that must never be fetched."""
@@ -227,47 +237,3 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     FILES["org/pickled"] = {"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": b"pickle"}
     yield "org/whole"
     del FILES["org/whole"], FILES["org/pickled"]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("user") / "home"
-
-
-@pytest.fixture(scope="module")
-def drive_warm(hub: str, home: Path) -> Iterator[Callable[..., list[list[Any]]]]:
-    """Run commands of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
-    session = os.environ[SERVER_NAME]
-    with ExitStack() as servers:
-        with pytest.MonkeyPatch.context() as before_imports:
-            user = of_the_hub(hub, home)
-            for name in os.environ.keys() - user.keys():
-                before_imports.delenv(name)
-            # The session's warm processes know the Hub of the process that they are forked from.
-            for name, value in (user | {"HF_HUB_OFFLINE": "0"}).items():
-                before_imports.setenv(name, value)
-            servers.enter_context(warm_ranks.server())
-            own = {SERVER_NAME: os.environ[SERVER_NAME]}
-        os.environ[SERVER_NAME] = session
-        yield lambda *cases: drive(hub, home, list(cases), python=os.environ["PYTHON_EXEC"], **own)
-
-
-def test_a_model_of_the_hub_is_trained_at_its_commit(
-    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    trained = tmp_path / "trained"
-    data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
-    training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
-    ((code, _, err),) = drive_warm(["train", whole_repository, *data, *training])
-    assert code == 0, err
-    job = json.loads((trained / "plan" / "plan.json").read_text())
-    assert job["model"]["revision"] == COMMIT
-    # Weights were fetched once, before the launch; ranks read what lies here.
-    fetched = [path for _, path in Hub.asked if path == f"GET /{whole_repository}/resolve/{COMMIT}/model.safetensors"]
-    assert len(fetched) == 1
-    launched, ended = ((trained / name).stat().st_mtime for name in ("plan/plan.json", "REPORT.md"))
-    # PEFT asks whether the base model has a config.json before it saves an adapter.
-    meanwhile = [path for when, path in Hub.asked if launched < when < ended]
-    assert [path for path in meanwhile if path.startswith("GET") and "resolve" in path] == []
-    assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == whole_repository
-    assert not list(home.rglob("pytorch_model.bin"))
