@@ -19,7 +19,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from ..unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
+from .unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""

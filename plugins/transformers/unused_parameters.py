@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.specs.errors import ConfigError, UsageError
-from . import patches
-from .transformers.gradient_checkpointing import in_backward_pass
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from .. import patches
+from .gradient_checkpointing import in_backward_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
