@@ -576,6 +576,13 @@ PATCHES: tuple[Patch, ...] = (
         "AWQ pins memory on every host, but torch raises an error if there is no accelerator.",
         "tests/plugins/llm_compressor/test_llm_compressor.py::test_upstream_still_pins_memory_without_an_accelerator",
     ),
+    context(
+        "dropped-attention-scores",
+        "llmcompressor.modifiers.transform.awq:AWQModifier._run_samples(self, module)",
+        "AWQ keeps the attention scores of all samples although it never reads them.",
+        "tests/plugins/llm_compressor/test_llm_compressor.py::"
+        "test_upstream_still_keeps_attention_scores_of_all_samples",
+    ),
     process(
         "enabled-log",
         "llmcompressor.logger:LOGGER_CONFIG.disabled",

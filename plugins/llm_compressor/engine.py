@@ -17,7 +17,7 @@ from ..launching.messages import log_progress
 from ..transformers.quantized_model import QuantizationSource
 from ..transformers.sound_model import check_config, loading_errors, nonfinite_errors, refused_by_name
 from .autoround import exact_autoround, head_errors
-from .quiet import import_upstream, kept_conversion_mappings, pageable_memory, torchvision_is_not_needed
+from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -254,7 +254,7 @@ def run_oneshot(
     from llmcompressor.core import reset_session
 
     name = model.config._name_or_path
-    with pageable_memory(), tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
+    with all_fixes(), tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
         # `oneshot` reads the config again by its name, which is empty or on the Hub for some models.
         model.config.save_pretrained(directory)
         model.config._name_or_path = directory

@@ -15,8 +15,8 @@ from shardwright.ds_configs.quantization.scheme import PRESETS, changed, scheme_
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
 from shardwright.plugins.llm_compressor.engine import build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.quiet import (
+    all_fixes,
     import_upstream,
-    pageable_memory,
     without_bars,
 )
 from small_models import llama
@@ -197,8 +197,36 @@ def test_upstream_still_pins_memory_without_an_accelerator():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="accelerator"):
             cache.pin_memory(0)
-    with pageable_memory():
+    with all_fixes():
         cache.pin_memory(0)
+
+
+@pytest.mark.needs("llmcompressor")
+def test_upstream_still_keeps_attention_scores_of_all_samples():
+    from types import SimpleNamespace
+
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    class Scores:
+        alive = most = 0
+
+        def __init__(self):
+            Scores.alive += 1
+            Scores.most = max(Scores.most, Scores.alive)
+
+        def __del__(self):
+            Scores.alive -= 1
+
+    def attention(number):
+        return number, Scores()
+
+    modifier = SimpleNamespace(_parent_args_cache={attention: [{"number": number} for number in range(5)]})
+    assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
+    assert Scores.most == 5
+    Scores.most = 0
+    with all_fixes():
+        assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
+    assert Scores.most <= 2
 
 
 @pytest.mark.needs("llmcompressor")
