@@ -77,7 +77,7 @@ def expert_parallelism_errors(
     data_ranks = arguments.world_size // (layout.tp * layout.sp * layout.cp)
     return expert_errors(
         ModelTraits(model_type=model_config.model_type, num_experts=expert_count(model_config)),
-        replace(layout, dp_shard=data_ranks, ep=ep),
+        replace(layout, engine="ddp" if layout.engine == "single" else layout.engine, dp_shard=data_ranks, ep=ep),
         precision="fp32" if arguments.mixed_precision == "no" else arguments.mixed_precision,
     )
 

@@ -83,7 +83,7 @@ def launch_job(
     commands = [
         launcher_command(rehearsed, settings.work, words, node, settings.nodes, port) for node in range(settings.nodes)
     ]
-    launches = [Launch(arguments=python_arguments(command), port=port) for command in commands]
+    launches = [Launch(arguments=python_arguments(command)) for command in commands]
     try:
         launch_ranks(*launches, timeout_seconds=settings.time_limit_seconds, on_message=on_message)
     except LaunchFailedError as error:
