@@ -86,9 +86,9 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "MODEL --scheme W4A16 --dry-run",
     ),
     "evaluate": (
-        "model-w4 --baseline MODEL --text book.txt",
+        "model-w4 --baseline MODEL --dataset book.txt",
         "MODEL --dataset python-help --output-dir judged",
-        "MODEL --text book.txt --format json",
+        "MODEL --dataset book.txt --format json",
     ),
     "report": ("tuned", "tuned --output other.html", "plan --output plan.html --force"),
     "serve": (

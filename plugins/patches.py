@@ -241,11 +241,6 @@ PATCHES: tuple[Patch, ...] = (
         "A pipeline stage is not a Transformers model, whose method enables checkpointing of its layers.",
     ),
     instance(
-        "selective-checkpointing",
-        "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
-        "`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
-    ),
-    instance(
         "offloaded-checkpoints",
         "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         "Only the input of a recomputed layer moves to host memory, and only that of the first layers.",

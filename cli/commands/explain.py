@@ -16,7 +16,6 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import NOT_COVERED
 from ...ds_configs.specs.terms import Place, Term
 from ...ds_configs.step_time.estimate import TERMS
-from ...ds_configs.step_time.learning import learned_factors
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
@@ -103,9 +102,8 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     if plan.learned_from:
         from .calibrate import show_steps
 
-        factors = ", ".join(f"{part} {factor:.2f}" for part, factor in learned_factors(plan.chosen.time).items())
-        apart = "" if plan.chosen.time.learned_factors else "; these runs do not separate the parts"
-        out.print(f"Times the published prediction: {factors}{apart}. The published prediction counts as one run.")
+        factor = f"{plan.chosen.time.learned_scale:.2f} times the published prediction"
+        out.print(f"{factor}, from the runs below. The published prediction counts as one run.")
         show_steps(plan.learned_from, title="Runs that corrected the step's time, seconds")
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
@@ -115,8 +113,7 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
 
 def _learned_dict(plan: Plan) -> dict[str, Any]:
     runs = [asdict(step) | {"ratio": step.ratio} for step in plan.learned_from]
-    separates = bool(plan.chosen.time.learned_factors)
-    return {"factors": learned_factors(plan.chosen.time), "separates_parts": separates, "runs": runs}
+    return {"factor": plan.chosen.time.learned_scale, "runs": runs}
 
 
 def _is_written_as_path(subject: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Annotated
 
-from ...ds_configs.specs.settings import HubSettings, RevisionSettings
+from ...ds_configs.specs.settings import RevisionSettings
 from ...trainers.distillation.student.request import StudentRequest
 from ..options import WriteOptions
 from ..settings import FILLED, Options, grouped
@@ -17,7 +17,7 @@ grouped(StudentRequest)
 
 
 @grouped
-class StudentOptions(WriteOptions, HubSettings, RevisionSettings):
+class StudentOptions(WriteOptions, RevisionSettings):
     """Options of `student`."""
 
 
@@ -36,10 +36,7 @@ def student_command(
     """
     from ...trainers.distillation.student.maker import student
 
-    output = {
-        name: getattr(options, name)
-        for name in ("output_dir", "revision", "dry_run", "force", "push_to_hub", "private")
-    }
+    output = {name: getattr(options, name) for name in ("output_dir", "revision", "dry_run", "force")}
     report = student(teacher, **output, **request.model_dump())
     if options.as_json:
         print(
@@ -68,7 +65,7 @@ def show_student(report: StudentReport) -> None:
     teacher, student = plan.teacher_widths, plan.student_widths
     if teacher is not None and student is not None:
         for word, name in {"hidden size": "hidden_size", "MLP channels": "intermediate_size"}.items():
-            table.add_row(word, f"{getattr(teacher, name):,}", f"{getattr(student, name):,}")
+            table.add_row(word, f"{teacher[name]:,}", f"{student[name]:,}")
     share = plan.student_parameters / plan.teacher_parameters
     counts = [f"{human_count(count)}" for count in (plan.teacher_parameters, plan.student_parameters)]
     table.add_row("parameters", *counts, f"{share:.1%}")

@@ -355,7 +355,7 @@ READ = {
     "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **dict.fromkeys(
-        ("pipeline-checkpointing", "selective-checkpointing", "offloaded-checkpoints"),
+        ("pipeline-checkpointing", "offloaded-checkpoints"),
         ("transformers.modeling_layers", "self._gradient_checkpointing_func"),
     ),
     "metered-backward": ("transformers.trainer", "self.accelerator.backward"),

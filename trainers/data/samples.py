@@ -29,7 +29,7 @@ _ALPACA_PROMPT = (
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
-_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
+_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 _NumberedRow = tuple[int, Row]
 """A row with its index, which errors name."""
@@ -192,7 +192,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
-    label. `token_weights`, `teacher_rows` and `position_ids` are padded if samples have them.
+    label. `teacher_rows` and `position_ids` are padded if samples have them.
     """
     import torch
 

@@ -51,8 +51,6 @@ def damaged(where: str, rule: str) -> RefusedInputError:
 
 _FEWEST_COLUMNS = 128
 """Smallest number of columns between two updates of all later columns; it affects results only by rounding."""
-# From here on the inverse is close to that of the diagonal, which is used instead.
-_LARGEST_DAMPENING = 1.0
 
 
 def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> float:
@@ -87,29 +85,26 @@ def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, *, wh
         raise RefusedInputError(errors)
 
 
-def damped(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
-    """Return the fp32 Hessian with 1 for channels that are always zero, plus `dampening` of its mean diagonal."""
+def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
+    """Return the upper triangular U with `(H + λ)⁻¹ = Uᵀ U`, where H has 1 for channels that are always zero.
+
+    λ is `dampening` times the mean diagonal, and is multiplied by 10 until the factor exists. Row j of U is the
+    correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323, section 3.3).
+    """
     hessian_II = hessian_II.float().clone()
     diagonal_I = hessian_II.diagonal()
     diagonal_I[diagonal_I <= 0] = 1.0
-    diagonal_I += dampening * diagonal_I.mean()
-    return hessian_II
-
-
-def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
-    """Return the upper triangular U with `(H + λ)⁻¹ = Uᵀ U`; λ is multiplied by 10 until the factor exists.
-
-    Row j of U is the correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323,
-    section 3.3).
-    """
     while True:
-        factor_II, failed = torch.linalg.cholesky_ex(damped(hessian_II, dampening))
+        damped_II = hessian_II.clone()
+        damped_II.diagonal().add_(dampening * diagonal_I.mean())
+        factor_II, failed = torch.linalg.cholesky_ex(damped_II)
         if not int(failed):
             upper_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor_II), upper=True)
             if not int(failed):
                 return upper_II
-        if dampening >= _LARGEST_DAMPENING:
-            return torch.diag(damped(hessian_II, 0.0).diagonal().rsqrt())
+        # From here on the inverse is close to that of the diagonal.
+        if dampening >= 1:
+            return torch.diag(diagonal_I.rsqrt())
         dampening = max(10 * dampening, 1e-4)
 
 

@@ -156,7 +156,7 @@ def scale_plan(
         shards_before=plan.chosen.strategy.shard_size,
         shards=strategy.shard_size,
     )
-    strategy = replace(strategy, zero=zero, offload_variant="none")
+    strategy = replace(strategy, zero=zero)
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...ds_configs.plan.plan import Plan
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.peft import add_lora
-from ...plugins.transformers.gradient_checkpointing import at_train_begin, checkpoint_first_layers, keep_products
+from ...plugins.transformers.gradient_checkpointing import partial_checkpointing_callback
 from ...plugins.transformers.training_arguments import (
     prepare_model_directory_save,
     save_model_directory,
@@ -119,9 +118,7 @@ def _trainer(job: RehearsalJob, plan: Plan, work: Path, arguments: Any) -> tuple
     recorder = StepLosses(trainer)
     trainer.add_callback(ProgressSender())
     if layout.checkpointed_layers is not None:
-        trainer.add_callback(at_train_begin(partial(checkpoint_first_layers, count=layout.checkpointed_layers)))
-    if layout.keeps_products:
-        trainer.add_callback(at_train_begin(keep_products))
+        trainer.add_callback(partial_checkpointing_callback(layout.checkpointed_layers))
     return trainer, recorder
 
 

@@ -295,7 +295,6 @@ def verdict(data: Data) -> str:
 
 
 def _evaluation_settings(data: Data) -> Section:
-    text = data["text"]
     models = [
         (m["name"], m["architecture"], plain(m["quantization"]), m["dtype"], plain(m["revision"]))
         for m in (data["model"], data["baseline"])
@@ -303,7 +302,6 @@ def _evaluation_settings(data: Data) -> Section:
     ]
     headings = ("model", "class", "quantization", "computes in", "commit")
     settings = [
-        ("stride, tokens", f"{text['stride_tokens']:,}"),
         ("seconds total", f"{data['seconds']:.0f}"),
         *((name.replace("_", " "), value) for name, value in data["settings"].items()),
     ]

@@ -124,7 +124,7 @@ def carry_axes(plan: Plan) -> None:
             if own_calls:
                 make(trainer, model, args, *rest, **settings)
                 return
-            if parallelism.is_pipeline or parallelism.context_parallel_size > 1:
+            if parallelism.is_pipeline or parallelism.layout.cp > 1:
                 rule = "uses a stock Trainer, which supports no pipeline and no context parallelism"
                 fix = "use shardwright.trainer_for(plan, model=..., args=...), or plan without these axes"
                 raise UsageError(ConfigError(where="script", value=sys.argv[0], rule=rule, fix=fix))

@@ -28,7 +28,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import JobSettings, TrainingJob
 from ...ds_configs.specs.settings import settings_of
-from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
+from ...ds_configs.step_time.learning import MeasuredStep, published_time
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
@@ -264,7 +264,6 @@ def _learn(plan: Plan, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
     layouts = (plan.chosen, *plan.rejected)
     predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
-    parts = part_seconds(predicted)
     assert trial.step_seconds is not None, "it was measured"
     content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
@@ -276,8 +275,6 @@ def _learn(plan: Plan, trial: Trial) -> None:
         ranks=plan.hardware.world_size,
         predicted_seconds=predicted.seconds,
         measured_seconds=trial.step_seconds,
-        network_seconds=parts["network"],
-        host_seconds=parts["host"],
         flops_per_s=plan.hardware.flops_per_s,
         release=own_release(),
     )

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
@@ -174,33 +173,6 @@ def test_upstream_still_registers_how_one_model_is_written_for_all(mixtures):
             AutoModelForCausalLM.from_pretrained(mixtures["qwen3-moe"], dtype="auto")
         _, found = AutoModelForCausalLM.from_pretrained(mixtures["qwen3-moe"], output_loading_info=True)
         assert found["missing_keys"]
-
-
-def test_names_change_and_data_stays(tmp_path):
-    before = {
-        "model.layers.0.block_sparse_moe.experts.10.gate_proj.weight_packed": torch.arange(12, dtype=torch.int32),
-        "model.layers.0.block_sparse_moe.experts.10.up_proj.weight_scale": torch.randn(3, 2).bfloat16(),
-        "model.layers.0.self_attn.q_proj.weight_scale": torch.randn(5),
-    }
-    save_file(before, tmp_path / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
-    weight_map = dict.fromkeys(before, "model-00001-of-00001.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    source = {
-        f"model.layers.0.block_sparse_moe.experts.10.{name}.weight": ((4, 4), "bfloat16") for name in ("w1", "w2", "w3")
-    }
-    assert restore_expert_names(tmp_path, source) == 2
-    after = load_file(tmp_path / "model-00001-of-00001.safetensors")
-    renamed = {
-        "model.layers.0.block_sparse_moe.experts.10.w1.weight_packed",
-        "model.layers.0.block_sparse_moe.experts.10.w3.weight_scale",
-        "model.layers.0.self_attn.q_proj.weight_scale",
-    }
-    assert set(after) == renamed
-    assert all(torch.equal(after[new], old) for new, old in zip(sorted(renamed), before.values(), strict=True))
-    assert set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) == renamed
-    with safe_open(tmp_path / "model-00001-of-00001.safetensors", framework="pt") as stored:
-        assert stored.metadata() == {"format": "pt"}
-    assert restore_expert_names(tmp_path, source) == 0
 
 
 @pytest.mark.parametrize(

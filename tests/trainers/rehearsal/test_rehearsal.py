@@ -253,6 +253,8 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     half = {"fp16": {"enabled": "auto", "loss_scale": 0}}
     assert replaced(cpu_deepspeed, half)[0] == {"bf16": {"enabled": "auto"}}
     superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
+    zenflow = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}, "optimizer": {"type": "AdamW"}}
+    assert replaced(cpu_deepspeed, zenflow)[0] == {"zero_optimization": {"stage": 2}}
     found, changes = replaced(cpu_deepspeed, superoffload)
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
     assert changes == ["zero_optimization.offload_optimizer.super_offload"]
@@ -262,31 +264,25 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     assert replaced(cpu_accelerate, offloaded)[0]["fsdp_config"]["fsdp_offload_params"] is False
 
 
-def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
+def test_kernels_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
     from shardwright.trainers.training.settings import TrainSettings, planned_argument_errors
 
-    job = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
     kernels = {"precision": "fp8", "torch_compile": True, "use_liger_kernel": True, "strategy": "fsdp2"}
-    for name, settings in {"kernels": kernels, "zenflow": {"offload": "zenflow"}}.items():
-        planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **job, **settings)
-        planned.write(tmp_path / name)
-        (tmp_path / f"{name}-work").mkdir()
-        files = PlanFiles.read(tmp_path / name)
-        config = json.loads((tiny_llama / "config.json").read_text())
-        found = scale_plan(planned, files, config, ranks=2, nodes=1, steps=2, work=tmp_path / f"{name}-work")
-        changes = {change.where: (change.before, change.after) for change in found.changes}
-        assert found.strategy.offload_variant == "none"
-        if name == "kernels":
-            assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
-            assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
-            arguments = found.worker.training_arguments
-            assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
-            errors = {error.where: error.fix for error in planned_argument_errors(TrainSettings(), planned)}
-            assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
-        else:
-            assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
-            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zero_optimization.zenflow" in changes
+    sizes = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
+    planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **sizes, **kernels)
+    planned.write(tmp_path / "plan")
+    (tmp_path / "work").mkdir()
+    files = PlanFiles.read(tmp_path / "plan")
+    config = json.loads((tiny_llama / "config.json").read_text())
+    scaled = scale_plan(planned, files, config, ranks=2, nodes=1, steps=2, work=tmp_path / "work")
+    changes = {change.where: (change.before, change.after) for change in scaled.changes}
+    assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
+    assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
+    arguments = scaled.worker.training_arguments
+    assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
+    errors = {error.where: error.fix for error in planned_argument_errors(TrainSettings(), planned)}
+    assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
 
 
 def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
