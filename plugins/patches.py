@@ -187,11 +187,6 @@ PATCHES: tuple[Patch, ...] = (
             ("_BaseAutoModelClass", "transformers.models.auto.auto_factory"),
         )
     ),
-    process(
-        "script-engine-comparison",
-        "deepspeed:initialize",
-        "A script's own loop has no callbacks that could report where its engine differs from the plan.",
-    ),
     # TRL trainers.
     context(
         "pairs-of-a-micro-step",

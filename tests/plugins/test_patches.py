@@ -352,7 +352,6 @@ READ = {
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
     "script-callbacks": ("transformers.trainer", "DEFAULT_CALLBACKS"),
-    "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **dict.fromkeys(
         ("pipeline-checkpointing", "offloaded-checkpoints"),

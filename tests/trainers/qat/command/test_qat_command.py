@@ -87,7 +87,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
     assert shown["scheme"]["format"] == "int-quantized"
     assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
-    assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
+    assert {"out/REPORT.md", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
     human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
     assert human.code == 0, human.err
     assert "14 quantized" in human.out
@@ -315,4 +315,3 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
         ("org/large", {"alpha": 0.75}, "forward_kl with weight 0.75, and the labels of the data with weight 0.25"),
     ):
         assert said in replace(outcome, teacher=teacher, settings=QATSettings(teacher=teacher, **changes)).card()
-    assert files["qat.png"].startswith(b"\x89PNG")
