@@ -161,17 +161,6 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
-def load_kernels(release: str) -> Mapping[str, Any]:
-    """Return the coefficients of layers with other kernels by kernels, family, mode and attention."""
-    tables: Mapping[str, Any] = stored_facts(KERNELS_FILE, release)["tables"]
-    return tables
-
-
-def kernels_of(job: TrainingJob) -> Kernels:
-    """Return the kernels of a job's layers; compiled ones also with Liger, whose calls the compiler keeps."""
-    return "liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager"
-
-
 def evaluate_table(table: Mapping[str, Any], factors: Mapping[str, int], source: str) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
     point = [feature(name, factors) for name in table["features"]]
@@ -455,7 +444,7 @@ def estimate_activations(
         )
     shown = f"{family}, {mode}, {adapter}, {path} attention"
     if kernels != "eager":
-        other = load_kernels(release).get(kernels, {}).get(family, {}).get(mode, {}).get(path)
+        other = stored_facts(KERNELS_FILE, release)["tables"].get(kernels, {}).get(family, {}).get(mode, {}).get(path)
         if other is None or adapter != "none":
             shown += f", eager instead of {kernels} layers, an upper bound"
         else:
@@ -470,17 +459,17 @@ def estimate_activations(
     estimate = evaluate_table(table, factors, source)
     if not chunked_loss:
         return estimate
-
-    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
-        sizes = replace(dimensions, vocab_size=vocab_size)
-        return _loss_peaks(table, size_factors(sizes, micro_batch_size=1, seq_len_tokens=tokens))
-
-    return _with_chunked_loss(estimate, dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
+    peaks = _loss_peaks(table, factors | {"lora_rank": 0})
+    return _with_chunked_loss(estimate, dimensions, micro_batch_size * seq_len_tokens, mode, peaks)
 
 
-def _loss_peaks(table: Mapping[str, Any], factors: Mapping[str, int]) -> tuple[int, int]:
-    point = [feature(name, factors) for name in table["features"]]
-    return _largest(table["loss_forward_peak"], point), _largest(table["loss_backward_peak"], point)
+def _loss_peaks(table: Mapping[str, Any], factors: Mapping[str, int]) -> Callable[[int, int], tuple[int, int]]:
+    def peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
+        sizes = {**factors, "sequence": 1, "position": tokens, "token": tokens, "vocab_size": vocab_size}
+        point = [feature(name, sizes) for name in table["features"]]
+        return _largest(table["loss_forward_peak"], point), _largest(table["loss_backward_peak"], point)
+
+    return peaks
 
 
 def _with_chunked_loss(
@@ -643,13 +632,8 @@ def estimate_kinds(
     )
     if not chunked_loss:
         return estimate
-
-    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
-        sizes = replace(model, dimensions=replace(model.dimensions, vocab_size=vocab_size))
-        factors = feature_factors(sizes, micro_batch_size=1, seq_len_tokens=tokens, lora_rank=lora_rank)
-        return _loss_peaks(table, factors)
-
-    return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
+    peaks = _loss_peaks(table, factors)
+    return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, peaks)
 
 
 BOUND_SOURCE = "upper bound from the model's structure"
@@ -907,7 +891,8 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             lora_rank=rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
-            kernels=kernels_of(job),
+            # A compiler keeps the calls of Liger's kernels.
+            kernels="liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager",
         )
         in_blocks = has_window_blocks(model, job.seq_len_tokens)
         return _with_window_blocks(traced, model, job, micro_batch_size, mode) if in_blocks else traced

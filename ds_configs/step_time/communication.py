@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ..memory.communication import Gathered
 from ..specs.hardware import HardwareSpec
@@ -79,8 +80,7 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 """Default bucket of `DistributedDataParallel` (`bucket_cap_mb=25`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataTraffic:
+class DataTraffic(NamedTuple):
     """Seconds of data-parallel collectives of a rank, without overlap."""
 
     gathers_forward: float = 0.0
@@ -177,13 +177,7 @@ def data_traffic(
 
 def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
     """Return the collectives of all groups of parameters, one after the other."""
-    return DataTraffic(
-        gathers_forward=sum(part.gathers_forward for part in parts),
-        gathers_backward=sum(part.gathers_backward for part in parts),
-        reductions_each=sum(part.reductions_each for part in parts),
-        reductions_once=sum(part.reductions_once for part in parts),
-        updates_once=sum(part.updates_once for part in parts),
-    )
+    return DataTraffic(*map(sum, zip(*parts, strict=True)))
 
 
 def exchanges(

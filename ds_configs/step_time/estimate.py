@@ -355,8 +355,6 @@ def exposed(step: StepInputs, communication: float, computation: float) -> tuple
     """Return the communication that concurrent computation does not hide, and the slowdown of that computation."""
     if communication <= 0:
         return 0.0, 0.0
-    if not step.software.overlaps_gathers:
-        return communication, 0.0
     hidden = min(communication, computation)
     return communication - hidden, step.constants.overlap_slowdown * hidden
 

@@ -263,8 +263,6 @@ class Software:
     overlaps_updates: bool = False
     """Whether updated parameters are gathered during the forward pass of the first micro-batch (Megatron-Core's
     `--overlap-param-gather`)."""
-    overlaps_gathers: bool = True
-    """Whether sharded parameters are gathered during the computation of the previous layers."""
     overlapped_tensor_parallel: float = 0.0
     """Share of the collectives of tensor parallelism that run in parts during the products."""
     scatters_transfers: bool = False

@@ -42,7 +42,6 @@ from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..checkpoints.full_disk import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
-from .out_of_memory import FILE_NAME as OUT_OF_MEMORY_FILE
 from .out_of_memory import memory_errors
 
 TRAINED_TYPE = "type of trained weights"
@@ -112,7 +111,7 @@ class PlanCallback(StepClock):
         if self._explained is None:
             yield
             return
-        with full_disk_errors(self._explained), memory_errors(self.plan, report=self._explained / OUT_OF_MEMORY_FILE):
+        with full_disk_errors(self._explained), memory_errors(self.plan):
             yield
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -265,8 +265,8 @@ def test_pruned_weights_are_rounded_to_zero(tmp_path: Path) -> None:
         pruning = MagnitudePruningCallback(0.5, end_step=3, every=1, pattern="2:4")
         trainer(tmp_path, model, qat, pruning, max_steps=4).train()
         for module in qat.attachment.modules.values():
-            rounding = module.quantizer.rounding().weight
-            value = round_weight(module.weight.detach(), rounding).value(rounding)
+            rounding = module.quantizer.rounding()
+            value = round_weight(module.weight.detach(), rounding).value(rounding.quantization)
             assert (module.weight == 0).reshape(-1, 4).sum(1).eq(2).all()
             assert (value[module.weight == 0] == 0).all()
     binary = QATCallback(changed(scheme_named("W2A16"), group_size=16), weight_rule="binary")
