@@ -84,8 +84,8 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
             rule = "must be an existing directory"
             errors.append(ConfigError(where="teacher_cache", value=settings.teacher_cache, rule=rule))
     if settings.method == "lora" and settings.hidden_states:
-        value, rule = settings.hidden_states, "trains projectors, which LoRA adapters cannot store"
-        errors.append(ConfigError(where="hidden_states", value=value, rule=rule, fix="use --method full"))
+        rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
+        errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
     if cached or settings.teacher_cache is not None:
         live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
         rule, fix = "requires a live teacher", "remove --teacher-cache"
