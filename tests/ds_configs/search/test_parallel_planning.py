@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import yaml
@@ -23,7 +22,6 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.step_time import rates as collectives
 from shardwright.ds_configs.step_time.estimate import exchanges
 from shardwright.ds_configs.step_time.model_work import model_work
 from shardwright.ds_configs.step_time.rates import constants_of
@@ -115,12 +113,6 @@ def test_long_sequences_select_sequence_or_context_parallelism():
 
 
 # --- the search ---
-
-
-def test_pipeline_without_global_batch_gets_enough_micro_batches():
-    made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4, tensor_parallel_size=1)
-    strategy = made.chosen.strategy
-    assert strategy.gradient_accumulation_steps * strategy.micro_batch_size * 4096 * 2 == 16_384 * 8
 
 
 def exactly(layout: Layout) -> dict[str, object]:
@@ -245,32 +237,6 @@ def test_accelerate_reads_the_parallelism(tmp_path, monkeypatch):
         assert getattr(read, name) == 4
         for key in section:
             monkeypatch.delenv(f"PARALLELISM_CONFIG_{key.upper()}")
-
-
-def test_quantized_collectives_are_planned_with_zero_3_and_written():
-    made = plan(LLAMA_8B, "2x8xH100-80GB", zero_quantized_weights=True, zero_quantized_gradients=True)
-    assert made.chosen.strategy.zero_stage == 3
-    config = json.loads(render_files(made)["ds_config.json"])["zero_optimization"]
-    assert (config["zero_quantized_weights"], config["zero_quantized_gradients"]) == (True, True)
-
-
-def test_group_bandwidth_depends_on_placement_of_members():
-    cluster = parse_hardware("4x8xH100-80GB")
-    link, network = cluster.link_bytes_per_s, cluster.network_bytes_per_s
-    for (ranks, stride), expected in {
-        (8, 1): link,
-        (4, 2): link,
-        (4, 8): network,
-        (8, 4): 2 * network,
-        (16, 1): min(link, 8 * network),
-        (2, 16): network,
-    }.items():
-        assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == expected
-    three = parse_hardware("3x8xH100-80GB")
-    assert collectives.group_bytes_per_s(three, ranks=6) == min(link, 2 * network), "ranks 6 to 11 lie as 2 and 4"
-    assert collectives.group_bytes_per_s(parse_hardware("8xH100-80GB"), ranks=6) == link
-    for ranks, stride in product((1, 2, 4), (1, 2)):
-        assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == link
 
 
 # --- the command ---

@@ -368,15 +368,6 @@ def test_rejects_configs_that_cannot_be_shrunk(config, fragment):
         shrink(config)
 
 
-@given(length=st.integers(1, 200_000), sp=st.sampled_from((1, 2, 3, 4, 8)), cp=st.sampled_from((1, 2, 4, 16)))
-def test_rehearsed_sequences_are_short_multiples(length, sp, cp):
-    unit = 2 * sp * cp
-    tokens = rehearsed_sequence(length, replace(DDP, sp=sp, cp=cp))
-    assert tokens % unit == 0 and 0 < tokens <= max(128, unit)
-    assert tokens <= max(length, unit)
-    assert tokens > min(128, length) - unit
-
-
 def test_layouts_keep_all_axes_except_data_parallelism():
     zero3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=32, tp=2, micro_batch_size=8, offload_optimizer="cpu")
     small, changes = shrink_layout(zero3, ranks=4)
