@@ -20,9 +20,7 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
-    repair_clipping,
     set_global_batch,
-    written_global_batch,
 )
 from shardwright.trainers.parallel.pipeline.batches import (
     for_stages,
@@ -223,19 +221,6 @@ def test_global_batch_counts_replicas_and_reports_contradictions(written: Any, k
     assert holder.mismatches == ["- ds other"]
 
 
-@pytest.mark.parametrize("given", [None, {"train_batch_size": "auto"}], ids=["launch", "arguments"])
-def test_second_trainer_does_not_read_the_first_trainers_value_as_the_users(given: Any) -> None:
-    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    launched = SimpleNamespace(config={**sizes, "train_batch_size": "auto"})
-    written = written_global_batch(given, launched)
-    assert written == "auto"
-    # The Trainer makes its own out of what `accelerate launch` announced, and fills it in.
-    completed = SimpleNamespace(config={**sizes, "train_batch_size": 24})
-    assert set_global_batch(completed, written=written, replicas=2) is None
-    assert completed.config["train_batch_size"] == 12
-    assert written_global_batch(given, completed) == "auto"
-
-
 def test_global_batch_is_checked_before_the_trainer_fills_it_in(tmp_path: Path) -> None:
     section = {**deepspeed_settings(tmp_path)["deepspeed"], "train_batch_size": 8}
     arguments = deepspeed_arguments(tmp_path, deepspeed=section)
@@ -262,28 +247,6 @@ def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
     ]
     assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
     assert counts[1][-1] < counts[0][-1]
-
-
-@pytest.mark.parametrize("first_of_its_group", [True, False])
-def test_clipping_counts_every_parameter_once(monkeypatch: pytest.MonkeyPatch, first_of_its_group: bool) -> None:
-    """The other ranks contribute 16 or 7; here gradients are 3 in a cut matrix, 3 in a whole one, 7 in a tied copy."""
-    cut, whole, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
-    cut.grad, whole.grad, tied.grad = torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([7.0])
-    tied.ds_pipe_replicated = cut.tensor_model_parallel = True  # type: ignore[attr-defined]
-    others = 7.0 if first_of_its_group else 16.0
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(others))
-    engine: Any = SimpleNamespace(
-        module=torch.nn.ParameterList([cut, whole, tied, unused]),
-        grid=SimpleNamespace(
-            get_model_parallel_group=lambda: None, get_slice_parallel_rank=lambda: 0 if first_of_its_group else 1
-        ),
-        gradient_clipping=lambda: 0.5,
-        device="cpu",
-    )
-    repair_clipping(engine)
-    engine.clip_fp32_gradients()
-    assert engine._global_grad_norm == pytest.approx(5.0)
-    assert [cut.grad.item(), whole.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.3, 0.7], rel=1e-5)
 
 
 def test_deepspeed_keeps_logits_after_the_last_stage_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
