@@ -16,7 +16,7 @@ WITHOUT ?=
 # Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
 OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
 	tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py tests/trainers/qat/test_qat_export.py \
-	tests/distributed/test_parallel_rehearsal.py tests/distributed/test_rehearse.py tests/distributed/test_train.py
+	tests/distributed/test_rehearse.py tests/distributed/test_train.py
 GRID_TESTS := tests/equivalence $(patsubst %,tests/distributed/test_%.py,trainer_layouts unused_parameters)
 # Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
 NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \

@@ -40,11 +40,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "explain": ("plan", "gathered_parameters", "names"),
     "calibrate": ("plan/model", "--list", "plan/model --format json"),
     "rehearse": ("plan", "plan --ranks 4 --steps 12", "plan --script finetune.py -- --epochs 1"),
-    "tune": (
-        "plan",
-        "Qwen/Qwen3-0.6B --hardware local --seq-len 2048 --output-dir tuned",
-        "plan --trials 8 --steps 10",
-    ),
+    "tune": ("plan", "plan --trials 8 --steps 10", "plan --time-limit 60 --output-dir tuned"),
     "launch": (
         "plan finetune.py --epochs 3",
         "plan run_clm.py --output_dir out @plan",

@@ -98,7 +98,7 @@ def _plan_schema() -> dict[str, Any]:
         "versions": {"type": "object", "additionalProperties": text},
     }
     optional: dict[str, Any] = {
-        "activations": {"enum": ["traced", "upper bound"]},
+        "activations": {"enum": ["upper bound"]},
         "command": text,
         "trials": {"type": "array", "items": {"$ref": "#/$defs/Trial"}},
     }

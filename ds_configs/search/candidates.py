@@ -228,44 +228,26 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     )
 
 
-def mechanisms(layout: Layout, *, chunked_loss: bool = False) -> tuple[str, ...]:
-    """Return the names of what a layout adds to plain data parallelism.
-
-    >>> mechanisms(Layout(engine="deepspeed", zero_stage=2, dp_shard=8, gradient_checkpointing=True))
-    ('gradient checkpointing',)
-    """
-    names = [axis.upper() for axis in layout.axes]
-    if layout.offload_optimizer != "none":
-        names.append("optimizer offload")
-    if layout.offload_param != "none":
-        names.append("parameter offload")
-    if "nvme" in (layout.offload_optimizer, layout.offload_param):
-        names.append("NVMe")
-    if layout.gradient_checkpointing:
-        names.append("gradient checkpointing")
-    if layout.tiled_mlp:
-        names.append("tiled MLP")
-    if layout.offloaded_checkpoints:
-        names.append("checkpoint offload")
-    if layout.zero.hpz_partition_size > 1:
-        names.append("hpZ")
-    if layout.engine == "fsdp2" and layout.dp_replicate > 1:
-        names.append("hybrid sharding")
-    if chunked_loss:
-        names.append("chunked loss")
-    return tuple(names)
-
-
 def complexity(layout: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
     """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
 
-    Offload comes first: its speed depends on the host, about which a plan knows least. Axes come next: a stock Trainer
-    runs everything else.
+    Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
+    about which a plan knows least. Axes come next: a stock Trainer runs everything else.
     """
+    devices = (layout.offload_optimizer, layout.offload_param)
+    mechanisms = (
+        *(device != "none" for device in devices),
+        "nvme" in devices,
+        layout.gradient_checkpointing,
+        layout.tiled_mlp,
+        layout.offloaded_checkpoints > 0,
+        layout.zero.hpz_partition_size > 1,
+        layout.engine == "fsdp2" and layout.dp_replicate > 1,
+        chunked_loss,
+    )
     stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
-    offloads = layout.offload_optimizer != "none" or layout.offload_param != "none"
-    added = len(mechanisms(layout, chunked_loss=chunked_loss))
-    return offloads, len(layout.axes), added, stage, layout.engine == "fsdp2"
+    offloads, axes = devices != ("none", "none"), len(layout.axes)
+    return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384

@@ -12,7 +12,7 @@ from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
 from ..step_time.utilization import low_utilization_reason
-from .candidates import Candidate, SearchContext, global_batch_reason, mechanisms
+from .candidates import Candidate, SearchContext, global_batch_reason
 
 AS_FAST = 0.95
 """Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
@@ -58,7 +58,6 @@ def chosen_reason(
     *,
     rows: Sequence[Candidate],
     others: Sequence[Candidate],
-    fastest: Candidate,
 ) -> str:
     """Return why a layout was chosen.
 
@@ -67,7 +66,6 @@ def chosen_reason(
         context: Hardware and requested job.
         rows: The other layouts that the plan lists, each as a plan that requests it would have it.
         others: All other layouts.
-        fastest: The fastest candidate that fits, the first point of the frontier.
     """
     layout, gpu, time, job = best.layout, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions
@@ -90,16 +88,6 @@ def chosen_reason(
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         _global_batch(best),
     ]
-    if job.objective != "memory" and fastest.tokens_per_second > max(
-        row.tokens_per_second for row in (best, *rows) if row.memory.fits
-    ):
-        more = "needs more mechanisms" if _simpler(best, fastest) == "needs fewer mechanisms" else "is less simple"
-        sentences.append(
-            f"The fastest candidate, {display_name(fastest.layout)} with micro-batch "
-            f"{fastest.layout.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
-            f"{_percent(fastest, best)} % faster, but {more}."
-        )
-    sentences += _long_sequence_gains(best)
     if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
@@ -144,7 +132,7 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
     if near:
         gain, name = _percent(near[0], best), display_name(near[0].layout)
-        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and {_simpler(best, near[0])}"
+        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and is simpler"
     else:
         text = f"the fastest {layouts}{'' if offloading or pipelines else ' that fits'}{sizes}"
     if offloading:
@@ -159,13 +147,6 @@ def _percent(faster: Candidate, best: Candidate) -> str:
     """Return how much faster a candidate is, in the digits of the table of alternatives."""
     gain = 100 * (faster.time.tokens_per_second / best.time.tokens_per_second - 1)
     return f"{gain:.1f}" if gain >= 0.05 else "0.1"
-
-
-def _simpler(best: Candidate, faster: Candidate) -> str:
-    counts = [
-        len(mechanisms(candidate.layout, chunked_loss=candidate.job.loss == "chunked")) for candidate in (best, faster)
-    ]
-    return "needs fewer mechanisms" if counts[0] < counts[1] else "is simpler"
 
 
 def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
@@ -192,25 +173,6 @@ def _recomputation(candidate: Candidate) -> str:
         text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"
     text += ", tiled MLP" if layout.tiled_mlp else ""
     return text + (", chunked loss" if candidate.job.loss == "chunked" else "")
-
-
-def _long_sequence_gains(best: Candidate) -> list[str]:
-    """Return what a tiled MLP and offloaded layer inputs save, each compared with the same layout without it."""
-    sentences, size = [], best.memory.gpu.high_bytes
-    for field, subject, s in (
-        ("tiled_mlp", "The tiled MLP", "s"),
-        ("offloaded_checkpoints", "Layer inputs on the host", ""),
-    ):
-        if getattr(best.layout, field):
-            without = replace(best, layout=replace(best.layout, **{field: type(getattr(best.layout, field))()}))
-            saved = without.memory.gpu.high_bytes - size
-            slower = 100 * (best.time.seconds / without.time.seconds - 1)
-            text = f"{subject} save{s} {gigabytes(saved)} GB per accelerator and cost{s} {slower:.1f} % of time"
-            if field == "offloaded_checkpoints":
-                needed = best.memory.host.terms.get("offloaded_checkpoints", 0)
-                text += f"; they need {gigabytes(needed)} GB of host memory per node"
-            sentences.append(f"{text}.")
-    return sentences
 
 
 def _seconds(value: float) -> str:

@@ -122,6 +122,8 @@ REMOVED: Mapping[str, str] = {
     "offload=superoffload": "use cpu, and write offload_optimizer.super_offload into your own DeepSpeed file",
     "gradient_checkpointing=selective": "use auto, which recomputes as few layers as needed",
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
+    "nodes_as_ranks": "omit it: a rehearsal has one launcher; node checks of launch test several machines",
+    "streaming": "write #N after the dataset, such as imdb#2000, to read only its first N rows",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
     **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
@@ -162,6 +164,10 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{
+        (name, "trials"): "pass it to plan, and tune the plan"
+        for name in ("hardware", "seq_len", "micro_batch_size", "global_batch_size", "strategy", "precision", "method")
+    },
     ("script", "trials"): "omit it: trials train with random weights; launch runs a script with the tuned plan",
     **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{

@@ -42,9 +42,13 @@ def test_resume_or_anew_starts_again_if_no_checkpoint_is_complete(workshop, tmp_
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
 
 
-def test_damaged_checkpoint_is_skipped(workshop, tmp_path):
+@pytest.mark.parametrize(
+    "damage",
+    ["flip_optimizer", *(pytest.param(name, marks=pytest.mark.full) for name in DAMAGES if name != "flip_optimizer")],
+)
+def test_damaged_checkpoint_is_skipped(damage, workshop, tmp_path):
     shutil.copytree(workshop.whole("ddp"), tmp_path / "run")
-    DAMAGES["flip_optimizer"](tmp_path / "run" / f"checkpoint-{STEPS}")
+    DAMAGES[damage](tmp_path / "run" / f"checkpoint-{STEPS}")
     output = workshop.run("ddp", tmp_path / "run", flags=("--resume",))
     assert f"skipped: checkpoint-{STEPS} " in output
     assert "resuming from checkpoint-4" in output

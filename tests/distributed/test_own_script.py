@@ -151,10 +151,6 @@ def test_a_script_that_leaves_the_plan_is_reported_by_its_ranks(
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
     assert shown.count("per_device_train_batch_size was 3, but the plan has 2: predicted memory and time") == 1
     assert shown.count("Accelerate fills the last batch of each epoch with 2 samples from its start") == 1
-    another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
-    shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
-    assert "train_micro_batch_size_per_gpu is 4, but the plan has 2" in shown
-    assert "zero_optimization.stage is 3, but the plan has 2" in shown
 
 
 _OWN_OPTIMIZER = """
@@ -226,8 +222,7 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_a
     assert "Passed" in ran(*rehearse, *script, "[True, False]", "True", cwd=tmp_path)
     shown = ran("accelerate", "launch", "--config_file", "plan/accelerate.yaml", *script, cwd=tmp_path)
     assert "recomputed: [True, True]" in shown
-    stated = "# With `accelerate launch` alone a stock Trainer recomputes all layers completely"
-    assert stated in (tmp_path / "plan" / "accelerate.yaml").read_text()
+    assert "or it recomputes all layers completely" in (tmp_path / "plan" / "accelerate.yaml").read_text()
 
 
 def test_axes_are_carried_by_the_trainer_of_a_plain_script(

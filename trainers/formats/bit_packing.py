@@ -61,26 +61,24 @@ def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None)
     return float(((difference_OI @ hessian_II.double()) * difference_OI).sum())
 
 
-def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, *, where: str = "weight") -> None:
+def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> None:
     """Check a matrix before quantization.
 
     Raises:
         RefusedInputError: not two-dimensional, empty, NaN or infinite, or a Hessian of another shape.
     """
-    errors = []
+    errors, size = [], weight_OI.shape[-1]
     if weight_OI.ndim != 2 or not weight_OI.numel():
-        errors.append(ConfigError(where=where, value=tuple(weight_OI.shape), rule="must be a matrix that is not empty"))
+        rule = "must be a matrix that is not empty"
+        errors.append(ConfigError(where="weight", value=tuple(weight_OI.shape), rule=rule))
     elif not bool(weight_OI.isfinite().all()):
         rule, fix = "contains NaN or infinity", "train it again, or download an intact copy"
-        errors.append(ConfigError(where=where, rule=rule, fix=fix))
-    if hessian_II is not None:
-        size = weight_OI.shape[-1]
-        if tuple(hessian_II.shape) != (size, size):
-            rule = f"must be [{size}, {size}]"
-            errors.append(ConfigError(where=f"{where}: Hessian", value=tuple(hessian_II.shape), rule=rule))
-        elif not bool(hessian_II.isfinite().all()):
-            rule, fix = "contains NaN or infinity: the layer's inputs overflow", "load the model in bf16 or fp32"
-            errors.append(ConfigError(where=f"{where}: Hessian", rule=rule, fix=fix))
+        errors.append(ConfigError(where="weight", rule=rule, fix=fix))
+    if hessian_II is not None and tuple(hessian_II.shape) != (size, size):
+        errors.append(ConfigError(where="Hessian", value=tuple(hessian_II.shape), rule=f"must be [{size}, {size}]"))
+    elif hessian_II is not None and not bool(hessian_II.isfinite().all()):
+        rule, fix = "contains NaN or infinity: the layer's inputs overflow", "load the model in bf16 or fp32"
+        errors.append(ConfigError(where="Hessian", rule=rule, fix=fix))
     if errors:
         raise RefusedInputError(errors)
 

@@ -69,6 +69,11 @@ class _PackedMatrix:
         """Return the codes of the weights, uint8 [O, I]."""
         return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
 
+    def values(self, scale_OG: torch.Tensor, zero_OG: torch.Tensor) -> torch.Tensor:
+        """Return `scale·(code - zero)` in fp32 [O, I]."""
+        group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
+        return scale_OG[:, group_I] * (self.weight_codes().float() - zero_OG[:, group_I])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpQRMatrix(_PackedMatrix):
@@ -125,11 +130,8 @@ class SpQRMatrix(_PackedMatrix):
             codes_OG = unpack_bits(packed, self.scale_bits, rows * groups).view(rows, groups)
             return _from_level(codes_OG, low_BG, step_BG, self.scale_group_size)
 
-        scale_OG = values(self.scale_codes, *self.levels[:2])
-        zero_OG = values(self.zero_codes, *self.levels[2:])
-        group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
-        codes_OI = self.weight_codes().float()
-        dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
+        scale_OG, zero_OG = values(self.scale_codes, *self.levels[:2]), values(self.zero_codes, *self.levels[2:])
+        dense_OI = self.values(scale_OG, zero_OG).to(self.dtype)
         dense_OI[self.outlier_positions()] = self.outlier_values.to(self.dtype)
         return dense_OI
 
@@ -320,13 +322,10 @@ class LowRankMatrix(_PackedMatrix):
 
     def quantized(self) -> torch.Tensor:
         """Return Q, fp32 [O, I]."""
-        codes_OI = self.weight_codes().float()
-        if self.symmetric:
-            zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=codes_OI.device)
-        else:
+        zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=self.scales.device)
+        if not self.symmetric:
             zeros_OG = unpack_bits(self.zeros, self.bits, self.scales.numel()).view(self.scales.shape).float()
-        group_I = torch.arange(self.shape[1], device=codes_OI.device) // self.group_size
-        return self.scales.float()[:, group_I] * (codes_OI - zeros_OG[:, group_I])
+        return self.values(self.scales.float(), zeros_OG)
 
     def dequantize(self) -> torch.Tensor:
         """Return the dense matrix: `Q + L·R` in fp32, converted to `dtype`."""

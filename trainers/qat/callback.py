@@ -315,7 +315,7 @@ class QATCallback(TrainerCallback, ExportableState):
             trainer: The Trainer after training.
             output_dir: Directory of the checkpoint.
             tokenizer: Tokenizer to write; default: the Trainer's `processing_class`.
-            options: `source`, `dtype`, `verify`, `probe`, `tolerance` and `force`, as for `export`.
+            options: `source`, `verify`, `probe` and `force`, as for `export`.
 
         Raises:
             UsageError: the model was not trained with these number formats, or the directory is in use.

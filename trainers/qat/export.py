@@ -25,7 +25,6 @@ from ...plugins import patches
 from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
-from ...plugins.huggingface_hub.hub import fetch_snapshot
 from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ...plugins.transformers.checkpoint_tensors import (
@@ -36,7 +35,7 @@ from ...plugins.transformers.checkpoint_tensors import (
     plain_linear,
     stays_in_fp32,
 )
-from ..formats.model_directory import COMPANIONS, copy_companions
+from ..formats.model_directory import copy_companions
 from ..verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from .rounding.attach import Attachment, checkpoint_name
 from .rounding.experts import fake_quantize_experts, is_fused_experts
@@ -104,7 +103,7 @@ def export(
         attachment: Its attachment.
         output_dir: Directory of the checkpoint.
         tokenizer: Tokenizer to write; default: the one in `source`.
-        source: Directory or Hub id of the starting model, for tokenizer and generation settings.
+        source: Directory of the starting model, for tokenizer and generation settings; default: the model's.
         verify: Whether to check that files and trained model are equal.
         probe: Rows of token ids for comparing logits; default: arbitrary tokens.
         force: Replace the model in a directory that is not empty.
@@ -131,6 +130,9 @@ def export(
         if empty := [name for name, input_range in attachment.ranges.items() if input_range.scale is None]:
             rule = f"{len(empty)} of {len(attachment.ranges)} have no value, such as {empty[0]}"
             errors.append(ConfigError(where="ranges", rule=rule, fix="train at least one step"))
+        if source is not None and not Path(source).expanduser().is_dir():
+            fix = "pass the directory of the starting model, or omit it"
+            errors.append(ConfigError(where="source", value=str(source), rule="is not a directory", fix=fix))
         sources = {"the model that was trained": str(source or root.config._name_or_path or type(root).__name__)}
         errors += output_errors(output, force=force, sources=sources, fix="use force=True to replace the model in it")
         if errors:
@@ -316,15 +318,9 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, source: str | Path | None) -> None:
     """Write tokenizer and generation settings, by default those of the starting model."""
-    name = root.config._name_or_path if source is None else str(source)
-    if name and Path(name).expanduser().is_dir():
-        copy_companions(Path(name).expanduser(), directory)
-    elif source is not None:
-        try:
-            copy_companions(fetch_snapshot(name, patterns=COMPANIONS), directory)
-        except Exception as error:
-            # Connection, cache and disk raise many types.
-            raise ShardwrightError(f"source = {name!r}: cannot be fetched ({type(error).__name__}: {error})") from None
+    origin = Path(source or root.config._name_or_path or directory).expanduser()
+    if origin.is_dir() and origin != directory:
+        copy_companions(origin, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     if root.can_generate() and not (directory / "generation_config.json").is_file():

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from paths import CONFIGS
 from shardwright.cli.main import run
-from shardwright.ds_configs.plan.plan import tuned_plan
-from shardwright.ds_configs.search.tuning import Trial
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan, read_hardware
 from shardwright.plugins.planning.models import load_model_spec
@@ -108,12 +106,3 @@ def test_the_settings_schema_names_every_setting(schema: dict[str, Any]) -> None
     assert violations({"hardware": "8xA100-80GB", "seq_len": 512, "micro_batch_size": "auto"}, schema, schema) == []
     assert violations({"hardwear": "8xA100-80GB"}, schema, schema) == [": does not know hardwear"]
     assert all(field.get("description") for field in schema["properties"].values())
-
-
-@pytest.mark.parametrize("schema", ["plan"], indirect=True)
-def test_tuned_plans_follow_their_schema(schema: dict[str, Any]) -> None:
-    made = plan(LLAMA, "8xA100-80GB", seq_len=2048, calibration=None)
-    facts = {"strategy": made.chosen.strategy, "loss": made.chosen.loss, "predicted_seconds": 1.0}
-    trial = Trial(outcome="measured", predicted_allocated_bytes=1, step_seconds=1.1, spread=0.1, steps=5, **facts)
-    value = tuned_plan(made, (trial,)).to_dict()
-    assert len(value["trials"]) == 1 and violations(json.loads(json.dumps(value)), schema, schema) == []

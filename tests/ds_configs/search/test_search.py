@@ -11,9 +11,9 @@ from planning import llama, public_model
 from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_errors
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.candidates import SearchContext, candidates, layouts_to_search, losses
+from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.reasons import AS_FAST, display_name
-from shardwright.ds_configs.search.search import Search, anything_fits, search
+from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -89,14 +89,6 @@ def test_all_errors_of_a_job_come_together():
     assert {error.where for error in caught.value.errors} == {"optimizer", "zero_quantized_weights"}
 
 
-def test_each_suggestion_is_printed_once() -> None:
-    job = TrainingJob(seq_len_tokens=16_384, optimizer="muon", use_liger_kernel=True)
-    with pytest.raises(PlanDoesNotFitError) as caught:
-        make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("1xA10G"), job)
-    changes = [suggestion.change for suggestion in caught.value.suggestions]
-    assert len(changes) == len(set(changes)) == 3
-
-
 @pytest.mark.parametrize(
     ("model", "hardware", "job"),
     [
@@ -158,27 +150,6 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
         assert large.time.tokens_per_second >= 0.99 * small.time.tokens_per_second
 
 
-@pytest.mark.slow
-@given(
-    gpu=st.sampled_from(["RTX4090", "A100-40GB", "H100-80GB", "B200"]),
-    gpus=st.sampled_from([1, 2, 4, 8]),
-    method=st.sampled_from(["full", "lora", "qlora"]),
-    checkpointing=st.sampled_from(["auto", "on", "off"]),
-)
-@settings(max_examples=10, deadline=None)
-def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
-    job = TrainingJob(method=method, gradient_checkpointing=checkpointing)
-    outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware(f"{gpus}x{gpu}"), job=job))
-    if outcome.chosen is None:
-        assert all(not other.memory.fits for other in outcome.rejected)
-        return
-    chosen = outcome.chosen
-    assert chosen.memory.gpu.high_bytes <= chosen.memory.gpu.capacity_bytes
-    assert chosen.strategy.world_size == gpus
-    if checkpointing != "auto":
-        assert chosen.strategy.gradient_checkpointing == (checkpointing == "on")
-
-
 @given(
     engine=st.sampled_from([("ddp", None), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp2", None)]),
     axes=st.sampled_from([{}, {"tp": 2}, {"pp": 2}, {"sp": 2}, {"cp": 2}, {"ep": 2}, {"tp": 3}]),
@@ -218,32 +189,3 @@ def test_unloadable_model_is_detected_before_candidates_are_built(host_bytes):
     fits = host_bytes == 10**11
     assert anything_fits(SearchContext(model=model, hardware=cluster, job=TrainingJob())) == fits
     assert (search(SearchContext(model=model, hardware=cluster, job=TrainingJob())).chosen is not None) == fits
-
-
-@pytest.mark.parametrize("seq_len", [2048, 8192])
-@pytest.mark.parametrize("checkpointing", ["auto", "on"])
-@pytest.mark.parametrize("long_sequences", [False, True])
-def test_recomputation_and_smaller_buffers_are_never_faster(
-    seq_len: int, checkpointing: str, long_sequences: bool
-) -> None:
-    job = TrainingJob(seq_len_tokens=seq_len, gradient_checkpointing=checkpointing)
-    context = SearchContext(
-        model=LLAMA_8B,
-        hardware=parse_hardware("2x8xA100-80GB"),
-        job=job,
-        long_sequences=long_sequences,
-    )
-    layouts = layouts_to_search(context.model, context.hardware, job)
-    explored = Search(
-        by_layout={
-            index: legal
-            for index, layout in enumerate(layouts)
-            if layout.pp == 1 and (legal := list(candidates(layout, losses(context), index, None)))
-        },
-        partial=True,
-    )
-    for index in explored.by_layout:
-        for candidate in explored.fastest_first(index):
-            for slower in explored.slower.get(candidate, ()):
-                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.layout
-    assert len(explored.slower) > 50

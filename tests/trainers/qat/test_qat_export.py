@@ -225,10 +225,11 @@ def test_untrained_models_are_rejected(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError) as caught:
-        export_module.export(model, attachment, tmp_path / "out")
+        export_module.export(model, attachment, tmp_path / "out", source="org/model")
     reported = str(caught.value)
     assert "was never trained with the 8 bits of W8A8_STATIC" in reported
     assert "14 of 14 have no value" in reported
+    assert "source = 'org/model': is not a directory" in reported
     assert "exists and is not empty" in reported
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

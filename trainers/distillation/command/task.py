@@ -27,7 +27,6 @@ from ...runs.inputs import (
     chosen_hardware,
     is_without,
     launch_errors,
-    limited_held_out,
     named_samples,
     run_output_errors,
     trained_teacher,
@@ -162,7 +161,7 @@ def prepare_distillation(
     obstacle = None
     if settings.on_policy:
         obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
-    samples = packed_if_possible(limited_held_out(samples, settings), settings, plan, models, obstacle=obstacle)
+    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedDistillation(
         request=request,
         settings=settings,

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +29,6 @@ from shardwright.trainers.qat.command.settings import (
     teacher_of,
 )
 from shardwright.trainers.runs.inputs import optimizer_steps
-from shardwright.trainers.runs.ranks import placed_teacher
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +85,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
     assert shown["scheme"]["format"] == "int-quantized"
     assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
-    assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
+    assert {"out/REPORT.md", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
     human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
     assert human.code == 0, human.err
     assert "14 quantized" in human.out
@@ -227,45 +225,27 @@ def test_two_runs_from_python_in_one_process(
     assert not (tmp_path / "bad").exists()
 
 
-def job_of(settings: QATSettings) -> QATJob:
-    named = teacher_of(settings, "org/m")
-    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
-    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "vocab_size": None}
-    own = {"model": "org/m", "source_directory": "m", "stored_dtype": "bfloat16", "teacher": named and named[0]}
-    return QATJob(settings=settings, **facts, **counts, **own)
-
-
 @pytest.mark.parametrize(
-    ("settings", "teacher"),
+    ("settings", "model", "teacher", "is_own"),
     [
-        ({"teacher": "self", "revision": "R"}, ("org/m", "R")),
-        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, ("org/m", "R2")),
-        ({"teacher": "org/m", "revision": "R"}, ("org/m", None)),
-        ({"teacher": "org/large", "revision": "R", "teacher_revision": "R2"}, ("org/large", "R2")),
+        ({"teacher": "self", "revision": "R"}, "org/m", ("org/m", "R"), True),
+        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, "org/m", ("org/m", "R2"), False),
+        ({"teacher": "org/m", "revision": "R"}, "org/m", ("org/m", None), False),
+        ({"teacher": "./m/"}, "m", ("m", None), True),
+        ({"teacher": "./m/", "teacher_revision": "R"}, "m", ("./m/", "R"), False),
+        ({}, "m", None, False),
     ],
 )
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
+    settings: dict[str, str], model: str, teacher: tuple[str, str | None] | None, is_own: bool
 ) -> None:
-    from shardwright.plugins.transformers import second_model
-
-    job = job_of(QATSettings(**settings))
+    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1, "vocab_size": None}
+    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "source_directory": "m"}
+    own = {"model": model, "stored_dtype": "bfloat16", "teacher": teacher and teacher[0]}
+    job = QATJob(settings=QATSettings(**settings), **facts, **counts, **own)
     job = QATJob.model_validate_json(job.model_dump_json())
-    assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
-    loaded: list[Any] = []
-    monkeypatch.setattr(second_model, "load_second_model", lambda name, **k: loaded.append((name, k["revision"])))
-    plan = SimpleNamespace(chosen=SimpleNamespace(strategy=SimpleNamespace(tiled_mlp=False)))
-    context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp", plan=plan)
-    placed_teacher(teacher[0], job.teacher_revision, job, context)
-    assert loaded == [teacher]
-
-
-def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
-    assert teacher_of(QATSettings(teacher="./m/"), "m") == ("m", None)
-    other = QATSettings(teacher="./m/", teacher_revision="R")
-    assert teacher_of(other, "m") == ("./m/", "R") and not is_own_teacher(other, "m")
-    assert is_own_teacher(QATSettings(teacher="self", revision="R"), "m")
-    assert teacher_of(QATSettings(), "m") is None and job_of(QATSettings()).teacher_revision is None
+    assert teacher_of(job.settings, model) == teacher and is_own_teacher(job.settings, model) == is_own
+    assert (job.teacher, job.teacher_revision) == (teacher or (None, None))
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
@@ -315,4 +295,3 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
         ("org/large", {"alpha": 0.75}, "forward_kl with weight 0.75, and the labels of the data with weight 0.25"),
     ):
         assert said in replace(outcome, teacher=teacher, settings=QATSettings(teacher=teacher, **changes)).card()
-    assert files["qat.png"].startswith(b"\x89PNG")

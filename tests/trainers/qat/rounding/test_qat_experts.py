@@ -45,21 +45,11 @@ pytestmark = pytest.mark.slow
 HIDDEN, INNER, EXPERTS, TOKENS, CHOICES = 32, 48, 5, 23, 2
 
 SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 384,
-    "max_position_embeddings": 64,
+    **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 384, "head_dim": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 MIXTURE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
 SMALL = {**SIZES, "hidden_size": 32, "intermediate_size": 16, "head_dim": 8, "moe_intermediate_size": 16}
-
-
-def weights(bits, strategy="group", symmetric=True):
-    return weights_of(bits, symmetric, strategy)
 
 
 CONFIG = SimpleNamespace(
@@ -132,11 +122,11 @@ def reference(module, quantization, rule, hidden, index, chosen_weights):
 @pytest.mark.parametrize(
     ("quantization", "rule"),
     [
-        (weights(4, symmetric=False), "minmax"),
-        (weights(8, "channel"), "minmax"),
-        (weights(3, "tensor"), "minmax"),
-        (weights(2), "ternary"),
-        (weights(2, "tensor"), "binary"),
+        (weights_of(4, False, "group"), "minmax"),
+        (weights_of(8, True, "channel"), "minmax"),
+        (weights_of(3, True, "tensor"), "minmax"),
+        (weights_of(2, True, "group"), "ternary"),
+        (weights_of(2, True, "tensor"), "binary"),
     ],
 )
 def test_gradients_are_straight_through(quantization, rule):
@@ -169,9 +159,9 @@ def test_forward_equals_eager_with_rounded_weights(family, kind, dtype, autocast
     experts = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), kind)
     module, (hidden, index, shares) = experts_module(dtype, experts), routing(dtype)
     plain = copy.deepcopy(module)
-    state = rounded(module, weights(4), stored_dtype=torch.bfloat16)
+    state = rounded(module, weights_of(4, True, "group"), stored_dtype=torch.bfloat16)
     stored = module.stored_layers(dict(module.named_parameters()))
-    values = {name: part.value(weights(4)) for name, part in stored.items()}
+    values = {name: part.value(weights_of(4, True, "group")) for name, part in stored.items()}
     with torch.no_grad():
         for expert in range(EXPERTS):
             into = torch.cat([values[f"{expert}.{name}"] for name in ("gate_proj", "up_proj") if f"0.{name}" in values])
@@ -191,7 +181,7 @@ def test_no_rounded_copy_is_saved():
     known = [*module.parameters(), hidden, index, shares]
     with saved_storages(known) as plain:
         module(hidden, index, shares)
-    rounded(module, weights(4))
+    rounded(module, weights_of(4, True, "group"))
     with saved_storages(known) as found:
         answer = module(hidden, index, shares)
     matrices = {(2 * INNER, HIDDEN), (HIDDEN, INNER)}
