@@ -340,12 +340,22 @@ def pipeline_parallelism(model: ModelSpec, layout: Layout, job: TrainingJob, har
 # Optimizers, precision and kernels.
 
 
+def layerwise_updates_do_not_accumulate(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Errors:
+    """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
+    if OPTIMIZERS[job.optimizer].layerwise and layout.gradient_accumulation_steps > 1:
+        rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
+        yield ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
 def optimizer_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """Muon is for full training, because adapters are low-rank already.
+    """LOMO, GaLore, APOLLO and Muon are for full training, because adapters are low-rank already.
 
     DeepSpeed's Muon has no setting of the Newton-Schulz steps (`_MUON_HALF_KEYS`, deepspeed/runtime/engine.py).
     """
-    if job.method != "full" and OPTIMIZERS[job.optimizer].matrix_states:
+    spec = OPTIMIZERS[job.optimizer]
+    if job.method != "full" and (spec.layerwise or spec.low_rank or spec.matrix_states):
         rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
         yield ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
     if layout.engine == "deepspeed" and job.optimizer == "muon" and "ns_steps" in parsed_optim_args(job.optim_args):
@@ -470,6 +480,7 @@ RULES: tuple[Rule, ...] = (
     replicas_belong_to_ddp_and_hybrid,
     offload_needs_its_stage,
     nvme_must_exist,
+    layerwise_updates_do_not_accumulate,
     optimizer_is_supported,
     bf16_weights_have_no_master_copy,
     precision_is_supported,
@@ -491,6 +502,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
     pipeline_parallelism,
+    layerwise_updates_do_not_accumulate,
 )
 """Rules that read the micro-batch size or the accumulation steps."""
 

@@ -9,7 +9,7 @@ from math import prod
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
-from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, added_state_bytes
+from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from ..specs.terms import Term
 from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import RankParameters, growing_gradients
@@ -149,6 +149,8 @@ def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, tr
             return 4 * trainable
         copies = layout.shard_size if layout.engine == "fsdp2" else 1
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
+    if optimizer.low_rank:
+        return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
     if optimizer.package == "torchao" and flat and _matrix_partition(layout, model) % QUANTIZED_BLOCK:
         per_element = 8
     if optimizer.compensated and job.trained_weight_bytes == 2:
@@ -197,12 +199,30 @@ def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
     return numel // shape[-1] + copies * (numel // shape[-2]) if len(shape) > 1 else numel
 
 
+def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: TrainingJob) -> int:
+    """Return the fp32 states of one tensor: its moments, for linear layers in `rank` columns, and their projection.
+
+    GaLore and APOLLO project the smaller side (galore_torch/galore_projector.py, `std`).
+    """
+    shape = parameter.shape
+    projected = len(shape) == 2 and parameter.kind == "linear"
+    small, large = min(shape), max(shape)
+    rank = min(small, job.optimizer_rank)
+    moments = (large, rank) if projected else shape
+    # GaLore keeps a view of the complete singular vectors, unless it converts the view to 16 bit.
+    is_view = optimizer.package == "galore-torch" and job.trained_weight_bytes == 4
+    elements = (small if is_view else rank) * small if projected else 0
+    if optimizer.low_rank == "factored":
+        return 4 * (elements + _factor_elements(moments, 1))
+    return 4 * (elements + 2 * prod(moments))
+
+
 def model_state_terms(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(layout, model, job, parameters.trainable)
-    width = job.trained_weight_bytes
+    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
     if layout.engine in ("single", "ddp"):
         # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
@@ -213,6 +233,12 @@ def model_state_terms(
         tied, accumulates = model.tied_embeddings, layout.gradient_accumulation_steps > 1
         adds = job.method == "full" and (tied or accumulates)
         added: Terms = {"module_gradients": width * model.embedding_parameters} if adds else {}
+        if optimizer.layerwise:
+            # Autograd computes the next gradient before it releases one; that of the embedding is the last.
+            largest = {"gradients": width * parameters.largest_trainable}
+            moments = [moment for moment, phase in PHASES.items() if phase == "backward"]
+            updating = dict.fromkeys(moments, largest | {"optimizer_transient": transient})
+            return at_moments(rest, **updating | {"embedding_backward": largest | added})
         if layout.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}

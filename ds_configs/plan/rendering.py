@@ -192,7 +192,7 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     spec, sharded = OPTIMIZERS[job.optimizer], layout.engine == "fsdp2"
     prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
-    if layout.engine != "deepspeed" and (spec.matrix_states or prepared):
+    if layout.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
         needs.append(f"`shardwright launch` or trainer_for, which prepare {job.optimizer}")
     elif job.optimizer == "muon":
         needs.append("`shardwright launch`, or trainer_for with args=plan.training_arguments(...), for optim=muon")
@@ -255,6 +255,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     }
     if job.optim_args:
         arguments["optim_args"] = job.optim_args
+    if OPTIMIZERS[job.optimizer].low_rank:
+        arguments["optim_target_modules"] = "all-linear"
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
     if job.torch_compile:

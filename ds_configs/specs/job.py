@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
 from .model import ModelSpec
-from .optimizers import optimizer_errors
+from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareSettings, Names, RevisionSettings, Settings, raises_all_errors, settings_with
 from .texts import flag_words
@@ -88,7 +88,7 @@ class TrainingFields:
         ),
     ] = "adamw_torch_fused"
     """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
-    optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. momentum=0.9,nesterov=true)")] = ""
+    optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
     weights_dtype: Annotated[WeightsType, _option("Type of trained weights under DDP and FSDP2; auto: fp32")] = "auto"
     """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights.
 
@@ -271,6 +271,11 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     def trained_weight_bytes(self) -> int:
         """Bytes of one trained weight without ZeRO, which keeps fp32 weights."""
         return 2 if self.weights_dtype == "bf16" else 4
+
+    @property
+    def optimizer_rank(self) -> int:
+        """Rank of the projections of GaLore and APOLLO."""
+        return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
 
     @property
     def axis_sizes(self) -> dict[str, int | None]:

@@ -48,8 +48,8 @@ def test_silent_failures_of_libraries_are_rejected_with_a_reason(pair: tuple[str
 
 def test_unknown_settings_are_rejected_with_several_processes() -> None:
     assert not table.cell("telepathy", "ddp").is_proven
-    assert [error.where for error in table.incompatibility_errors(["telepathy"], ["zero1"])] == ["telepathy"]
-    assert table.incompatibility_errors(["telepathy"], table.columns_of(Layout(engine="single"))) == []
+    assert [error.where for error in table.incompatibility_errors(["lomo"], ["zero1"])] == ["lomo"]
+    assert table.incompatibility_errors(["lomo"], table.columns_of(Layout(engine="single"))) == []
 
 
 def test_the_planner_and_the_table_know_the_same_optimizers() -> None:

@@ -91,6 +91,12 @@ CASES = {
         "DeepSpeed replaces the optimizer with CPU Adam; supported with one process, ddp, zero1, zero2, zero3",
     ),
     "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "do not support DTensors"),
+    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
+    "layerwise accumulation": (
+        Layout(engine="single", gradient_accumulation_steps=2),
+        {"optimizer": "lomo", "hardware": "1xA100-80GB"},
+        "updates weights after every micro-batch",
+    ),
     "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
     "steps of muon": (ZERO3, {"optimizer": "muon", "optim_args": "ns_steps=3"}, "is not read by DeepSpeed"),
     "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
