@@ -6,7 +6,7 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -14,18 +14,15 @@ from ...ds_configs.plan.plan import plan_to_dict
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import JobSettings
-from ..options import ReportOptions
+from ..options import OutputDirectory
 from ..progress import progress_on_stderr
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
     from ...ds_configs.plan.plan import Plan
 
-grouped(JobSettings)
 
-
-@grouped
-class TuneOptions(ReportOptions):
+class Flags(OutputDirectory):
     group = "Tuning"
 
     trials: int = Field(5, description="Maximum number of layouts to measure")
@@ -36,12 +33,7 @@ class TuneOptions(ReportOptions):
     )
 
 
-def tune_command(
-    subject: str,
-    *,
-    settings: Annotated[JobSettings, Options] = FILLED,
-    options: Annotated[TuneOptions, Options] = FILLED,
-) -> int:
+def tune_command(subject: str, *, settings: Options[JobSettings] = FILLED, options: Options[Flags] = FILLED) -> int:
     """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
 
     The exit code is 1 if no layout was measured.

@@ -118,6 +118,11 @@ REMOVED: Mapping[str, str] = {
         ),
         "recipes are files of examples/quantization: pass one to quantize --config",
     ),
+    **dict.fromkeys(
+        ("compression_training", "quantize_training"),
+        "use options of shardwright qat: docs/guides/migrate_compression_training.md lists them",
+    ),
+    **dict.fromkeys(("subject=plan", "subject=serving"), "omit it: read a plan.json with Plan.load"),
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
