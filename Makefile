@@ -15,8 +15,9 @@ WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev WITH
 WITHOUT ?=
 # Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
 OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
-	tests/trainers/qat/export tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py \
-	tests/distributed/test_parallel_rehearsal.py tests/distributed/test_rehearse.py tests/distributed/test_train.py
+	tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py tests/trainers/qat/test_qat_export.py \
+	tests/distributed/test_rehearse.py tests/distributed/test_train.py
+GRID_TESTS := tests/equivalence $(patsubst %,tests/distributed/test_%.py,trainer_layouts unused_parameters)
 # Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
 NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \
 	tests/trainers tests/cli/commands tests/test_add_family.py tests/test_every_model.py tests/test_examples.py
@@ -35,12 +36,13 @@ SERVING_INSTALLED := $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(
 SKYPILOT := build/skypilot-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install pages demo test test-full test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format activations keys bench clean
+.PHONY: help install pages demo test test-full test-grid test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
 	@echo "make test    run the suite before a commit; K=distillation: tests with that word in their path or name"
 	@echo "make test-full    run all tests: also browsers, installations, sweeps, quality, every cell of tables"
+	@echo "make test-grid    run every pair of layouts, settings and trainers against one process"
 	@echo "make test-newest    run what upstream releases can change with the newest ones"
 	@echo "make test-oldest    run what upstream releases can change with the oldest supported ones"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
@@ -78,6 +80,10 @@ test: $(VENV)/.operators
 
 test-full:
 	$(MAKE) test MARKS="not clusters"
+
+# Every pair of layouts, settings and trainers, of which `make test` runs each value once.
+test-grid:
+	$(MAKE) test MARKS="not clusters" TESTS="$(GRID_TESTS)"
 
 test-newest:
 	$(MAKE) test $(WITH_NEWEST) MARKS="not clusters and not once and not full" TESTS="$(or $(TESTS),$(NEWEST_TESTS))"

@@ -1,19 +1,17 @@
 """Predicted beside metered memory over a grid of real training runs: `python benchmarks/memory_accuracy.py [--write]`.
 
-Each case trains through the Trainer on CPU ranks with the byte meter on. The same cases are given to
-`accelerate estimate-memory` and to DeepSpeed's estimators.
+Each case trains through the Trainer on CPU ranks with the byte meter on.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from memory_cases import VALUES, Case, grid, metered_release
-from memory_estimators import accelerate_estimate, deepspeed_estimate
 from memory_grid import Grid
 from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED, cpu_rank_terms
 
@@ -87,31 +85,6 @@ def group_table(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def estimator_table(found: Sequence[Row]) -> str:
-    """Return what other estimators say for the same cases, and their errors."""
-    lines = ["| case | metered MB | accelerate | error | DeepSpeed | error |", "|---|---|---|---|---|---|"]
-    errors: dict[str, list[float]] = {"accelerate": [], "DeepSpeed": []}
-    estimators: dict[str, Callable[[Case], int | None]] = {
-        "accelerate": accelerate_estimate,
-        "DeepSpeed": deepspeed_estimate,
-    }
-    for row in found:
-        cells = []
-        for name, estimator in estimators.items():
-            said = estimator(row.case)
-            if said is None:
-                cells += ["none", ""]
-                continue
-            error = said / row.metered_bytes - 1
-            errors[name].append(abs(error))
-            cells += [_mb(said), f"{error:+.0%}"]
-        lines.append(f"| {row.case.name} | {_mb(row.metered_bytes)} | {' | '.join(cells)} |")
-    summary = " and ".join(
-        f"{name} {mean(values):.0%} over {len(values)} cases" for name, values in errors.items() if values
-    )
-    return "\n".join(lines) + f"\n\nMean absolute error: {summary}."
-
-
 def verdict(found: Sequence[Row]) -> tuple[bool, str]:
     """Return whether the targets are met, and a sentence with the figures."""
     errors = [abs(row.error) for row in found]
@@ -137,7 +110,6 @@ GRID = Grid(
     tables=lambda found: {
         "groups": group_table(found),
         "cases": case_table(found),
-        "estimators": estimator_table(found),
     },
     verdict=verdict,
 )

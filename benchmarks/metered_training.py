@@ -21,11 +21,10 @@ from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, met
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
     partial_checkpointing_callback,
-    selective_checkpointing_callback,
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
-from shardwright.trainers.parallel.long_sequences import long_sequence_callback
+from shardwright.trainers.parallel.trainer_for import attach_long_sequences
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -70,12 +69,9 @@ def train_metered(
         del model
         for callback in callbacks:
             trainer.add_callback(callback)
-        if (long := long_sequence_callback(strategy, job, trainer.model)) is not None:
-            long.attach(trainer)
+        attach_long_sequences(trainer, strategy, job)
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
-        if strategy.keeps_products:
-            trainer.add_callback(selective_checkpointing_callback())
         prepare_optimizer(trainer)
         meter_trainer(trainer, meter)
         trainer.train()

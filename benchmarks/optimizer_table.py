@@ -23,12 +23,11 @@ PAGE = ROOT / "docs" / "measurements" / "optimizers.md"
 LOSS_TOLERANCE = 1e-5
 TOLERANCES = {
     "muon": 5e-4,
-    **dict.fromkeys(("galore_adamw", "galore_adafactor"), 5e-3),
     **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), 1e-3),
 }
 """Largest difference of a loss from one process, in nats, of optimizers that are not exact.
 
-Muon orthogonalizes in bf16, GaLore projects to singular vectors, which rounding turns, and torchao rounds states.
+Muon orthogonalizes in bf16, and torchao rounds states.
 """
 EIGHT_BIT = 1e-3
 """The same for 8-bit states of bitsandbytes, whose blocks begin elsewhere in a partition of ZeRO."""
@@ -225,9 +224,8 @@ def page(rows: list[Row]) -> str:
             f"Mean error of the predicted bytes {mean:.1%}, worst {worst:.1%}. A Llama of 5 million parameters in bf16",
             "is metered, with `foreach` kernels as on GPUs, and torchao's update compiled. Losses are those of a",
             "smaller Llama in fp32: the largest difference of a step from one process, and of a resumed run from the",
-            f"uninterrupted one. They may differ by {LOSS_TOLERANCE:.0e}, where optimizers round or project by more:",
-            f"Muon (bf16) by {TOLERANCES['muon']:.0e}, 8-bit and 4-bit states by {EIGHT_BIT:.0e}, GaLore by "
-            f"{TOLERANCES['galore_adamw']:.0e}.",
+            f"uninterrupted one. They may differ by {LOSS_TOLERANCE:.0e}, where optimizers round by more:",
+            f"Muon (bf16) by {TOLERANCES['muon']:.0e}, 8-bit and 4-bit states by {EIGHT_BIT:.0e}.",
             "",
             "Three cells of ZeRO-1 needed 0.9 to 1.2 MB more in an earlier run than in the one shown; the reason is",
             "not known.",

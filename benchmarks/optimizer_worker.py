@@ -29,7 +29,7 @@ from shardwright.plugins.transformers.training_arguments import training_argumen
 STEPS = 20
 SAVED_STEP = 10
 SAMPLES_PER_STEP = 4
-RATES = {"sgd": 0.1, "lomo": 0.1, "adagrad": 1e-2, "lion": 3e-4}
+RATES = {"sgd": 0.1, "adagrad": 1e-2, "lion": 3e-4}
 """Learning rates by the start of a name; 2e-3 for others."""
 METERED: dict[str, Any] = {"model_type": "llama", **MODELS["llama"]}
 TRAINED: dict[str, Any] = {

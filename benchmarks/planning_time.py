@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-from expert_plans import model_path
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -42,7 +41,8 @@ PLANS = (
 )
 """Plans, which take at most `PLAN_SECONDS`: model, hardware and sequence length."""
 PLAN_SECONDS = 1.0
-MODELS_WITH_IMAGES = {
+CONFIGS = {
+    "DeepSeek-V3": {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
     "LLaVA-1.5-7B": {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
@@ -107,12 +107,11 @@ def first_plan_seconds(name: str, hardware: str, seq_len: int, directory: Path) 
     Raises:
         AssertionError: planning loads torch or Transformers.
     """
-    if name in MODELS_WITH_IMAGES:
+    model = MODELS / name
+    if name in CONFIGS:
         model = directory / name
         model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(MODELS_WITH_IMAGES[name]), encoding="utf-8")
-    else:
-        model = Path(model_path(name, directory))
+        (model / "config.json").write_text(json.dumps(CONFIGS[name]), encoding="utf-8")
     command = [sys.executable, "-c", _FIRST_PLAN, str(model), hardware, str(seq_len)]
     outputs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(PROCESSES)]
     assert all(output.split()[1] == "False" for output in outputs), f"planning {name} loads torch or Transformers"

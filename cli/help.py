@@ -39,7 +39,7 @@ EXAMPLES = {
     "explain": ("plan", "gathered_parameters"),
     "calibrate": ("plan/model", "--list"),
     "rehearse": ("plan", "plan --script finetune.py -- --epochs 1"),
-    "tune": ("plan", "Qwen/Qwen3-0.6B --hardware local --seq-len 2048 --output-dir tuned"),
+    "tune": ("plan", "plan --trials 8 --steps 10"),
     "launch": ("plan finetune.py --epochs 3", "plan --on slurm -- --dataset chats.jsonl --output-dir tuned"),
     "train": (
         "MODEL --dataset chats.jsonl --method lora --output-dir tuned",
@@ -66,7 +66,7 @@ EXAMPLES = {
         "MODEL --scheme W4A16 --method gptq --dataset chats.jsonl --output-dir model-w4",
         "MODEL --scheme NF4 --output-dir model-nf4",
     ),
-    "evaluate": ("model-w4 --baseline MODEL --text book.txt", "MODEL --dataset python-help --output-dir judged"),
+    "evaluate": ("model-w4 --baseline MODEL --dataset book.txt", "MODEL --dataset python-help --output-dir judged"),
     "report": ("tuned", "tuned --output other.html"),
     "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
     "ui": ("", "--port 8080"),

@@ -21,8 +21,6 @@ _LOGGERS = ("trainers", "plugins.launching", "plugins.clusters", "plugins.huggin
 """Packages whose log messages are printed."""
 _NARROW = 60
 """Columns below which there is no bar."""
-_SLOW_RANK_RATIO = 1.1
-"""A rank is reported as slow above this multiple of the median; less is noise."""
 Draw = Callable[[Progress], None]
 
 
@@ -115,7 +113,7 @@ class Bar:
 
 
 def compared(figures: Figures, plan: Plan | None) -> str:
-    """Return loss, speed, memory and a slow rank of a training, beside what was planned."""
+    """Return loss, speed and memory of a training, beside what was planned."""
     texts = [] if figures.loss is None else [f"loss {figures.loss:.3f}"]
     # A plan counts every position, also those that padding fills.
     if (speed := figures.tokens_per_second) is not None:
@@ -124,8 +122,6 @@ def compared(figures: Figures, plan: Plan | None) -> str:
     if (peak := figures.peak_allocated_gb) is not None:
         gpu = None if plan is None else plan.chosen.memory.gpu
         texts.append(f"{peak:.1f} GB" + (f" of {gpu.allocated_bytes / 1e9:.1f} planned" if gpu else ""))
-    if (ratio := figures.slowest_rank_ratio) is not None and ratio >= _SLOW_RANK_RATIO:
-        texts.append(f"rank {figures.slowest_rank} is slow: {ratio:.2f} times the median")
     return ", ".join(texts)
 
 

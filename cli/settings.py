@@ -33,7 +33,7 @@ PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset(
     PREFIX + name for name in ("DEBUG", "DATA_DIR", "LAUNCH_TOKEN", "CPU_TENSOR_BYTES", "FAULT", "FAULT_LOG")
 )
-"""Environment variables that are no setting of a command; tests inject a `FAULT` into ranks."""
+"""Environment variables that are no setting of a command; the last two are for tests."""
 
 _TOKEN_COUNTS = frozenset({"seq_len", "max_length", "max_seq_length", "max_model_len"})
 """Options with the length of a sequence, which may be written as 16k (16,384) or 1M."""

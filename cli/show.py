@@ -269,8 +269,6 @@ def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
         layers = -(-plan.model.dimensions.num_layers // strategy.pp)
         recomputed = strategy.recomputed_layers(layers)
         recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
-        if strategy.gradient_checkpointing and strategy.keeps_products:
-            recomputation = "selective"
         change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
         # A layout that is too large has no speed, but a memory that is too small.
         speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"

@@ -86,7 +86,6 @@ def show_outcome(
     *,
     name: str,
     made: str,
-    chart: str,
     noun: str,
     rows: Sequence[Sequence[str | Text]] = (),
     facts: Sequence[tuple[str, str]] = (),
@@ -111,7 +110,7 @@ def show_outcome(
     for fact, value in facts:
         out.print(f"  {fact}: {value}", markup=False)
     out.print(outcome.speed_line())
-    files = ", ".join(str(output_dir / file) for file in (REPORT_FILE, CARD_FILE, chart))
+    files = ", ".join(str(output_dir / file) for file in (REPORT_FILE, CARD_FILE))
     out.print(f"{noun} in {output_dir}; see {files}", markup=False)
 
 

@@ -99,7 +99,7 @@ def main(output: Path | None = None) -> None:
             evaluate=False,
         )
         print(f"{'':20} {'perplexity':>18} {'size in MB':>10} {'same token':>10}")
-        text = TextRequest(files=(directory / "held_out.txt",), num_samples=256)
+        text = TextRequest(dataset=str(directory / "held_out.txt"), num_samples=256)
         for part, path in (("teacher", directory / "teacher"), ("student in 4 bit", quantized)):
             found = evaluate_model(str(path), baseline=str(directory / "student"), text=text)
             agreement = f"{found.comparison.top1_agreement.value:10.1%}"

@@ -104,7 +104,7 @@ def main(output: Path | None = None) -> None:
         found = callback.export(trainer, trained, tokenizer=tokenizer)
 
         print(f"{'':28} {'perplexity':>18} {'size in MB':>10}")
-        text = TextRequest(files=(directory / "held_out.txt",), num_samples=256)
+        text = TextRequest(dataset=str(directory / "held_out.txt"), num_samples=256)
         for part, path in (
             ("tuned, full precision", directory / "tuned"),
             ("tuned, then rounded", directory / "rounded"),

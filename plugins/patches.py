@@ -202,12 +202,6 @@ PATCHES: tuple[Patch, ...] = (
             ("_BaseAutoModelClass", "transformers.models.auto.auto_factory"),
         )
     ),
-    Patch(
-        name="script-engine-comparison",
-        target="deepspeed:initialize",
-        scope="process",
-        reason="A script's own loop has no callbacks that could report where its engine differs from the plan.",
-    ),
     # TRL trainers.
     Patch(
         name="pairs-of-a-micro-step",
@@ -280,11 +274,6 @@ PATCHES: tuple[Patch, ...] = (
         name="pipeline-checkpointing",
         target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         reason="A pipeline stage is not a Transformers model, whose method enables checkpointing of its layers.",
-    ),
-    Patch(
-        name="selective-checkpointing",
-        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
-        reason="`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
     ),
     Patch(
         name="offloaded-checkpoints",

@@ -45,34 +45,22 @@ FULL = (
     "distributed/test_drawn_trainers.py",
     "trainers/qat/test_qat_quality.py",
     "trainers/quantization/test_quantize_quality.py",
-    "trainers/distillation/test_distillation_teaches.py",
 )
 """Sweeps, comparisons of quality, and what builds the documentation."""
-TABLES = (
-    "equivalence/test_qat_exports.py",
-    "distributed/test_complete_checkpoints.py",
-    "distributed/test_prepared_trainers.py",
-    "distributed/test_trainer_layouts.py",
-    "distributed/test_unused_parameters.py",
-)
-"""Tables of layouts, trainers and options, one run of ranks for each cell."""
-_CELLS = pytest.StashKey[dict[str, tuple[dict[str, bool], set[str]]]]()
-"""Of each file: whether a cell stays, by its name, and the values of those before it."""
 _SESSION = pytest.StashKey[session.Session]()
 _MODULES = pytest.StashKey[int]()
 """Number of imported modules at the last `gc.freeze`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run say how many combinations of layouts and settings it draws."""
-    parser.addoption("--draw", type=int, default=6, help="combinations that tests/equivalence draws")
+    """Let a run say how many trainers with options and layouts it draws."""
+    parser.addoption("--draw", type=int, default=6, help="trainers that test_drawn_trainers.py draws")
     parser.addoption("--seed", type=int, default=1, help="of these draws")
     parser.addoption("--pictures", type=Path, help="directory for what tests/browser sees")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Open the session in the controlling process; workers of xdist inherit its environment."""
-    config.stash[_CELLS] = {}
     # Comparisons that tests share show both sides when they fail.
     pytest.register_assert_rewrite("equivalence.comparison")
     # Tables of the docs are compared at a fixed width, and xdist passes the width of the terminal on.
@@ -92,17 +80,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what only `make test-full` runs; the first cells of a table that have each of its values stay."""
+    """Mark what only `make test-full` runs."""
     path = item.path.relative_to(Path(__file__).parent).as_posix()
     if path.startswith(FULL) or any(item.get_closest_marker(name) for name in ("browser", "install", "trace")):
         item.add_marker("full")
-    elif path.startswith(TABLES) and (cell := item.nodeid.partition("[")[2].rstrip("]")):
-        cells, values = item.config.stash[_CELLS].setdefault(path, ({}, set()))
-        if cell not in cells:
-            cells[cell] = not values.issuperset(cell.split("-"))
-            values.update(cell.split("-"))
-        if not cells[cell]:
-            item.add_marker("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

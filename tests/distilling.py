@@ -40,7 +40,6 @@ def tiny(kind: str, *, hidden: int = 32, layers: int = 2, seed: int = 0, **chang
         "falcon_h1": ("FalconH1ForCausalLM", "FalconH1Config", decoder | falcon_h1 | {"lm_head_multiplier": 7.0}),
         "recurrent_gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", common | griffin),
         "bart": ("BartForConditionalGeneration", "BartConfig", bart),
-        "marian": ("MarianMTModel", "MarianConfig", bart),
     }
     model_class, config_class, settings = known[kind]
     config = getattr(transformers, config_class)(**(settings | {"pad_token_id": 0, "bos_token_id": 1} | changes))
@@ -65,7 +64,7 @@ def rows(kind: str, count: int, *, seed: int = 3) -> list[dict[str, Any]]:
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     longest = max(len(sample["input_ids"]) for sample in samples)
     batch: dict[str, Any] = {}
-    for name, fill in (("input_ids", 0), ("labels", -100), ("token_weights", 0.0), ("teacher_rows", -1)):
+    for name, fill in (("input_ids", 0), ("labels", -100), ("teacher_rows", -1)):
         if name not in samples[0]:
             continue
         values = [sample[name] for sample in samples]

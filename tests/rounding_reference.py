@@ -11,24 +11,13 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from shardwright.trainers.qat.rounding.layers import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding.rounding import WeightRounding
+from shardwright.trainers.qat.rounding.layers import LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.rounding import Rounding
 
 GROUP = 8
 RELATIVE = 1e-6
 """Largest difference of a gradient's element, relative to the largest element."""
 EXACT = torch.float64
-NAMES = (
-    "inputs",
-    "weight",
-    "bias",
-    "weight_scale",
-    "weight_zero_point",
-    "input_scale",
-    "input_zero_point",
-    "adapter_a",
-    "adapter_b",
-)
 STORED = ("input_scale", "input_zero_point")
 """Tensors that are not trained."""
 
@@ -84,8 +73,8 @@ def rounded_by_range(low: Any, high: Any, values: torch.Tensor, bits: int, symme
     return straight(values, (codes - zero) * scale)
 
 
-def rounded_weight(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
-    weight, how = tensors["weight"], rounding.weight
+def rounded_weight(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
+    weight, how = tensors["weight"], rounding
     if tensors["adapter_a"] is not None:
         weight = weight + rounding.adapter_scaling * tensors["adapter_b"] @ tensors["adapter_a"]
     strategy, bits = how.quantization.strategy, how.quantization.bits
@@ -123,7 +112,7 @@ def rounded_inputs(tensors: dict[str, Any], how: ActivationQuantization | None) 
     return rounded_by_lsq(inputs, scale, zero, bits=how.bits, elements=inputs.shape[-1])
 
 
-def reference(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
+def reference(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
     """The whole layer by einsum, through autograd."""
     weight, inputs = rounded_weight(tensors, rounding), rounded_inputs(tensors, rounding.inputs)
     found = torch.einsum("...i,oi->...o", inputs.double(), weight.double())
@@ -133,7 +122,7 @@ def reference(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
     tensors: dict[str, Any]
-    rounding: LinearRounding
+    rounding: Rounding
     weigh: torch.Tensor
     """Of the shape of the output; the loss is the sum of the output times this."""
 
@@ -149,7 +138,7 @@ class Drawn:
         }
 
 
-def ours(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
+def ours(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
     rest = {name: value for name, value in tensors.items() if name != "inputs"}
     return fake_quantized_linear(tensors["inputs"], LinearTensors(**rest), rounding)
 
@@ -167,10 +156,8 @@ def drawn(
     groups: int = 2,
     biased: bool = False,
     rank: int = 0,
-    dtype: torch.dtype = EXACT,
-    stored_dtype: torch.dtype = EXACT,
 ) -> Drawn:
-    """Draw a layer whose learned ranges cut a part of the values off at both ends."""
+    """Draw a layer in fp64 whose learned ranges cut a part of the values off at both ends."""
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -192,20 +179,21 @@ def drawn(
         "adapter_b": 0.3 * random(rows, rank) if rank else None,
     }
     asked = weights_of(bits, symmetric, strategy)
-    rounding = LinearRounding(
-        weight=WeightRounding(quantization=asked, rule=rule, stored_dtype=stored_dtype),
+    rounding = Rounding(
+        quantization=asked,
+        rule=rule,
+        stored_dtype=EXACT,
         inputs=activations,
         adapter_scaling=0.7 if rank else 0.0,
     )
-    typed = {name: None if value is None else value.to(dtype) for name, value in tensors.items()}
-    return Drawn(tensors=typed, rounding=rounding, weigh=random(*batch, rows))
+    return Drawn(tensors=tensors, rounding=rounding, weigh=random(*batch, rows))
 
 
-def assert_same(found: Any, wanted: Any, *, relative: float = RELATIVE) -> None:
+def assert_same(found: Any, wanted: Any) -> None:
     (output, gradients), (wanted_output, wanted_gradients) = found, wanted
-    assert (output - wanted_output).abs().max() <= relative * wanted_output.abs().max()
+    assert (output - wanted_output).abs().max() <= RELATIVE * wanted_output.abs().max()
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in wanted_gradients.items():
         assert gradients[name].shape == gradient.shape, name
         difference = (gradients[name].double() - gradient.double()).abs().max()
-        assert difference <= relative * gradient.abs().max() + 1e-12, f"{name}: {difference} of {gradient.abs().max()}"
+        assert difference <= RELATIVE * gradient.abs().max() + 1e-12, f"{name}: {difference} of {gradient.abs().max()}"

@@ -41,16 +41,44 @@ def train_job(
     return work / JOB_FILE
 
 
+def step_losses(trainer: Any) -> Any:
+    """Return a recorder of the loss of every optimizer step, which the log averages over ``logging_steps``."""
+    import torch
+    from shardwright.trainers.exact import StepEvents, make_exact
+    from transformers import TrainerCallback
+
+    class StepLosses(StepEvents, TrainerCallback):
+        def __init__(self, trainer: Any) -> None:
+            self._trainer = make_exact(trainer)
+            self._losses: list[Any] = []
+            self._accumulated: Any = 0.0
+            trainer.add_callback(self)
+
+        def on_loss(self, loss: Any) -> None:
+            self._accumulated = self._accumulated + loss.detach().float()
+            if self._trainer.accelerator.sync_gradients:
+                self._losses.append(self._accumulated)
+                self._accumulated = 0.0
+
+        def mean_over_ranks(self) -> list[float]:
+            """Return one loss per optimizer step, in order; every rank must call it."""
+            if not self._losses:
+                return []
+            losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
+            return losses
+
+    return StepLosses(trainer)
+
+
 @contextmanager
 def recorded_losses(file: Path) -> Iterator[None]:
     """Write engine, number of ranks and the loss of every step that a training inside the block takes."""
     from shardwright.trainers.runs import ranks
-    from shardwright.trainers.runs.clock import StepLosses
 
     train_guarded = ranks.train_guarded
 
     def recording(trainer: Any, **settings: Any) -> None:
-        recorder = StepLosses(trainer)
+        recorder = step_losses(trainer)
         train_guarded(trainer, **settings)
         losses, args = recorder.mean_over_ranks(), trainer.args
         if args.process_index == 0:

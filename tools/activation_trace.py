@@ -1,8 +1,7 @@
 """Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`.
 
-`--selective` derives those of layers that keep their products, of dense families alone, `--liger` those of layers
-with Liger's kernels, and `--compiled` those of layers that torch.compile has compiled. `--change '>=5.18'` writes what
-differs in the installed Transformers as a change for those releases.
+`--liger` derives those of layers with Liger's kernels, and `--compiled` those of layers that torch.compile
+has compiled. `--change '>=5.18'` writes what differs in the installed Transformers as a change for those releases.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from shardwright.ds_configs.memory.activations import (
     DATA_FILE,
     KERNELS_FILE,
     KINDS_FILE,
-    SELECTIVE_FILE,
     Adapter,
     Mode,
 )
@@ -31,7 +29,6 @@ from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 __all__ = ["derive_coefficients", "main", "trace_model"]
 
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
-SELECTIVE_PATH = DATA_PATH.with_name(SELECTIVE_FILE)
 ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
 KERNELS_PATH = DATA_PATH.with_name(KERNELS_FILE)
 KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
@@ -93,21 +90,18 @@ def derive_coefficients(
 
 def main(arguments: list[str]) -> int:
     """Derives families and prints their tables, or writes them into the data file next to the stored ones."""
-    from shardwright.tools.activations.families import FIRST, MIXTURES
+    from shardwright.tools.activations.families import FIRST
 
     parser = argparse.ArgumentParser(prog="activation_trace", description=__doc__)
     stored = json.loads(DATA_PATH.read_text(encoding="utf-8"))
     known = [*stored["tables"], *json.loads(ADDED_PATH.read_text(encoding="utf-8"))["tables"]]
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
-    parser.add_argument("--selective", action="store_true", help=f"derive what {SELECTIVE_FILE} holds")
     for name, derive_kernels in KERNELS.items():
         parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
-    if options.selective:
-        families, derive, path = [name for name in known if name not in MIXTURES], derive_selective, SELECTIVE_PATH
-    elif options.kernels:
+    if options.kernels:
         kept = json.loads(KERNELS_PATH.read_text(encoding="utf-8"))["tables"][options.kernels]
         families, derive, path = list(kept), KERNELS[options.kernels], KERNELS_PATH
     else:
@@ -126,20 +120,6 @@ def main(arguments: list[str]) -> int:
     if not options.write:
         sys.stdout.write(render(document))
     return 0
-
-
-def derive_selective(family: str) -> dict[str, Any]:
-    """Traces layers of a family that keep their products and returns its tables by mode and attention path."""
-    from shardwright.tools.activations.families import has_sdpa
-    from shardwright.tools.activations.fit import derive_selective_table
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    paths = ("fused", "masked") if has_sdpa(family) else ()
-    return {
-        mode: {path: derive_selective_table(family, mode=mode, attention=path) for path in paths}
-        for mode in get_args(Mode)
-    }
 
 
 def derive_liger(family: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The documentation site: `python tools/docs_site.py [DIRECTORY]` gathers its pages and builds them with Sphinx.
 
 The pages of docs/ are written for GitHub. What a site needs in addition is made here: the parts that pages mark
-(`tools/reference.py`), the overview picture, navigation from the lists of docs/index.md, pages for the source files
+(`tools/reference.py`), navigation from the lists of docs/index.md, pages for the source files
 that pages link to, and the gallery.
 """
 
@@ -15,7 +15,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from gallery_pages import gallery_pages
-from picture import picture
 from reference import api_pages, command_pages, with_parts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +40,7 @@ _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 
 def gather(directory: Path) -> None:
     """Write all that Sphinx reads into a directory."""
-    made = {"overview.svg": picture()} | {f"gallery/{name}": text for name, text in gallery_pages().items()}
+    made = {f"gallery/{name}": text for name, text in gallery_pages().items()}
     made |= {f"reference/commands/{name}.md": text for name, text in command_pages().items()}
     made |= {f"reference/python/{name}.md": text for name, text in api_pages().items()}
     sources = set()

@@ -7,13 +7,38 @@ from what is stored, or writes `ds_configs/data/liger_kernels.json`.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import zipfile
 from pathlib import Path
 
-from shardwright.ds_configs.models.liger import LIGER_FILE, SOURCE_FILE, kernels_in
+from shardwright.ds_configs.models.liger import LIGER_FILE, TEXT_MODEL, Kernels
 
 DATA = Path(__file__).resolve().parents[1] / "ds_configs" / "data" / LIGER_FILE
+SOURCE_FILE = "liger_kernel/transformers/monkey_patch.py"
+_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
+
+
+def kernels_in(source: str) -> Kernels:
+    """Return the kernels of each model type from the text of `monkey_patch.py`."""
+    body = ast.parse(source).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    (table,) = (
+        node.value
+        for node in body
+        if isinstance(node, ast.Assign) and [ast.unparse(name) for name in node.targets] == [_TABLE]
+    )
+    assert isinstance(table, ast.Dict)
+    kernels = {}
+    for key, function in zip(table.keys, table.values, strict=True):
+        applied = functions[ast.unparse(function)]
+        arguments = applied.args
+        named = zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True)
+        defaults = {argument.arg: getattr(default, "value", None) for argument, default in named}
+        switches = {name: default for name, default in defaults.items() if isinstance(default, bool)}
+        nested = {TEXT_MODEL: True} if arguments.kwarg and "text_liger_fn" in ast.unparse(applied) else {}
+        kernels[str(ast.literal_eval(key))] = switches | nested  # type: ignore[arg-type]
+    return kernels
 
 
 def main() -> int:

@@ -275,20 +275,11 @@ def resume_rules() -> str:
     return "\n".join(["| fact that differs | consequence | reason |", "|---|---|---|", *rows])
 
 
-def overview_picture() -> str:
-    """The picture that the site draws from a plan and two runs."""
-    return (
-        "![Memory and speed of seven layouts, the files of the chosen one, their rehearsal on two CPU ranks with "
-        "memory measured beside predicted, and the loss of a training](overview.svg)"
-    )
-
-
 PARTS = {
     "accelerators": accelerators,
     "api": api_list,
     "combinations": combinations_page,
     "commands": commands_list,
-    "picture": overview_picture,
     "resume rules": resume_rules,
     "schemas": schema_page,
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..plugins import patches
@@ -178,19 +178,7 @@ class ExactTrainer(_Trainer):
     # Samples: which ones a rank reads, and in which order.
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compare a checkpoint with this run before anything is loaded.
-
-        The Trainer loads checkpoints of other engines without their optimizer, or fails in a library (line 1408).
-        Canary: `test_the_trainer_still_resumes_without_an_optimizer`.
-        """
-        # A class may have a `train` without this parameter.
-        resume = arguments[0] if arguments else keywords.get("resume_from_checkpoint")
-        if resume and self.checked_checkpoint is not None:
-            resume = self.checked_checkpoint(self, resume)
-            if arguments:
-                arguments = (resume, *arguments[1:])
-            else:
-                keywords["resume_from_checkpoint"] = resume
+        """Enter the contexts of callbacks; the class of a user may have a `train` without parameters."""
         with ExitStack() as contexts:
             for events in self._step_events:
                 contexts.enter_context(events.around_training())
@@ -573,17 +561,42 @@ class ExactTrainer(_Trainer):
         return loss, None if logits is None else self.shared_axis.whole_logits(self, logits), labels
 
 
-def exact_class(own: type) -> type:
-    """Return a Trainer class with `ExactTrainer` in front."""
+@cache
+def exact_class(own: Any) -> Any:
+    """Return a Trainer class with `ExactTrainer` in front, the same for each call."""
+    from transformers import Trainer
+
     if issubclass(own, ExactTrainer):
         return own
-    return type(own.__name__, (ExactTrainer, own), {"__module__": own.__module__, "own_class": own})
+    # Directly before `Trainer` in the order of its bases.
+    bases = {Trainer: (ExactTrainer, _comparing_class())}.get(own, (ExactTrainer, own, _comparing_class()))
+    return type(own.__name__, bases, {"__module__": own.__module__, "own_class": own})
+
+
+@cache
+def _comparing_class() -> type:
+    from transformers import Trainer
+
+    class ComparesCheckpoints(Trainer):
+        """Stands between a user's class and `Trainer`, because its `train` may select the checkpoint."""
+
+        def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
+            """Compare a checkpoint with this run before anything is loaded.
+
+            The Trainer loads checkpoints of other engines without their optimizer, or fails in a library (line 1408).
+            Canary: `test_the_trainer_still_resumes_without_an_optimizer`.
+            """
+            if resume_from_checkpoint and (check := getattr(self, "checked_checkpoint", None)) is not None:
+                resume_from_checkpoint = check(self, resume_from_checkpoint)
+            return super().train(resume_from_checkpoint, *arguments, **keywords)
+
+    return ComparesCheckpoints
 
 
 def make_exact(trainer: Any) -> ExactTrainer:
     """Put `ExactTrainer` in front of the class of a Trainer, once, and return the Trainer."""
     if not isinstance(trainer, ExactTrainer):
-        patches.swap_class("exact-trainer", trainer, exact_class(type(trainer)))
+        patches.swap_class("exact-trainer", trainer, exact_class(trainer.__class__))
     return trainer  # type: ignore[no-any-return]
 
 

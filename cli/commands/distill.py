@@ -33,11 +33,10 @@ def distill_command(
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
-    from ...trainers.distillation.command.report import CHART_FILE
     from ...trainers.quantization.inputs import suggested_command
     from ..show import show_next
 
     made = f"distilled from {outcome.teacher}"
-    show_outcome(outcome, output_dir, name=outcome.student, made=made, chart=CHART_FILE, noun="Student")
+    show_outcome(outcome, output_dir, name=outcome.student, made=made, noun="Student")
     if outcome.settings.method == "full":
         show_next(*suggested_command(output_dir))

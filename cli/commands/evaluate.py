@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import Names, Paths, RevisionFields
+from ...ds_configs.specs.settings import Names, RevisionFields
 from ..options import OutputDirectory
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
@@ -26,9 +26,8 @@ class Flags(OutputDirectory, RevisionFields):
     baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
     dataset: str | None = Field(
         None,
-        description="Hub ID[:config][#N], file or directory of rows. Default: python-help",
+        description="Hub ID[:config][#N], .txt file, file or directory of rows. Default: python-help",
     )
-    text: Paths = Field((), description="Plain text files, instead of a dataset")
     split: str = Field("test", description="Split of a Hub dataset")
     chat_template: str | None = Field(
         None, description="Jinja file, or alpaca, chatml, llama3, zephyr. Default: the tokenizer's"
@@ -36,7 +35,6 @@ class Flags(OutputDirectory, RevisionFields):
     seq_len: int | None = Field(
         None, description="Tokens of a window (2k = 2,048). Default: 2048, or the model's maximum"
     )
-    stride: int | None = Field(None, description="Tokens between the starts of two windows. Default: --seq-len")
     num_samples: int = Field(64, description="Windows to read, from the start of the text")
     batch_size: int = Field(4, description="Windows per batch; does not change results")
     tasks: Names | None = Field(None, description="Tasks of lm-evaluation-harness, such as hellaswag,arc_easy")
@@ -70,9 +68,6 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
     from ...trainers.reports.runs import evaluation_files
 
     errors: list[ConfigError] = []
-    if options.text and options.dataset is not None:
-        fix = "pass one of them"
-        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
     if options.chat_template is not None and options.dataset is None:
         rule, fix = "requires --dataset: only conversations are rendered", "pass --dataset with chats, or omit it"
         errors.append(ConfigError(where="--chat-template", value=options.chat_template, rule=rule, fix=fix))
@@ -93,15 +88,13 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
     errors += [] if output_dir is None else output_errors(output_dir, force=force, sources=sources)
     if errors:
         raise UsageError(errors)
-    if options.dataset is None and not options.text:
-        note(f"using {PYTHON_HELP}, Python's help topics; pass your own --text or --dataset")
+    if options.dataset is None:
+        note(f"using {PYTHON_HELP}, Python's help topics; pass your own --dataset")
     request = TextRequest(
-        files=options.text,
         dataset=options.dataset or PYTHON_HELP,
         split=options.split,
         dataset_revision=options.dataset_revision,
         chat_template=options.chat_template,
-        stride=options.stride,
         num_samples=options.num_samples,
     )
     with ExitStack() as held:

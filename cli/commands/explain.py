@@ -15,7 +15,6 @@ from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import NOT_COVERED
 from ...ds_configs.step_time.estimate import TERMS
-from ...ds_configs.step_time.learning import learned_factors
 from ..options import Output
 from ..settings import FILLED, Options
 
@@ -56,8 +55,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         rule = "no such file or directory" if is_path else "is not a path, strategy, term or rule"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
-    chosen, bytes_of = plan.chosen, {}
-    factors, separates = learned_factors(chosen.time), bool(chosen.time.learned_factors)
+    chosen, bytes_of = plan.chosen, dict[str, Any]()
     if options.as_json:
         for place in ("accelerator", "host"):
             terms = [term for term in chosen.terms if term.bytes is not None and term.lives_on == place]
@@ -76,7 +74,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         }
         if plan.learned_from:
             runs = [asdict(step) | {"ratio": step.ratio} for step in plan.learned_from]
-            explained["learned"] = {"factors": factors, "separates_parts": separates, "runs": runs}
+            explained["learned"] = {"factor": chosen.time.learned_scale, "runs": runs}
         print(json.dumps(explained, indent=2))
         return 0
     from rich.text import Text
@@ -91,8 +89,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
     if plan.learned_from:
         from .calibrate import show_steps
 
-        times = ", ".join(f"{part} {factor:.2f}" for part, factor in factors.items())
-        apart = "" if separates else "; these runs do not separate the parts"
-        out.print(f"Times the published prediction: {times}{apart}. The published prediction counts as one run.")
+        factor = f"{chosen.time.learned_scale:.2f} times the published prediction"
+        out.print(f"{factor}, from the runs below. The published prediction counts as one run.")
         show_steps(plan.learned_from, title="Runs that corrected the step's time, seconds")
     return 0

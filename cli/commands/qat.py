@@ -45,7 +45,6 @@ def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
     from rich.text import Text
 
-    from ...trainers.qat.command.report import CHART_FILE
     from ...trainers.qat.command.settings import is_own_teacher
     from ...trainers.reports.runs import checkpoint_facts
     from ..show import show_next
@@ -60,7 +59,6 @@ def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
         output_dir,
         name=outcome.model,
         made=made,
-        chart=CHART_FILE,
         noun="Checkpoint",
         rows=rows,
         facts=checkpoint_facts(outcome.to_dict()),

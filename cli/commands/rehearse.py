@@ -25,10 +25,6 @@ class Flags(OutputDirectory):
 
     ranks: int | None = Field(None, description="CPU ranks. Default: 2, or the fewest that the layout allows")
     steps: int = Field(8, description="Optimizer steps, at least 4")
-    nodes_as_ranks: bool = Field(
-        False,
-        description="Start one launcher per planned node on this machine; default: one rank each",
-    )
     script: Path | None = Field(None, description="Your own script to run instead, with a smaller model")
     time_limit: float = Field(600.0, description="Time limit of each of the two launches, in seconds")
     output_dir: Path | None = Field(
@@ -60,7 +56,6 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Options[Flags] = 
             plan_dir,
             ranks=options.ranks,
             steps=options.steps,
-            nodes_as_ranks=options.nodes_as_ranks,
             time_limit_seconds=options.time_limit,
             output_dir=options.output_dir,
             force=options.force,
@@ -84,8 +79,7 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
 
     out = console()
     strategy, hardware = rehearsal.plan.chosen.strategy.label, rehearsal.plan.hardware.name
-    launchers = "" if rehearsal.nodes == 1 else f" of {rehearsal.nodes} launchers"
-    rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks{launchers}"
+    rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks"
     out.print(Text.assemble((rehearsal.plan.model.name, "bold"), rehearsed))
     out.print()
     styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...ds_configs.specs.settings import HubFields, RevisionFields
+from ...ds_configs.specs.settings import RevisionFields
 from ...trainers.distillation.student.request import StudentRequest
 from ..options import OutputDirectory
 from ..settings import FILLED, Options
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...trainers.distillation.student.maker import StudentReport
 
 
-class Flags(OutputDirectory, HubFields, RevisionFields):
+class Flags(OutputDirectory, RevisionFields):
     dry_run: bool = Field(False, description="Check and print everything; write nothing")
 
 
@@ -60,7 +60,7 @@ def show_student(report: StudentReport) -> None:
     teacher, student = plan.teacher_widths, plan.student_widths
     if teacher is not None and student is not None:
         for word, name in {"hidden size": "hidden_size", "MLP channels": "intermediate_size"}.items():
-            table.add_row(word, f"{getattr(teacher, name):,}", f"{getattr(student, name):,}")
+            table.add_row(word, f"{teacher[name]:,}", f"{student[name]:,}")
     share = plan.student_parameters / plan.teacher_parameters
     counts = [f"{human_count(count)}" for count in (plan.teacher_parameters, plan.student_parameters)]
     table.add_row("parameters", *counts, f"{share:.1%}")

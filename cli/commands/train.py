@@ -30,11 +30,10 @@ def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, opti
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     from ...trainers.quantization.inputs import suggested_command
-    from ...trainers.training.report import CHART_FILE
     from ..show import show_next
 
     made = f"on {outcome.statistics.source}"
-    show_outcome(outcome, output_dir, name=outcome.model, made=made, chart=CHART_FILE, noun="Model")
+    show_outcome(outcome, output_dir, name=outcome.model, made=made, noun="Model")
     if outcome.settings.method == "full":
         show_next(*suggested_command(output_dir))
     else:

@@ -12,8 +12,6 @@ from pydantic import Field
 
 from ...ds_configs.plan.plan import plan_to_dict
 from ...ds_configs.plan.rendering import train_arguments
-from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import JobSettings
 from ..options import OutputDirectory
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line
@@ -33,32 +31,23 @@ class Flags(OutputDirectory):
     )
 
 
-def tune_command(subject: str, *, settings: Options[JobSettings] = FILLED, options: Options[Flags] = FILLED) -> int:
+def tune_command(plan_dir: Path, *, options: Options[Flags] = FILLED) -> int:
     """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
 
     The exit code is 1 if no layout was measured.
 
     Parameters
     ----------
-    subject
-        Directory that `plan` wrote, or a model as for `plan`.
+    plan_dir
+        Directory that `plan` wrote.
     """
-    from ...trainers.tuning.tune import is_plan, tune
+    from ...trainers.tuning.tune import tune
 
-    errors = []
-    output_dir = options.output_dir
-    if output_dir is None and is_plan(subject):
-        output_dir = (Path(subject) if Path(subject).is_dir() else Path(subject).parent) / "tuned"
-    elif output_dir is None:
-        errors.append(ConfigError(where="output_dir", rule="is missing", fix="pass --output-dir"))
-    if errors:
-        raise UsageError(errors)
+    output_dir = options.output_dir or (plan_dir if plan_dir.is_dir() else plan_dir.parent) / "tuned"
     # Some libraries log to stdout, which is for results only.
     with progress_on_stderr(""), redirect_stdout(sys.stderr):
         plan = tune(
-            subject,
-            settings.hardware,
-            settings,
+            plan_dir,
             trials=options.trials,
             steps=options.steps,
             time_limit_minutes=options.time_limit,
@@ -69,7 +58,7 @@ def tune_command(subject: str, *, settings: Options[JobSettings] = FILLED, optio
     if options.as_json:
         print(json.dumps(plan_to_dict(plan)))
     else:
-        show_tuned(plan, output_dir or Path())
+        show_tuned(plan, output_dir)
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import json
+import json.decoder
+import json.scanner
 import re
 from pathlib import PurePath
 from typing import Any, Literal
@@ -47,130 +49,96 @@ def check_limits(size: int, depth: int, line: int) -> None:
         raise UnreadableError(line, f"the file has more than {MAXIMUM_NODES} values (aliases expanded)")
 
 
-_STRINGS = json.JSONDecoder(strict=True)
-_BLANK = re.compile(r"[ \t\n\r]*")
-_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
-_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
-_NOT_JSON = ("-Infinity", "Infinity", "NaN")
 _COMMENTS = ("#", "//", "/*")
+_MOST_DIGITS = 300
+_RULES = {
+    "Expecting ',' delimiter": "expected a comma or a closing bracket",
+    "Expecting ':' delimiter": "expected a colon after the key",
+    "Expecting property name enclosed in double quotes": "a key must be in double quotes",
+    "Expecting value": "expected a value",
+    "Extra data": "there is text after the end of the document",
+}
+"""Rules for the messages of `json`."""
 
 
-class _JsonReader:
-    """Reads JSON as strictly as `json.load` in Transformers and Accelerate; DeepSpeed's hjson parser accepts more."""
+class _JsonReader(json.JSONDecoder):
+    """Reads JSON as strictly as `json.load` in Transformers and Accelerate, into nodes.
+
+    DeepSpeed's own parser (hjson) accepts more. Numbers that `json` would read as infinity or NaN are reported.
+    """
 
     def __init__(self, text: str, report: Report) -> None:
+        super().__init__(parse_int=self.number, parse_float=self.number, parse_constant=self.constant)
         self.text = text
-        self.position = 0
         self.report = report
-        self.count = 0
+        self.count = self.depth = 0
+        self.start = 1
+        """Line of the value that is read."""
         self.breaks = [match.start() for match in re.finditer("\n", text)]
-
-    def line(self, position: int | None = None) -> int:
-        return bisect.bisect_left(self.breaks, self.position if position is None else position) + 1
-
-    def stop(self, rule: str, fix: str = "") -> UnreadableError:
-        if not fix and self.text.startswith(_COMMENTS, self.position):
-            fix = "remove the comment: only DeepSpeed's parser supports comments"
-        return UnreadableError(self.line(), f"not valid JSON: {rule}", fix)
-
-    def peek(self) -> str:
-        match = _BLANK.match(self.text, self.position)
-        assert match is not None, "the pattern matches the empty string"
-        self.position = match.end()
-        return self.text[self.position : self.position + 1]
+        self.parse_object, self.parse_array = self.members, self.items
+        # The scanner in Python calls these two; the one in C builds dictionaries and lists.
+        self.scanner = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+        self.scan_once = self.node
 
     def document(self) -> Node:
-        if not self.peek():
+        if not self.text.strip():
             raise UnreadableError(1, "the file is empty")
-        root = self.value(0)
-        if self.peek():
-            raise self.stop("there is text after the end of the document")
+        try:
+            root: Node = self.decode(self.text)
+        except json.JSONDecodeError as error:
+            before = self.text[: error.pos].rstrip(" \t\r\n")
+            if error.msg.startswith("Illegal trailing comma") or (
+                before[-1:] == "," and self.text.startswith(("]", "}"), error.pos)
+            ):
+                line, fix = self.line(len(before) - 1), "remove the comma"
+                raise UnreadableError(line, "not valid JSON: there is a comma after the last member", fix) from None
+            is_comment = self.text.startswith(_COMMENTS, error.pos)
+            fix = "remove the comment: only DeepSpeed's parser supports comments" if is_comment else ""
+            rule = _RULES.get(error.msg, error.msg[:1].lower() + error.msg[1:])
+            raise UnreadableError(error.lineno, f"not valid JSON: {rule}", fix) from None
         return root
 
-    def value(self, depth: int) -> Node:
-        start, line = self.peek(), self.line()
+    def line(self, position: int) -> int:
+        return bisect.bisect_left(self.breaks, position) + 1
+
+    def node(self, text: str, position: int) -> tuple[Node, int]:
+        """Return the value at a position, and the position behind it."""
         self.count += 1
-        check_limits(self.count, depth, line)
-        if start == "{":
-            return self.mapping(depth, line)
-        if start == "[":
-            return self.sequence(depth, line)
-        if start == '"':
-            return Node(line=line, kind="scalar", scalar=self.string())
-        for word, meaning in _WORDS.items():
-            if self.text.startswith(word, self.position):
-                self.position += len(word)
-                return Node(line=line, kind="scalar", scalar=meaning)
-        return Node(line=line, kind="scalar", scalar=self.number())
+        self.start = line = self.line(position)
+        check_limits(self.count, self.depth, line)
+        self.depth += 1
+        value, end = self.scanner(text, position)
+        self.depth -= 1
+        return (value if isinstance(value, Node) else Node(line=line, kind="scalar", scalar=value)), end
 
-    def string(self) -> str:
-        try:
-            text, self.position = _STRINGS.raw_decode(self.text, self.position)
-        except json.JSONDecodeError as error:
-            self.position = min(error.pos, len(self.text))
-            raise self.stop(error.msg[:1].lower() + error.msg[1:]) from None
-        return str(text)
+    def members(self, start: tuple[str, int], strict: bool, *_: object) -> tuple[Node, int]:
+        line, lines = self.start, list[int]()
 
-    def number(self) -> int | float:
-        for word in _NOT_JSON:
-            if self.text.startswith(word, self.position):
-                line, self.position = self.line(), self.position + len(word)
-                self.report.error("", "is not a JSON number", "write a finite number", value=word, line=line)
-                return 0
-        match = _NUMBER.match(self.text, self.position)
-        if match is None:
-            raise self.stop("a value is missing" if self.peek() in ",]}" else "this is not a value")
-        line, self.position = self.line(), match.end()
-        integer, fraction, exponent = match.groups()
-        if fraction is None and exponent is None and len(integer) <= 300:
-            return int(integer)
-        number = float(match.group())
+        def member(text: str, position: int) -> tuple[Node, int]:
+            lines.append(self.line(text.rindex(":", 0, position)))
+            return self.node(text, position)
+
+        pairs, end = json.decoder.JSONObject(start, strict, member, None, list, {})  # type: ignore[attr-defined]
+        entries = [Entry(key=key, line=at, node=node) for at, (key, node) in zip(lines, pairs, strict=True)]
+        return mapping(entries, line, self.report), end
+
+    def items(self, start: tuple[str, int], *_: object) -> tuple[Node, int]:
+        line = self.start
+        items, end = json.decoder.JSONArray(start, self.node)  # type: ignore[attr-defined]
+        return Node(line=line, kind="sequence", items=tuple(items), size=1 + sum(item.size for item in items)), end
+
+    def number(self, digits: str) -> int | float:
+        if len(digits) <= _MOST_DIGITS and digits.lstrip("-").isdecimal():
+            return int(digits)
+        number = float(digits)
         if number in (float("inf"), float("-inf")):
-            self.report.error("", "the number is too large", "reduce it", value=match.group()[:40], line=line)
+            self.report.error("", "the number is too large", "reduce it", value=digits[:40], line=self.start)
             return 0
         return number
 
-    def sequence(self, depth: int, line: int) -> Node:
-        self.position += 1
-        items: list[Node] = []
-        if self.peek() == "]":
-            self.position += 1
-            return Node(line=line, kind="sequence")
-        while True:
-            items.append(self.value(depth + 1))
-            if self.separator("]"):
-                return Node(line=line, kind="sequence", items=tuple(items), size=1 + sum(item.size for item in items))
-
-    def mapping(self, depth: int, line: int) -> Node:
-        self.position += 1
-        entries: list[Entry] = []
-        if self.peek() == "}":
-            self.position += 1
-            return Node(line=line, kind="mapping")
-        while True:
-            if self.peek() != '"':
-                raise self.stop("a key must be in double quotes")
-            key_line, key = self.line(), self.string()
-            if self.peek() != ":":
-                raise self.stop("expected a colon after the key")
-            self.position += 1
-            entries.append(Entry(key=key, line=key_line, node=self.value(depth + 1)))
-            if self.separator("}"):
-                return mapping(entries, line, self.report)
-
-    def separator(self, closing: str) -> bool:
-        character = self.peek()
-        if character == closing:
-            self.position += 1
-            return True
-        if character != ",":
-            raise self.stop(f"expected a comma or {closing!r}")
-        comma = self.position
-        self.position += 1
-        if self.peek() == closing:
-            self.position = comma
-            raise self.stop("there is a comma after the last member", "remove the comma")
-        return False
+    def constant(self, word: str) -> int:
+        self.report.error("", "is not a JSON number", "write a finite number", value=word, line=self.start)
+        return 0
 
 
 # libyaml is about ten times faster; the pure Python parser is the fallback where PyYAML was built without it.
@@ -179,123 +147,91 @@ _PREFIX = "tag:yaml.org,2002:"
 _MERGE = f"{_PREFIX}merge"
 _LARGEST_BITS = 1000
 """Largest integer. `1:1:1` is a base-60 integer, which can have more digits than Python prints."""
-_STANDARD = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_PLAIN = {
+    f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp", "value")
+}
 
 
-class _YamlBuilder:
+class _YamlReader:
     """Builds what `yaml.safe_load` returns, but with line numbers, and reports what `safe_load` hides."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self.anchors: dict[str, Node] = {}
-        self.size = 0
-        self.documents = 0
-        self.loader: Any = yaml.SafeLoader("")
+        self.constructor = yaml.SafeLoader("")
+        self.nodes: dict[yaml.Node, Node | None] = {}
+        """Nodes by what they are made of, since aliases repeat values; `None` while one is made."""
 
-    def build(self, text: str) -> Node:
-        """Build the tree from the event stream, with a stack of its own because of the recursion limit."""
-        stack: list[tuple[Any, list[Node]]] = []
-        root: Node | None = None
+    def document(self, text: str) -> Node:
+        depth = documents = 0
+        # Composing recurses without a limit of its own.
         for event in yaml.parse(text, Loader=_LOADER):
-            line = _line(event.start_mark)
-            if isinstance(event, yaml.DocumentStartEvent):
-                self.documents += 1
-                if self.documents > 1:
-                    raise UnreadableError(line, "the file has more than one YAML document")
-            if isinstance(event, yaml.CollectionStartEvent):
-                check_limits(self.size, len(stack) + 1, line)
-                self.check_tag(event.tag, line)
-                stack.append((event, []))
-                continue
-            node = self.finished(event, stack, line)
-            if node is None:
-                continue
-            self.size += node.size
-            check_limits(self.size, len(stack), line)
-            if stack:
-                stack[-1][1].append(node)
-            else:
-                root = node
+            documents += isinstance(event, yaml.DocumentStartEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            line = _line(event)
+            check_limits(0, depth, line)
+            if documents > 1:
+                raise UnreadableError(line, "the file has more than one YAML document")
+        root = yaml.compose(text, Loader=_LOADER)
         if root is None:
             raise UnreadableError(1, "the file is empty")
-        return root
+        return self.node(root)
 
-    def finished(self, event: Any, stack: list[tuple[Any, list[Node]]], line: int) -> Node | None:
-        """Return the node that an event completes, if any."""
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in self.anchors:
-                rule = f"the alias *{event.anchor} is used before or inside the value that it names"
-                raise UnreadableError(line, rule)
-            return self.anchors[event.anchor]
-        if isinstance(event, yaml.ScalarEvent):
-            node = Node(line=line, kind="scalar", scalar=self.scalar(event, line))
-            anchor = event.anchor
-        elif isinstance(event, yaml.CollectionEndEvent):
-            start, children = stack.pop()
-            self.size -= sum(child.size for child in children)
-            start_line, anchor = _line(start.start_mark), start.anchor
-            if isinstance(event, yaml.SequenceEndEvent):
-                size = 1 + sum(child.size for child in children)
-                node = Node(line=start_line, kind="sequence", items=tuple(children), size=size)
-            else:
-                node = mapping(self.entries(children), start_line, self.report)
+    def node(self, source: yaml.Node, depth: int = 0) -> Node:
+        line = _line(source)
+        if source in self.nodes:
+            if (known := self.nodes[source]) is None:
+                raise UnreadableError(line, "an alias is used before or inside the value that it names")
+            return known
+        self.nodes[source] = None
+        if source.tag not in _PLAIN:
+            rule = "tags that build objects are not supported, as in `yaml.safe_load`"
+            raise UnreadableError(line, rule, "write a plain value", source.tag)
+        if isinstance(source, yaml.MappingNode):
+            node = mapping(self.entries(source), line, self.report)
+        elif isinstance(source, yaml.SequenceNode):
+            items = tuple(self.node(item) for item in source.value)
+            node = Node(line=line, kind="sequence", items=items, size=1 + sum(item.size for item in items))
         else:
-            return None
-        if anchor:
-            self.anchors[anchor] = node
+            node = Node(line=line, kind="scalar", scalar=self.scalar(source, line))
+        check_limits(node.size, 0, line)
+        self.nodes[source] = node
         return node
 
-    def entries(self, children: list[Node]) -> list[Entry]:
+    def entries(self, source: yaml.MappingNode) -> list[Entry]:
         entries: list[Entry] = []
         merged: list[Entry] = []
-        for key, value in zip(children[::2], children[1::2], strict=True):
+        for key_source, value_source in source.value:
+            key, value = self.node(key_source), self.node(value_source)
             if key.kind != "scalar":
                 raise UnreadableError(key.line, "a key must be a string, not a list or mapping")
-            if isinstance(key.scalar, _Merge):
-                merged += [entry for source in value.items or (value,) for entry in source.entries]
+            if key_source.tag == _MERGE:
+                merged += [entry for part in value.items or (value,) for entry in part.entries]
                 continue
             if not isinstance(key.scalar, str):
                 self.report.error("", "a key must be a string", "quote the key", value=key.scalar, line=key.line)
             entries.append(Entry(key=str(key.scalar), line=key.line, node=value))
         present = {entry.key for entry in entries}
-        for entry in merged:
-            if entry.key not in present:
-                present.add(entry.key)
-                entries.append(entry)
-        return entries
+        inherited = {entry.key: entry for entry in reversed(merged) if entry.key not in present}
+        return [*entries, *reversed(inherited.values())]
 
-    def check_tag(self, tag: str | None, line: int) -> None:
-        if tag not in (None, "!") and tag not in _STANDARD:
-            rule = "tags that build objects are not supported, as in `yaml.safe_load`"
-            raise UnreadableError(line, rule, "write a plain value", tag)
-
-    def scalar(self, event: Any, line: int) -> object:
+    def scalar(self, source: yaml.Node, line: int) -> object:
         """Return the value that `yaml.safe_load` returns."""
-        tag = event.tag
-        if tag in (None, "!"):
-            tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
-        else:
-            self.check_tag(tag, line)
-        if tag == _MERGE:
-            return _Merge()
+        if source.tag == _MERGE:
+            return source.value
         try:
-            if tag == f"{_PREFIX}int" and len(event.value) > _LARGEST_BITS:
+            if source.tag == f"{_PREFIX}int" and len(source.value) > _LARGEST_BITS:
                 raise OverflowError
-            value: object = self.loader.construct_object(yaml.ScalarNode(tag, event.value))
+            value: object = self.constructor.construct_object(source)
             if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
                 raise OverflowError
             return value
         except (ValueError, yaml.YAMLError, KeyError, IndexError, OverflowError):
-            self.report.error("", "is not a valid YAML value", "quote it", value=event.value[:80], line=line)
-            return event.value
+            self.report.error("", "is not a valid YAML value", "quote it", value=source.value[:80], line=line)
+            return source.value
 
 
-def _line(mark: Any) -> int:
-    return 1 if mark is None else int(mark.line) + 1
-
-
-class _Merge:
-    """The key `<<`."""
+def _line(source: Any) -> int:
+    return 1 if source.start_mark is None else int(source.start_mark.line) + 1
 
 
 MAXIMUM_BYTES = 1 << 20
@@ -343,7 +279,7 @@ def _tree(text: str | bytes, report: Report) -> Node:
     if as_json:
         return _JsonReader(text, report).document()
     try:
-        return _YamlBuilder(report).build(text)
+        return _YamlReader(report).document(text)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
         # PyYAML 6.0.4 has a limit of its own, above ours.

@@ -18,14 +18,6 @@ TENSOR_PARALLEL_FAMILIES = frozenset(
 )
 """`model_type`s whose losses, weights and checkpoints tests compare with one process."""
 
-WITHOUT_VOCABULARY_PARALLEL_HEAD: Mapping[str, str] = {
-    "gemma": "scales its token embedding",
-    "gemma2": "scales its token embedding",
-    "olmo2": "has output projections whose input AutoTP would shard like that of the head",
-    "phi3": "has output projections whose input AutoTP would shard like that of the head",
-}
-"""Families whose output head AutoTP does not shard along the vocabulary, and why (module_inject/layers.py)."""
-
 WITHOUT_TENSOR_PLAN: Mapping[str, str] = {
     "gpt2": "stores transposed Conv1D weights with query, key and value fused, which AutoTP does not shard",
     "bloom": "has no tensor-parallel plan in Transformers",
@@ -43,7 +35,6 @@ def tensor_parallel_errors(
     world_size: int | None = None,
     ranks_per_node: int | None = None,
     method: str = "full",
-    vocabulary_parallel_head: bool = False,
     where: str = "tp",
 ) -> list[ConfigError]:
     """Return the errors of a tensor-parallel layout; none for a size of 1.
@@ -63,8 +54,6 @@ def tensor_parallel_errors(
         sizes["the accelerators of a node"] = ranks_per_node
     if world_size is not None:
         sizes["the ranks"] = world_size
-    if vocabulary_parallel_head:
-        sizes["the vocabulary (for a vocabulary-parallel head)"] = model.vocab_size
     fix = f"nearest legal values: {nearest_divisors(gcd(*sizes.values()), size)}"
     violations = [divides(where, size, number, what) for what, number in sizes.items()]
     errors = [replace(error, fix=fix) for error in violations if error is not None]
@@ -88,10 +77,6 @@ def tensor_parallel_errors(
     if method != "full":
         rule = f"is not supported with {method}: AutoTP does not find the layers of its plan under the adapters' names"
         errors.append(ConfigError(where=where, value=size, rule=rule, fix="train all weights, or use tp = 1"))
-    if vocabulary_parallel_head and model.model_type in WITHOUT_VOCABULARY_PARALLEL_HEAD:
-        reason = WITHOUT_VOCABULARY_PARALLEL_HEAD[model.model_type]
-        rule = f"is not supported with {model.model_type}, which {reason}"
-        errors.append(ConfigError(where="vocabulary_parallel_head", value=True, rule=rule, fix="use False"))
     for name, other in (("sp", layout.sp), ("cp", layout.cp), ("ep", layout.ep)):
         if other != 1:
             rule = f"cannot be combined with {name} = {other}: AutoTP's mesh has tensor and data parallelism only"

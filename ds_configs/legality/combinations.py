@@ -84,7 +84,6 @@ TRAINERS: Mapping[str, str] = {
 }
 """Trainer classes. A subclass has the row of its nearest base; a dot precedes what a configuration adds."""
 _BITSANDBYTES = " ".join(name for name, spec in OPTIMIZERS.items() if spec.plain_tensors_only)
-_LAYERWISE = " ".join(name for name, spec in OPTIMIZERS.items() if spec.layerwise)
 ONLY_ON_ACCELERATORS = frozenset(["fp16", *_BITSANDBYTES.split()])
 """Settings that CPU ranks cannot train, so that no test here can prove them: `rules.py` and the rejections below decide
 about them."""
@@ -127,7 +126,6 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, "adamw_torch_8bit adamw_torch_4bit", "ddp zero1 zero2 zero3"),
     (METERED, _SCHEDULE_FREE, "ddp"),
     (METERED, "stable_adamw", "ddp fsdp2"),
-    (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
     (EQUIVALENT, "balance_loss", f"{_DATA_PARALLEL} ep"),
     (EQUIVALENT, "bf16", "zero0"),
     (EXPORTED, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2"),
@@ -148,14 +146,10 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
 
 _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
-_MATRICES = "galore_adamw galore_adafactor apollo_adamw stable_adamw"
-_OBJECTS = "its states contain objects, which FSDP2's checkpoints do not save"
 _COLLECTIVES = "its checkpoints contain unfinished collectives, which PyTorch does not load (torchao 0.18)"
 _ON_DEVICE = "DeepSpeed gathers offloaded matrices on the accelerator, in buffers that plans do not count"
-_SEEDS = "it creates seeds of parameters, which FSDP2 replaces, and fails"
 _RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it rejects"
 _MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
-_ONE_PROCESS = "it updates weights in the backward pass with the gradients of one rank"
 _HOST = "DeepSpeed replaces the optimizer with CPU Adam"
 _DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
 _PLAIN_TENSORS = "its kernels do not support DTensors, the parameters of FSDP2"
@@ -173,16 +167,13 @@ _ORDER = "context parallelism reorders the sequence, which a second model cannot
 _UNPROVEN = "no test compares it with one process"
 
 _REJECTED: tuple[tuple[str, str, str], ...] = (
-    (_FLAT, f"adafactor {_MATRICES}", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
+    (_FLAT, "adafactor stable_adamw", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_DTENSOR, "adafactor", "fsdp2_offload cp"),
-    (_OBJECTS, "galore_adamw galore_adafactor", "fsdp2 fsdp2_offload cp"),
     (_COLLECTIVES, "adamw_torch_8bit adamw_torch_4bit", "fsdp2 fsdp2_offload cp"),
     (_ON_DEVICE, "muon", "zero_offload"),
     (_HOST, "adamw_torch_8bit adamw_torch_4bit", "zero_offload"),
-    (_SEEDS, "apollo_adamw", "fsdp2 fsdp2_offload cp"),
     (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
-    (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, f"sgd rmsprop adagrad {_BITSANDBYTES}", "zero_offload"),
     (_PLAIN_TENSORS, _BITSANDBYTES, "fsdp2 fsdp2_offload cp"),

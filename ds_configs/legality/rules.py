@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
 from ..models.liger import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
@@ -132,33 +131,6 @@ def nvme_must_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware
     if "nvme" in (layout.offload_optimizer, layout.offload_param) and not hardware.nvme_bytes_per_node:
         rule = "requires NVMe on every node"
         yield ConfigError(where="offload", value="nvme", rule=rule, fix="pass --nvme PATH:SIZE")
-
-
-def offload_variant_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """ZenFlow runs with ZeRO-2, SuperOffload with ZeRO-3 on NVIDIA GPUs; both train all weights with AdamW.
-
-    Source: deepspeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py and runtime/superoffload/superoffload_stage3.py.
-    """
-    variant = layout.offload_variant if layout.engine == "deepspeed" else "none"
-    if job.offload in ("zenflow", "superoffload") and layout.offload_variant == "none":
-        rule, fix = "is an offload of DeepSpeed's ZeRO", "use a ZeRO stage, or --offload cpu-all"
-        yield ConfigError(where="offload", value=job.offload, rule=rule, fix=fix)
-    if variant == "none":
-        return
-    errors, plain = [], "or --offload cpu"
-    stage = 2 if variant == "zenflow" else 3
-    if layout.zero_stage != stage:
-        errors.append((f"is supported with ZeRO-{stage} only", f"use --strategy zero{stage}, {plain}"))
-    if variant == "superoffload" and "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
-        errors.append((f"needs NVIDIA GPUs, not {hardware.gpu}: DeepSpeed asserts CUDA", "use --offload cpu"))
-    if not job.optimizer.startswith("adamw_torch"):
-        errors.append((f"has its own AdamW, which would replace {job.optimizer}", f"use adamw_torch_fused, {plain}"))
-    if job.method != "full":
-        errors.append((f"supports full training only, not {job.method}", "use --offload cpu"))
-    if layout.axes:
-        errors.append(("supports data parallelism only", "use --offload cpu"))
-    for rule, fix in errors:
-        yield ConfigError(where="offload", value=variant, rule=rule, fix=fix)
 
 
 def hpz_partition_fits_the_node(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -313,8 +285,6 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
     fix = "use --tiled-mlp off"
     if not any(f".{name}." in parameter.name for parameter in model.parameters for name in TILED_MLP_NAMES):
         rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
-    elif layout.keeps_products:
-        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:
         rule = f"is not supported with {axes[0]} = {layout.axes[axes[0]]}, which splits or replaces the MLP"
         fix = f"use {axes[0]} = 1, or --tiled-mlp off"
@@ -334,38 +304,11 @@ def offloaded_checkpoints_are_recomputed(
         rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
     elif layout.offloaded_checkpoints > layers:
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
-    elif layout.keeps_products:
-        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif layout.pp > 1:
         rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
     else:
         return
     yield ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
-
-
-def kept_products_are_counted(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """Selective recomputation requires full training, data parallelism only, and a model whose activations are known.
-
-    Tensor parallelism sums the ranks' results in place (deepspeed 0.19.8, `inference_all_reduce` in
-    `module_inject/layers.py`). A kept result would be summed twice, which shifts losses by 1e-4.
-    """
-    if not layout.keeps_products:
-        return
-    if layout.axes:
-        rule = "supports data parallelism only"
-    elif job.torch_compile:
-        rule = "is not supported with torch.compile, which chooses itself what is kept"
-    elif job.method != "full":
-        rule = f"supports full training only: its memory with {job.method} is unknown"
-    else:
-        try:
-            if cached_activations(model, job)(1, activation_mode(layout, job)).selective is not None:
-                return
-        except UnknownFamilyError:
-            pass
-        rule = f"is not supported: its memory is unknown for {model.model_type} in {job.precision}"
-    fix = "use --gradient-checkpointing auto"
-    yield ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix)
 
 
 # Axes.
@@ -406,22 +349,12 @@ def pipeline_parallelism(model: ModelSpec, layout: Layout, job: TrainingJob, har
 # Optimizers, precision and kernels.
 
 
-def layerwise_updates_do_not_accumulate(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
-    """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
-    if OPTIMIZERS[job.optimizer].layerwise and layout.gradient_accumulation_steps > 1:
-        rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
-        yield ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
-
-
 def optimizer_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """LOMO, GaLore, APOLLO and Muon are for full training, because adapters are low-rank already.
+    """Muon is for full training, because adapters are low-rank already.
 
     DeepSpeed's Muon has no setting of the Newton-Schulz steps (`_MUON_HALF_KEYS`, deepspeed/runtime/engine.py).
     """
-    spec = OPTIMIZERS[job.optimizer]
-    if job.method != "full" and (spec.layerwise or spec.low_rank or spec.matrix_states):
+    if job.method != "full" and OPTIMIZERS[job.optimizer].matrix_states:
         rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
         yield ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
     if layout.engine == "deepspeed" and job.optimizer == "muon" and "ns_steps" in parsed_optim_args(job.optim_args):
@@ -534,7 +467,6 @@ AXIS_RULES: tuple[Rule, ...] = (
     second_models_stay_whole,
     fp8_is_supported,
     liger_has_kernels,
-    offload_variant_is_supported,
 )
 """Rules that also decide which layouts of several axes an analysis shows."""
 
@@ -547,7 +479,6 @@ RULES: tuple[Rule, ...] = (
     replicas_belong_to_ddp_and_hybrid,
     offload_needs_its_stage,
     nvme_must_exist,
-    layerwise_updates_do_not_accumulate,
     optimizer_is_supported,
     bf16_weights_have_no_master_copy,
     precision_is_supported,
@@ -559,7 +490,6 @@ RULES: tuple[Rule, ...] = (
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,
-    kept_products_are_counted,
     hpz_partition_fits_the_node,
     quantized_collectives_need_stage_three,
     *AXIS_RULES,
@@ -571,7 +501,6 @@ BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
     pipeline_parallelism,
-    layerwise_updates_do_not_accumulate,
 )
 """Rules that read the micro-batch size or the accumulation steps."""
 

@@ -23,8 +23,6 @@ Kernels = Literal["eager", "liger", "compiled"]
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
 """Families added by `tools/add_family.py`, with the same structure."""
-SELECTIVE_FILE = "selective_activations.json"
-"""Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
 KERNELS_FILE = "kernel_activations.json"
 """Coefficients of layers with other kernels in full training, by kernels, family, mode and attention."""
 
@@ -33,18 +31,6 @@ class UnknownFamilyError(ShardwrightError):
     """No coefficients are stored for a model family, mode, adapter or attention."""
 
     exit_code = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectiveBytes:
-    """Activation bytes of a layer under checkpointing that keeps the results of matrix products and fused attention."""
-
-    kept_bytes_per_layer: int
-    """Kept from forward to backward: the layer's input and those results."""
-    forward_transient_bytes: int
-    """Largest live bytes in the last layer's forward pass beyond what all layers keep."""
-    backward_transient_bytes: int
-    """Largest live bytes in its backward pass beyond what all layers keep and `outside_layer_bytes`."""
 
 
 Parts = tuple[tuple[int, int], ...]
@@ -112,8 +98,6 @@ class ActivationEstimate:
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
     """The part of the above that MLPs hold; `None` if the source does not separate it."""
-    selective: SelectiveBytes | None = None
-    """Bytes under `selective` checkpointing; `None` if they were not traced."""
     loss_forward_peak_bytes: int
     """Largest live bytes from the output head to the end of the loss, beyond what the layers and `outside` keep."""
     loss_kept_bytes: int
@@ -126,45 +110,45 @@ class ActivationEstimate:
     """Origin of the coefficients, with the traced versions."""
 
 
-def feature_values(
+def size_factors(
     dimensions: Dimensions, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
 ) -> dict[str, int]:
-    """Return the features in which activation bytes are linear, by name.
+    """Return the sizes whose products are the features in which activation bytes are linear, by name.
 
-    A feature `token*x` is `micro_batch_size * seq_len_tokens * x`; `position*x` counts every position once, whatever
-    the batch; `attention_mask` is `micro_batch_size * seq_len_tokens**2` and `attention_scores` that times the heads.
+    `sequence` counts sequences, `position` the tokens of one, whatever the batch, and `token` all tokens.
     """
     tokens = micro_batch_size * seq_len_tokens
-    routed = tokens * dimensions.experts_per_token
     return {
+        "hidden_size": dimensions.hidden_size,
+        "query_size": dimensions.query_size,
+        "key_value_size": dimensions.key_value_size,
+        "intermediate_size": dimensions.intermediate_size,
+        "attention_heads": dimensions.num_attention_heads,
+        "key_value_heads": dimensions.num_key_value_heads,
+        "head_dim": dimensions.head_dim,
+        "vocab_size": dimensions.vocab_size,
+        "expert": dimensions.num_experts,
+        "experts": dimensions.num_experts,
+        "experts_per_token": dimensions.experts_per_token,
+        "expert_intermediate_size": dimensions.expert_intermediate_size,
         "constant": 1,
         "sequence": micro_batch_size,
         "position": seq_len_tokens,
-        "position*head_dim": seq_len_tokens * dimensions.head_dim,
         "token": tokens,
-        "token*hidden_size": tokens * dimensions.hidden_size,
-        "token*query_size": tokens * dimensions.query_size,
-        "token*key_value_size": tokens * dimensions.key_value_size,
-        "token*intermediate_size": tokens * dimensions.intermediate_size,
-        "token*attention_heads": tokens * dimensions.num_attention_heads,
-        "token*key_value_heads": tokens * dimensions.num_key_value_heads,
-        "token*vocab_size": tokens * dimensions.vocab_size,
-        "token*lora_rank": tokens * lora_rank,
-        "expert": dimensions.num_experts,
-        "token*expert": tokens * dimensions.num_experts,
-        "routed_token": routed,
-        "routed_token*hidden_size": routed * dimensions.hidden_size,
-        "routed_token*expert_intermediate_size": routed * dimensions.expert_intermediate_size,
-        "routed_token*expert": routed * dimensions.num_experts,
-        "routed_token*lora_rank": routed * lora_rank,
-        "expert*lora_rank*hidden_size": dimensions.num_experts * lora_rank * dimensions.hidden_size,
-        "expert*lora_rank*expert_intermediate_size": dimensions.num_experts
-        * lora_rank
-        * dimensions.expert_intermediate_size,
+        "routed_token": tokens * dimensions.experts_per_token,
         "attention_mask": tokens * seq_len_tokens,
         "attention_scores": tokens * seq_len_tokens * dimensions.num_attention_heads,
-        "position*position": seq_len_tokens**2,
+        "lora_rank": lora_rank,
     }
+
+
+def feature(name: str, factors: Mapping[str, int]) -> int:
+    """Return the value of one feature, the product of the sizes in its name.
+
+    >>> feature("token*hidden_size", {"token": 4096, "hidden_size": 64})
+    262144
+    """
+    return prod(factors.get(factor, 0) for factor in name.split("*"))
 
 
 @lru_cache(maxsize=16)
@@ -177,26 +161,9 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
-def load_selective(release: str) -> Mapping[str, Any]:
-    """Return the coefficients of `SelectiveBytes` by family, mode and attention."""
-    tables: Mapping[str, Any] = stored_facts(SELECTIVE_FILE, release)["tables"]
-    return tables
-
-
-def load_kernels(release: str) -> Mapping[str, Any]:
-    """Return the coefficients of layers with other kernels by kernels, family, mode and attention."""
-    tables: Mapping[str, Any] = stored_facts(KERNELS_FILE, release)["tables"]
-    return tables
-
-
-def kernels_of(job: TrainingJob) -> Kernels:
-    """Return the kernels of a job's layers; compiled ones also with Liger, whose calls the compiler keeps."""
-    return "liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager"
-
-
-def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
+def evaluate_table(table: Mapping[str, Any], factors: Mapping[str, int], source: str) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
-    point = [features[feature] for feature in table["features"]]
+    point = [feature(name, factors) for name in table["features"]]
 
     def largest(name: str) -> int:
         return _largest(table[name], point)
@@ -237,7 +204,7 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
         autocast_weight_copy_bytes_per_parameter=copies,
-        mlp=_mlp_bytes(table, features),
+        mlp=_mlp_bytes(table, point),
         source=source,
     )
 
@@ -295,14 +262,7 @@ def with_attention(
     reordered = query if cp > 1 or layout.sp > 1 else 0
     repeats = max(1, layout.sp // max(1, size.num_key_value_heads)) - 1
     reordered += repeats * pair
-    in_backward, selective = traced.attention_backward_bytes, traced.selective
-    if selective is not None and cp > 1:
-        selective = replace(
-            selective,
-            kept_bytes_per_layer=selective.kept_bytes_per_layer + reordered,
-            forward_transient_bytes=during(None, selective.forward_transient_bytes, forward),
-            backward_transient_bytes=during(None, selective.backward_transient_bytes, backward),
-        )
+    in_backward = traced.attention_backward_bytes
     mlp = traced.mlp
     if mlp is not None:
         beside_attention = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_beside_attention)
@@ -330,16 +290,15 @@ def with_attention(
         ),
         recompute_backward_transient_bytes=recomputed,
         mlp=mlp,
-        selective=selective,
     )
 
 
-def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:
+def _mlp_bytes(table: Mapping[str, Any], point: Sequence[int]) -> MlpBytes | None:
     """Return the MLP's part of a table's bytes.
 
     At a moment with tensors of the MLP's inner width, these and those of routed tokens exist for one tile only.
     """
-    names, point = table["features"], [features[feature] for feature in table["features"]]
+    names = table["features"]
     wide = [index for index, name in enumerate(names) if "intermediate_size" in name]
     inside = [index for index, name in enumerate(names) if index in wide or name.startswith("routed_token")]
     if not wide:
@@ -363,7 +322,7 @@ def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpByte
     element = max(row[names.index("token*hidden_size")] for row in table["checkpointed_per_layer"])
     return MlpBytes(
         saved_bytes_per_layer=ceil(sum(saved_row[index] * point[index] for index in inside)),
-        input_gradient_bytes=ceil(element * features["token*hidden_size"]),
+        input_gradient_bytes=ceil(element * point[names.index("token*hidden_size")]),
         backward_transient=parts(table["backward_transient"], saved_row),
         recompute_backward_transient=parts(table["recompute_backward_transient"], nothing),
         recompute_beside_attention=parts(
@@ -467,7 +426,7 @@ def estimate_activations(
 ) -> ActivationEstimate:
     """Return the activation bytes of one micro-batch on one rank, from traced coefficients.
 
-    `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` describes the measurement.
+    `bytes = sum(coefficient * feature)` with `size_factors`; `docs/explain/memory.md` describes the measurement.
 
     Mode "bf16" also means fp16. Attention is "fused" without a mask; "masked" with padding, packed sequences marked by
     position ids, or a sliding window shorter than a short sequence; "eager" if transformers writes every score.
@@ -485,7 +444,7 @@ def estimate_activations(
         )
     shown = f"{family}, {mode}, {adapter}, {path} attention"
     if kernels != "eager":
-        other = load_kernels(release).get(kernels, {}).get(family, {}).get(mode, {}).get(path)
+        other = stored_facts(KERNELS_FILE, release)["tables"].get(kernels, {}).get(family, {}).get(mode, {}).get(path)
         if other is None or adapter != "none":
             shown += f", eager instead of {kernels} layers, an upper bound"
         else:
@@ -494,28 +453,23 @@ def estimate_activations(
     source = f"traced coefficients, {shown}; " + ", ".join(
         f"{name} {version}" for name, version in stored["versions"].items()
     )
-    features = feature_values(
+    factors = size_factors(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    estimate = evaluate_table(table, features, source)
-    selective_table = load_selective(release).get(family, {}).get(mode, {}).get(path)
-    if selective_table is not None and adapter == "none":
-        point = [features[feature] for feature in selective_table["features"]]
-        selective = SelectiveBytes(
-            kept_bytes_per_layer=_largest(selective_table["kept_per_layer"], point),
-            forward_transient_bytes=max(0, _largest(selective_table["forward_transient"], point)),
-            backward_transient_bytes=max(0, _largest(selective_table["backward_transient"], point)),
-        )
-        estimate = replace(estimate, selective=selective)
+    estimate = evaluate_table(table, factors, source)
     if not chunked_loss:
         return estimate
+    peaks = _loss_peaks(table, factors | {"lora_rank": 0})
+    return _with_chunked_loss(estimate, dimensions, micro_batch_size * seq_len_tokens, mode, peaks)
 
-    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
-        values = feature_values(replace(dimensions, vocab_size=vocab_size), micro_batch_size=1, seq_len_tokens=tokens)
-        part = evaluate_table(table, values, estimate.source)
-        return part.loss_forward_peak_bytes, part.loss_backward_peak_bytes
 
-    return _with_chunked_loss(estimate, dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
+def _loss_peaks(table: Mapping[str, Any], factors: Mapping[str, int]) -> Callable[[int, int], tuple[int, int]]:
+    def peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
+        sizes = {**factors, "sequence": 1, "position": tokens, "token": tokens, "vocab_size": vocab_size}
+        point = [feature(name, sizes) for name in table["features"]]
+        return _largest(table["loss_forward_peak"], point), _largest(table["loss_backward_peak"], point)
+
+    return peaks
 
 
 def _with_chunked_loss(
@@ -584,11 +538,10 @@ def stored_family(model: ModelSpec) -> Mapping[str, Any] | None:
 def feature_factors(
     model: ModelSpec, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
 ) -> dict[str, int]:
-    """Return the sizes whose products are features, by name.
+    """Return the sizes of a model of several kinds of layers whose products are features, by name.
 
-    `sequence` counts sequences, `position` the tokens of one, `token` all tokens, and `patches` those of an image, with
-    the prefix of a nested vision configuration. The other sizes are the model's dimensions and the integers of its
-    configuration.
+    These are `size_factors`, the integers of its configuration, and `patches` of an image, with the prefix of a nested
+    vision configuration.
     """
     integers = {name: value for name, value in model.settings if isinstance(value, int) and not isinstance(value, bool)}
     patches = {
@@ -596,32 +549,10 @@ def feature_factors(
         for name, value in integers.items()
         if name.endswith("image_size") and integers.get(patch := name.replace("image_size", "patch_size"))
     }
-    sizes = model.dimensions
-    return {
-        **integers,
-        **patches,
-        "hidden_size": sizes.hidden_size,
-        "query_size": sizes.query_size,
-        "key_value_size": sizes.key_value_size,
-        "intermediate_size": sizes.intermediate_size,
-        "attention_heads": sizes.num_attention_heads,
-        "key_value_heads": sizes.num_key_value_heads,
-        "head_dim": sizes.head_dim,
-        "vocab_size": sizes.vocab_size,
-        "experts": sizes.num_experts,
-        "experts_per_token": sizes.experts_per_token,
-        "expert_intermediate_size": sizes.expert_intermediate_size,
-        "constant": 1,
-        "sequence": micro_batch_size,
-        "position": seq_len_tokens,
-        "token": micro_batch_size * seq_len_tokens,
-        "lora_rank": lora_rank,
-    }
-
-
-def feature(name: str, factors: Mapping[str, int]) -> int:
-    """Return the value of one feature, the product of the sizes in its name."""
-    return prod(factors.get(factor, 0) for factor in name.split("*"))
+    sizes = size_factors(
+        model.dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
+    )
+    return integers | patches | sizes
 
 
 def layer_counts(model: ModelSpec, kinds: Mapping[str, str]) -> dict[str, int]:
@@ -701,14 +632,8 @@ def estimate_kinds(
     )
     if not chunked_loss:
         return estimate
-
-    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
-        sizes = replace(model, dimensions=replace(model.dimensions, vocab_size=vocab_size))
-        part = feature_factors(sizes, micro_batch_size=1, seq_len_tokens=tokens, lora_rank=lora_rank)
-        values = [feature(name, part) for name in table["features"]]
-        return _largest(table["loss_forward_peak"], values), _largest(table["loss_backward_peak"], values)
-
-    return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
+    peaks = _loss_peaks(table, factors)
+    return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, peaks)
 
 
 BOUND_SOURCE = "upper bound from the model's structure"
@@ -966,7 +891,8 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             lora_rank=rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
-            kernels=kernels_of(job),
+            # A compiler keeps the calls of Liger's kernels.
+            kernels="liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager",
         )
         in_blocks = has_window_blocks(model, job.seq_len_tokens)
         return _with_window_blocks(traced, model, job, micro_batch_size, mode) if in_blocks else traced
@@ -1022,20 +948,16 @@ def _with_window_blocks(
     in_layer = element * micro_batch_size * copies * model.dimensions.query_size
     shorter = tokens % window
     masks = element * (2 * window**2 + shorter * (window + shorter))
-    mlp, selective = traced.mlp, traced.selective
+    mlp = traced.mlp
     if mlp is not None:
         parts = tuple((outside + in_layer, inner) for outside, inner in mlp.recompute_backward_transient)
         mlp = replace(mlp, recompute_backward_transient=parts)
-    if selective is not None:
-        backward = selective.backward_transient_bytes + in_layer
-        selective = replace(selective, backward_transient_bytes=backward)
     return replace(
         traced,
         saved_bytes_per_layer=traced.saved_bytes_per_layer + in_layer,
         outside_layer_bytes=traced.outside_layer_bytes + masks,
         recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
         mlp=mlp,
-        selective=selective,
         source=f"{traced.source}; windows in blocks",
     )
 

@@ -91,7 +91,7 @@ def default_zero_options(
 
 def buffer_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
     if layout.engine == "fsdp2":
-        return _fsdp2_units(layout, model, job, parameters)
+        return _fsdp2_units(model, job, parameters)
     if layout.zero_stage == 3:
         return _stage3_gathers(layout, model, job, parameters)
     if layout.zero_stage in (1, 2):
@@ -277,7 +277,7 @@ def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
     return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
 
 
-def _fsdp2_units(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
+def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
     """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
 
     The tail unit (final norm and head, with the embedding if tied) stays gathered from the forward pass on. There, the

@@ -55,9 +55,7 @@ def estimate_host_memory(
 ) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
-    # ZenFlow and SuperOffload step in a process of their own for each rank.
-    per_rank = 1 if layout.offload_variant == "none" else 2
-    processes: Terms = {"processes": per_rank * ranks * PROCESS_BYTES}
+    processes: Terms = {"processes": ranks * PROCESS_BYTES}
     loading = loading_terms(layout, model, hardware, job, parameters)
     training = processes | {
         name: ranks * count for name, count in offload_terms(layout, model, job, parameters).items()

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
-from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import adapted_experts
@@ -17,7 +16,6 @@ from .activations import (
     ActivationEstimate,
     ActivationSource,
     Attention,
-    SelectiveBytes,
     activation_mode,
     cached_activations,
     has_fused_loss,
@@ -150,20 +148,9 @@ class _LayerBytes(NamedTuple):
 def _layer_bytes(step: RankStep, *, recomputed: bool) -> _LayerBytes:
     traced = step.traced
     more = step.model.residual_dropout_masks * step.tokens * step.model.dimensions.hidden_size
-    if recomputed and step.layout.keeps_products:
-        selective = _kept_products(traced)
-        return _LayerBytes(selective.kept_bytes_per_layer, selective.backward_transient_bytes + more)
     if recomputed:
         return _LayerBytes(traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more)
     return _LayerBytes(traced.saved_bytes_per_layer + more, traced.backward_transient_bytes)
-
-
-def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
-    if traced.selective is None:
-        rule = "is not supported for this model, because the bytes of kept products were not traced"
-        fix = "use --gradient-checkpointing auto"
-        raise UsageError(ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix))
-    return traced.selective
 
 
 def _kept_bytes(step: RankStep, layers: int) -> int:
@@ -213,8 +200,7 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     forward = saved(layers) | ({"checkpoint_staging": checkpoint} if offloaded else {})
     if recomputed == layers or layout.cp > 1:
         # Most is kept at the last layer, which is recomputed only if all layers are.
-        own = _kept_products(traced).forward_transient_bytes if layout.keeps_products else 0
-        forward |= {"forward_transient": (own or traced.forward_transient_bytes) // ranks}
+        forward |= {"forward_transient": traced.forward_transient_bytes // ranks}
     at_step: Terms = {}
     if layout.engine == "deepspeed" and layout.gradient_checkpointing and job.method != "full":
         # The loss exists during DeepSpeed's step, and with it the embedding's output and its gradient, which

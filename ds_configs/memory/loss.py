@@ -114,11 +114,11 @@ def distillation_loss_terms(layout: Layout, model: ModelSpec, job: TrainingJob) 
     The gradient of a trained head is computed in the forward pass and cast to the dtype of the weight in the backward
     pass.
     """
-    (teacher,) = (second.spec for second in job.second_models if second.role == "teacher")
+    (second,) = (each.spec for each in job.second_models if each.role == "teacher")
     tokens = layout.micro_batch_size * job.seq_len_tokens // (layout.sp * layout.cp)
     hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
-    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, teacher, tokens, job)}
+    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, second, tokens, job)}
     backward = {"loss": hidden_gradient + norm_backward_bytes(job.compute_bytes) * tokens * hidden}
     if job.method == "full":
         sixteen_bit = job.precision != "fp32" and layout.engine in ("deepspeed", "fsdp2")
@@ -128,7 +128,7 @@ def distillation_loss_terms(layout: Layout, model: ModelSpec, job: TrainingJob) 
 
 
 def most_chunk_rows(bytes_of_a_row: int) -> int:
-    """Return the number of rows whose logits of student and teacher together fit `CHUNK_BYTES`."""
+    """Return the number of rows whose logits of both models together fit `CHUNK_BYTES`."""
     return max(1, CHUNK_BYTES // bytes_of_a_row)
 
 
@@ -142,22 +142,22 @@ def block_rows(columns: int, block_bytes: int) -> int:
 
 
 def fused_temporary_bytes(
-    student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int | None = None
+    model: ModelSpec, second: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int | None = None
 ) -> int:
     """Return the temporary bytes of the fused loss, with n rows per chunk and b rows per block.
 
-    `c n V_s` for the logits of the student and `c n V_t` for the teacher, with `12 n V` for compiled kernels. Without
-    them, on CPU ranks with their `block_bytes`, `b V (49 + c + 4 [c = 2])` for a block; if less than that, the rows of
-    the head whose gradient is added.
+    `c n V` for the logits of each model, with `12 n V` for compiled kernels. Without them, on CPU ranks with their
+    `block_bytes`, `b V (49 + c + 4 [c = 2])` for a block; if less than that, the rows of the head whose gradient is
+    added.
     """
-    width, columns, taught_columns = job.compute_bytes, student.dimensions.vocab_size, teacher.dimensions.vocab_size
-    rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + taught_columns)))
-    widest, added = max(columns, taught_columns), 0
+    width, columns, second_columns = job.compute_bytes, model.dimensions.vocab_size, second.dimensions.vocab_size
+    rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + second_columns)))
+    widest, added = max(columns, second_columns), 0
     if block_bytes is None:
         elementwise = rows * widest * COMPILED_BYTES_OF_A_LOGIT
     else:
         block = min(rows, block_rows(columns, block_bytes))
         elementwise = block * widest * (_BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0))
         adds = job.method == "full" and width == 2
-        added = 4 * min(HEAD_ROWS, columns) * student.dimensions.hidden_size if adds else 0
-    return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(width * rows * taught_columns + elementwise, added)
+        added = 4 * min(HEAD_ROWS, columns) * model.dimensions.hidden_size if adds else 0
+    return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(width * rows * second_columns + elementwise, added)

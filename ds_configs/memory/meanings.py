@@ -10,12 +10,6 @@ KERNEL_MEANINGS: Mapping[str, str] = {
     "eager layers. torchtitan measured 1.16 times the speed of eager layers (8B, 8 H100)",
     "use_liger_kernel": "Liger's kernels: kept bytes and memory traffic are derived from the code of liger-kernel "
     "0.8.5, which was not run; the interval of the time reaches to eager layers",
-    "zenflow": "ZenFlow: every micro-batch updates a tenth of the columns on the accelerators, each step the rest on "
-    "the host from older gradients, which is other arithmetic than AdamW; time with the host's step hidden by the next "
-    "one, with an interval that reaches to plain offload (its paper, arXiv 2505.12242: up to 5 times the speed)",
-    "superoffload": "SuperOffload: time of plain offload, because it overlaps only without gradient clipping; the "
-    "interval begins at the overlapped step of max_grad_norm 0 (its paper, arXiv 2509.21271: up to 2.5 times the speed "
-    "on GH200)",
     "fp8": "fp8 (torchao): the memory of bf16, because layers keep 16-bit inputs; products of layers at twice the "
     "FLOP/s, and casts, with an interval that reaches to bf16. torchtitan measured 1.28 times the speed of compiled "
     "bf16 layers and the same memory (8B, 8 H100)",

@@ -7,9 +7,9 @@ from functools import lru_cache
 from math import prod
 
 from ..specs.job import TrainingJob
-from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout
+from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
-from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
+from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, added_state_bytes
 from ..specs.terms import Term
 from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import RankParameters, growing_gradients
@@ -61,9 +61,6 @@ TERMS = (
         "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened 16-bit gradients of a "
         "sub-group",
         role="optimizer",
-    ),
-    Term(
-        "selected_columns", "ZenFlow: gradients and copies of the columns that every rank updates in each micro-batch"
     ),
     Term(
         "offload_staging",
@@ -152,8 +149,6 @@ def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, tr
             return 4 * trainable
         copies = layout.shard_size if layout.engine == "fsdp2" else 1
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
-    if optimizer.low_rank:
-        return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
     if optimizer.package == "torchao" and flat and _matrix_partition(layout, model) % QUANTIZED_BLOCK:
         per_element = 8
     if optimizer.compensated and job.trained_weight_bytes == 2:
@@ -202,30 +197,12 @@ def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
     return numel // shape[-1] + copies * (numel // shape[-2]) if len(shape) > 1 else numel
 
 
-def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: TrainingJob) -> int:
-    """Return the fp32 states of one tensor: its moments, for linear layers in `rank` columns, and their projection.
-
-    GaLore and APOLLO project the smaller side (galore_torch/galore_projector.py, `std`).
-    """
-    shape = parameter.shape
-    projected = len(shape) == 2 and parameter.kind == "linear"
-    small, large = min(shape), max(shape)
-    rank = min(small, job.optimizer_rank)
-    moments = (large, rank) if projected else shape
-    # GaLore keeps a view of the complete singular vectors, unless it converts the view to 16 bit.
-    is_view = optimizer.package == "galore-torch" and job.trained_weight_bytes == 4
-    elements = (small if is_view else rank) * small if projected else 0
-    if optimizer.low_rank == "factored":
-        return 4 * (elements + _factor_elements(moments, 1))
-    return 4 * (elements + 2 * prod(moments))
-
-
 def model_state_terms(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(layout, model, job, parameters.trainable)
-    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
+    width = job.trained_weight_bytes
     if layout.engine in ("single", "ddp"):
         # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
@@ -236,12 +213,6 @@ def model_state_terms(
         tied, accumulates = model.tied_embeddings, layout.gradient_accumulation_steps > 1
         adds = job.method == "full" and (tied or accumulates)
         added: Terms = {"module_gradients": width * model.embedding_parameters} if adds else {}
-        if optimizer.layerwise:
-            # Autograd computes the next gradient before it releases one; that of the embedding is the last.
-            largest = {"gradients": width * parameters.largest_trainable}
-            moments = [moment for moment, phase in PHASES.items() if phase == "backward"]
-            updating = dict.fromkeys(moments, largest | {"optimizer_transient": transient})
-            return at_moments(rest, **updating | {"embedding_backward": largest | added})
         if layout.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}
@@ -300,11 +271,6 @@ def _stage1_and_2(
     if layout.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
-        if layout.offload_variant == "zenflow":
-            # Every rank has two moments of the selected columns of all weights, their gradients, and at the end of a
-            # step a copy of their weights (ops/adam/zenflow_torch_adam.py).
-            selected = round(ZENFLOW_TOPK_RATIO * trainable)
-            rest |= {"optimizer_states": 2 * width * selected, "selected_columns": 2 * width * selected}
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:

@@ -81,21 +81,8 @@ def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters
             swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
             pinned.append(swap)
             terms["nvme_parameter_buffers"] = swap
-        if layout.offload_variant == "superoffload":
-            # The optimizer's process copies the gradients of a sub-group (superoffload_utils.py:39).
-            pinned.append(4 * min(shard, zero.sub_group_size))
-            terms["offloaded_gradients"] += pinned[-1]
         terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
         return terms
-    if layout.offload_variant == "zenflow":
-        # The optimizer's process has a stale copy of the weights and, like the gradients, two of each moment.
-        pinned = [4 * shard, 4 * shard, width * shard]
-        return {
-            "offloaded_master_weights": 8 * shard,
-            "offloaded_optimizer_states": 2 * states,
-            "offloaded_gradients": sum(pinned) + width * parameters.largest_trainable,
-            "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
-        }
     pinned = [4 * shard, 4 * shard, width * shard]
     if layout.gradient_accumulation_steps > 1 and layout.zero_stage == 2:
         pinned.append(width * shard)

@@ -127,8 +127,6 @@ class RunMeasurement:
     measured: Annotated[tuple[RankMeasurement, ...], Field(min_length=1)]
     predicted_step_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Prediction of the plan without the correction of earlier runs; `None` in files of older versions."""
-    predicted_parts: dict[str, Seconds] | None = None
-    """Seconds of computation, network and host in it; `None` in files of older versions."""
     differences: tuple[Text, ...] = ()
     """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
@@ -202,8 +200,10 @@ def measurement_from_text(text: bytes, *, source: str) -> RunMeasurement:
     if version != SCHEMA_VERSION or isinstance(version, bool):
         where, rule = f"{source}: schema_version", f"this version reads {SCHEMA_VERSION}"
         raise RefusedInputError(ConfigError(where=where, value=version, rule=rule, fix="measure the run again"))
+    # Parts of the predicted step, which earlier versions wrote.
+    data.pop("predicted_parts", None)
     try:
-        measurement: RunMeasurement = TypeAdapter(RunMeasurement).validate_json(text)
+        measurement: RunMeasurement = TypeAdapter(RunMeasurement).validate_json(json.dumps(data))
     except ValidationError as error:
         errors = []
         for detail in error.errors()[:_MOST_ERRORS]:
@@ -260,7 +260,6 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
         return None
     _refuse_differences(measurement)
-    parts = measurement.predicted_parts or {}
     return MeasuredStep(
         identifier=_identifier(measurement),
         gpu=measurement.plan.gpu,
@@ -270,8 +269,6 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
         ranks=len(measurement.measured),
         predicted_seconds=measurement.predicted_step_seconds,
         measured_seconds=measurement.step_seconds,
-        network_seconds=parts.get("network"),
-        host_seconds=parts.get("host"),
         flops_per_s=measurement.plan.flops_per_s,
         release=measurement.versions.get("shardwright"),
     )

@@ -98,12 +98,11 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     layout = evaluated.strategy
     changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
     changed |= {f"{role}_placement": choice.placement for role, choice in evaluated.placements.items()}
-    recomputation = "selective" if layout.keeps_products else "on" if layout.gradient_checkpointing else "off"
     changed |= {
         "strategy": layout.strategy_name,
         "micro_batch_size": layout.micro_batch_size,
         "global_batch_size": layout.global_batch_size,
-        "gradient_checkpointing": recomputation,
+        "gradient_checkpointing": "on" if layout.gradient_checkpointing else "off",
         "offload": layout.offload_name,
         "loss": evaluated.loss,
         "tiled_mlp": "on" if layout.tiled_mlp else "off",

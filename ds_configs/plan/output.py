@@ -109,24 +109,26 @@ def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iter
     target = directory.resolve()
     if target in _held:
         raise UsageError(_busy(directory, f"process {os.getpid()}"))
+    # The lock file is next to the directory, or inside where the parent is not writable.
+    lock = target.with_name(f".{target.name}{LOCK}") if target.name else target / LOCK
+    descriptor = None
+    # Ctrl-C may come at any moment after the lock file was created.
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # The lock file is next to the directory, or inside where the parent is not writable.
-        lock = target.with_name(f".{target.name}{LOCK}") if target.name else target / LOCK
         try:
-            descriptor = _try_lock(lock)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = _try_lock(lock)
+            except OSError as error:
+                # A read-only parent may hold a directory that is another mount.
+                if not isinstance(error, PermissionError) and not target.is_dir():
+                    raise
+                lock = target / LOCK
+                descriptor = _try_lock(lock)
         except OSError as error:
-            # A read-only parent may hold a directory that is another mount.
-            if not isinstance(error, PermissionError) and not target.is_dir():
-                raise
-            lock = target / LOCK
-            descriptor = _try_lock(lock)
-    except OSError as error:
-        raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
-    if descriptor is None:
-        raise UsageError(_busy(directory, lock.read_text(encoding="utf-8", errors="replace") or "another process"))
-    _held.add(target)
-    try:
+            raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
+        if descriptor is None:
+            raise UsageError(_busy(directory, lock.read_text(encoding="utf-8", errors="replace") or "another process"))
+        _held.add(target)
         # Killed runs leave staging directories next to the directory and inside it.
         pattern = f".{escape(target.name)}{STAGING}*"
         for abandoned in [*target.parent.glob(pattern), *target.glob(pattern)]:
@@ -135,9 +137,10 @@ def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iter
             raise UsageError(errors)
         yield
     finally:
-        _held.discard(target)
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            _held.discard(target)
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
 
 
 def _busy(directory: Path, holder: str) -> ConfigError:
@@ -168,6 +171,9 @@ def _try_lock(file: Path) -> int | None:
                 return descriptor
         except FileNotFoundError:
             pass
+        except KeyboardInterrupt:
+            file.unlink(missing_ok=True)
+            raise
         os.close(descriptor)
 
 

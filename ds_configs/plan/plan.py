@@ -30,7 +30,7 @@ from ..specs.second_models import SecondModelRole
 from ..specs.settings import rule_of
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.learning import MeasuredStep, learned
+from ..step_time.learning import MeasuredStep, comparable_steps
 from .clusters import NodeCommand, hostfile, slurm_script
 from .output import write_files
 from .rendering import (
@@ -44,6 +44,7 @@ from .rendering import (
     planned_training_arguments,
     resolved_deepspeed_config,
     run_line,
+    trainer_line,
     uses_liger,
 )
 
@@ -200,7 +201,7 @@ def make_plan(
         context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
-    known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
+    runs, _ = comparable_steps(measured_steps, hardware, outcome.chosen.strategy.engine)
     return Plan(
         model=model,
         hardware=hardware,
@@ -209,7 +210,7 @@ def make_plan(
         rejected=outcome.rejected,
         versions=versions,
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
-        learned_from=() if known is None else known.runs,
+        learned_from=runs,
     )
 
 
@@ -239,6 +240,8 @@ SCHEMA_VERSION = 1
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values, the inverse of `plan_from_dict`."""
+    sequences = plan.chosen.strategy.global_batch_size
+    reason = global_batch_reason(plan.job, plan.hardware.world_size, sequences)
     return {
         "schema_version": SCHEMA_VERSION,
         "model": model_summary(plan.model, plan.job),
@@ -247,7 +250,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "chosen": evaluated_dict(plan.chosen)
         | {"teacher": None}
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
-        "global_batch": _global_batch_dict(plan),
+        "global_batch": {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason},
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
@@ -257,12 +260,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         **({"trials": [trial_dict(trial) for trial in plan.trials]} if plan.trials else {}),
         **({"learned_from": [asdict(step) for step in plan.learned_from]} if plan.learned_from else {}),
     }
-
-
-def _global_batch_dict(plan: Plan) -> dict[str, Any]:
-    sequences = plan.chosen.strategy.global_batch_size
-    reason = global_batch_reason(plan.job, plan.hardware.world_size, sequences)
-    return {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason}
 
 
 def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
@@ -312,8 +309,6 @@ def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     step_time = asdict(evaluated.time)
     if not evaluated.time.measured_runs:
         del step_time["learned_scale"], step_time["measured_runs"]
-    if not evaluated.time.learned_factors:
-        del step_time["learned_factors"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
         "reason": evaluated.reason,
@@ -438,28 +433,10 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_AXIS_LIBRARIES = {
-    "tp": "DeepSpeed AutoTP. launch.sh attaches TensorParallelCallback; your own script must attach it too.",
-    "pp": "launch.sh trains with PipelineTrainer, whose stages follow from the plan.",
-    "sp": "DeepSpeed Ulysses. launch.sh attaches SequenceParallelCallback; your own script must attach it too.",
-    "cp": "torch context parallelism under FSDP2, configured by accelerate.yaml.",
-    "ep": "DeepSpeed AutoEP. launch.sh attaches ExpertParallelCallback; your own script must attach it too.",
-}
-"""The library that implements each axis."""
-
 _COPIED = (
     "The DeepSpeed configuration is in ds_config.json, and as a copy in accelerate.yaml (deepspeed_config_file). "
     "`accelerate launch` reads the copy. Change both, or replace the copy by the path of ds_config.json; "
     "`shardwright check` compares them."
-)
-_FSDP2_ON_CPU = (
-    "Start with launch.sh or `shardwright launch DIR SCRIPT`. `accelerate launch` alone would silently train plain DDP "
-    "on CPU ranks (accelerate 1.15.0 shards for accelerators only), so a plain script fails with an error about a "
-    "pre-configured AcceleratorState."
-)
-_PARTLY_RECOMPUTED = (
-    "With `accelerate launch` alone a stock Trainer recomputes all layers completely, which fits but is slower than "
-    "predicted. launch.sh, `shardwright launch DIR SCRIPT`, PlanCallback and trainer_for recompute as planned."
 )
 
 
@@ -473,19 +450,15 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     # A line break in a path must not leave its comment.
     printable = ("".join(character if character.isprintable() else "?" for character in line) for line in lines)
     header = "".join(f"# {line}\n" for line in printable)
-    engine = plan.chosen.strategy.engine
-    note = f"# {_COPIED}\n" if engine == "deepspeed" else ""
-    if engine == "fsdp2" and plan.hardware.gpu == "CPU":
-        note += f"# {_FSDP2_ON_CPU}\n"
-    if plan.chosen.strategy.recomputes_in_part:
-        note += f"# {_PARTLY_RECOMPUTED}\n"
+    uses_deepspeed = plan.chosen.strategy.engine == "deepspeed"
+    copied = f"# {_COPIED}\n" if uses_deepspeed else ""
     texts = {
-        "accelerate.yaml": header + note + accelerate_text(accelerate_config(plan)),
+        "accelerate.yaml": header + copied + accelerate_text(accelerate_config(plan)),
         "launch.sh": launch_script(plan, header),
         "plan.json": _json(plan_to_dict(plan)),
         "training_arguments.json": _json(planned_training_arguments(plan)),
     }
-    if engine == "deepspeed":
+    if uses_deepspeed:
         described = {HEADER: [_COPIED, *lines], **deepspeed_config(plan)}
         texts["ds_config.json"] = _json(described)
     if plan.hardware.nodes > 1:
@@ -537,13 +510,14 @@ def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def header_lines(plan: Plan, directory: str) -> list[str]:
-    """Return the header of every file: purpose, reason, launch command, assumptions."""
+    """Return the header of every file: purpose, reason, launch command, what a Trainer needs, assumptions."""
     hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
     lines = [
         f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
         f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
+        trainer_line(plan),
         f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}{loaded_type(plan)}, sequences "
         f"of {plan.job.seq_len_tokens} tokens without padding, "
         f"{gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
@@ -552,18 +526,12 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         lines.append(f"Requires the package {package}: pip install {package}")
     if plan.job.weights_dtype == "bf16":
         lines.append(bf16_weights_line(plan.job))
-    axes = layout.axes
-    libraries = _AXIS_LIBRARIES | ({"tp": "each pipeline stage shards its layers."} if "pp" in axes else {})
-    lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
-    if "pp" in axes:
-        lines += pipeline_warnings(stages=axes["pp"], micro_batches=layout.gradient_accumulation_steps)
+    if layout.pp > 1:
+        lines += pipeline_warnings(stages=layout.pp, micro_batches=layout.gradient_accumulation_steps)
     if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     for second in plan.job.second_models:
-        lines.append(
-            f"Memory includes the {second.role} {second.spec.name}. The launch line trains only the student; use "
-            f"`shardwright distill` to train with the {second.role}."
-        )
+        lines.append(f"Memory includes the {second.role} {second.spec.name}.")
     lines += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)

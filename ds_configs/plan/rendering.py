@@ -20,7 +20,7 @@ from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TeacherFields, TrainingFields, TrainingJob
-from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
+from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
@@ -192,7 +192,7 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     spec, sharded = OPTIMIZERS[job.optimizer], layout.engine == "fsdp2"
     prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
-    if layout.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
+    if layout.engine != "deepspeed" and (spec.matrix_states or prepared):
         needs.append(f"`shardwright launch` or trainer_for, which prepare {job.optimizer}")
     elif job.optimizer == "muon":
         needs.append("`shardwright launch`, or trainer_for with args=plan.training_arguments(...), for optim=muon")
@@ -255,8 +255,6 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     }
     if job.optim_args:
         arguments["optim_args"] = job.optim_args
-    if OPTIMIZERS[job.optimizer].low_rank:
-        arguments["optim_target_modules"] = "all-linear"
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
     if job.torch_compile:
@@ -284,8 +282,6 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     return arguments
 
 
-_ZENFLOW_SELECTIONS = 16
-"""Optimizer steps after which ZenFlow selects the important columns again."""
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -309,10 +305,6 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
-    if layout.offload_variant == "zenflow":
-        # Its step takes arguments that only DeepSpeed's own ZenFlowCPUAdam has, which this section creates.
-        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-        config["optimizer"] = {"type": "AdamW", "params": params}
     if layout.tp > 1 and layout.pp > 1:
         # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -392,20 +384,6 @@ def _zero_section(layout: Layout, plan: LaunchSpec) -> dict[str, Any]:
         section["offload_optimizer"] = _offload_section(
             layout.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
         )
-    if layout.offload_variant == "superoffload":
-        section["offload_optimizer"] |= {"super_offload": True}
-    if layout.offload_variant == "zenflow":
-        # DeepSpeed takes `update_interval` as the accumulation steps, so that both must be equal. The Trainer gives it
-        # no data loader, without which columns are selected once, except with the strategy `step`.
-        interval = layout.gradient_accumulation_steps
-        section["zenflow"] = {
-            "topk_ratio": ZENFLOW_TOPK_RATIO,
-            "select_strategy": "step",
-            "select_interval": _ZENFLOW_SELECTIONS * interval,
-            "update_interval": interval,
-            # On two CPU ranks, deepspeed 0.19.8 never ended a step of the process that overlaps.
-            "overlap_step": plan.hardware.gpu != "CPU",
-        }
     if layout.offload_param != "none":
         section["offload_param"] = _offload_section(
             layout.offload_param,

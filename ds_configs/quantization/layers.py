@@ -78,22 +78,22 @@ def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) 
     return replace(scheme, targets=(*scheme.targets, *unnamed)) if unnamed else scheme
 
 
+def pattern_errors(targets: Sequence[str], ignore: Sequence[str], names: Sequence[str]) -> list[ConfigError]:
+    """Return an error for each target and each entry of `ignore` that matches none of the layers' names."""
+    rule = "matches no linear layer of the model"
+    return [
+        ConfigError(where=where, value=pattern, rule=rule, fix=_nearest_names(pattern, names))
+        for where, patterns in (("targets", targets), ("ignore", ignore))
+        for pattern in patterns
+        if not (where == "ignore" and pattern in DEFAULT_IGNORE) and not any(is_match(name, pattern) for name in names)
+    ]
+
+
 def scheme_errors(
     scheme: QuantizationScheme, layers: Sequence[LinearLayer], chosen: Sequence[LinearLayer]
 ) -> list[ConfigError]:
     """Return all errors of applying a scheme to a model."""
-    names = [layer.name for layer in layers]
-    errors = [
-        ConfigError(
-            where=where,
-            value=pattern,
-            rule="matches no linear layer of the model",
-            fix=_nearest_names(pattern, names),
-        )
-        for where, patterns in (("targets", scheme.targets), ("ignore", scheme.ignore))
-        for pattern in patterns
-        if not (where == "ignore" and pattern in DEFAULT_IGNORE) and not any(is_match(name, pattern) for name in names)
-    ]
+    errors = pattern_errors(scheme.targets, scheme.ignore, [layer.name for layer in layers])
     if not chosen and not any(error.where == "targets" for error in errors):
         rule = f"excludes all {len(layers)} linear layers"
         errors.append(ConfigError(where="ignore", value=", ".join(scheme.ignore), rule=rule))

@@ -16,7 +16,7 @@ from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import LossImplementation, StrategyName, TrainingJob
-from ..specs.layout import Layout, OffloadDevice, OffloadVariant
+from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.learning import MeasuredStep, corrected_time
@@ -111,8 +111,6 @@ _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
     "cpu-all": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
     "nvme-all": ("nvme", "nvme"),
-    "zenflow": ("cpu", "none"),
-    "superoffload": ("cpu", "none"),
 }
 """Devices of optimizer states and parameters."""
 _AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid")
@@ -204,7 +202,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if automatic and world == 1 and (not offloads or stage == 1):
         return None
     # Stage 1 keeps full gradients, so offload starts at stage 2; parameters and NVMe need stage 3.
-    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2, "zenflow": 2}.get(offload, 3):
+    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2}.get(offload, 3):
         return None
     if job.offload == "nvme" and stage < 3:
         # One layout is enough to report that NVMe needs stage 3.
@@ -219,57 +217,37 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if parameter_device == "nvme":
         # A swap buffer must hold the largest shard (partitioned_param_swapper.py:357).
         zero = replace(zero, parameter_buffer_elements=-(-model.largest_parameter // world))
-    variants: dict[str, OffloadVariant] = {"zenflow": "zenflow", "superoffload": "superoffload"}
     return Layout(
         engine="deepspeed",
         zero_stage=stage,
         offload_optimizer=optimizer_device,
         offload_param=parameter_device,
-        offload_variant=variants.get(offload, "none"),
         dp_replicate=world if stage == 0 else 1,
         dp_shard=1 if stage == 0 else world,
         zero=zero,
     )
 
 
-def mechanisms(layout: Layout, *, chunked_loss: bool = False) -> tuple[str, ...]:
-    """Return the names of what a layout adds to plain data parallelism.
-
-    >>> mechanisms(Layout(engine="deepspeed", zero_stage=2, dp_shard=8, gradient_checkpointing=True))
-    ('gradient checkpointing',)
-    """
-    names = [axis.upper() for axis in layout.axes]
-    if layout.offload_optimizer != "none":
-        names.append("optimizer offload")
-    if layout.offload_param != "none":
-        names.append("parameter offload")
-    if "nvme" in (layout.offload_optimizer, layout.offload_param):
-        names.append("NVMe")
-    if layout.gradient_checkpointing:
-        names.append("gradient checkpointing")
-    if layout.tiled_mlp:
-        names.append("tiled MLP")
-    if layout.offloaded_checkpoints:
-        names.append("checkpoint offload")
-    if layout.zero.hpz_partition_size > 1:
-        names.append("hpZ")
-    if layout.engine == "fsdp2" and layout.dp_replicate > 1:
-        names.append("hybrid sharding")
-    if chunked_loss:
-        names.append("chunked loss")
-    return tuple(names)
-
-
 def complexity(layout: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
     """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
 
-    Offload comes first: its speed depends on the host, about which a plan knows least. Axes come next: a stock Trainer
-    runs everything else.
+    Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
+    about which a plan knows least. Axes come next: a stock Trainer runs everything else.
     """
+    devices = (layout.offload_optimizer, layout.offload_param)
+    mechanisms = (
+        *(device != "none" for device in devices),
+        "nvme" in devices,
+        layout.gradient_checkpointing,
+        layout.tiled_mlp,
+        layout.offloaded_checkpoints > 0,
+        layout.zero.hpz_partition_size > 1,
+        layout.engine == "fsdp2" and layout.dp_replicate > 1,
+        chunked_loss,
+    )
     stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
-    offloads = layout.offload_optimizer != "none" or layout.offload_param != "none"
-    added = len(mechanisms(layout, chunked_loss=chunked_loss))
-    return offloads, len(layout.axes), added, stage, layout.engine == "fsdp2"
+    offloads, axes = devices != ("none", "none"), len(layout.axes)
+    return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384
@@ -421,7 +399,6 @@ def candidates(
     """
     job = contexts[0].job
     forms = _forms(contexts[0])
-    layout = replace(layout, keeps_products=job.gradient_checkpointing == "selective")
     layouts = [layout]
     if layout.engine == "deepspeed" and layout.zero_stage:
         small = replace(

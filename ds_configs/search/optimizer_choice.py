@@ -48,14 +48,8 @@ ORDER = (
         change="second moments from rows and columns, and bf16 weights, which lose small updates",
         only_to_fit=True,
     ),
-    OptimizerStep(
-        optimizer="lomo",
-        weights_dtype="bf16",
-        change="SGD without moments and clipping, and bf16 weights",
-        only_to_fit=True,
-    ),
 )
-"""The same arithmetic first; then rounded moments, approximated moments, rounded weights, and no moments.
+"""The same arithmetic first; then rounded moments, approximated moments, and rounded weights.
 
 Paged optimizers are omitted: plans count their states on the accelerator, so they fit where unpaged ones do.
 """

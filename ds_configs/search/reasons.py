@@ -12,7 +12,7 @@ from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
 from ..step_time.utilization import low_utilization_reason
-from .candidates import Candidate, SearchContext, global_batch_reason, mechanisms
+from .candidates import Candidate, SearchContext, global_batch_reason
 
 AS_FAST = 0.95
 """Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
@@ -58,7 +58,6 @@ def chosen_reason(
     *,
     rows: Sequence[Candidate],
     others: Sequence[Candidate],
-    fastest: Candidate,
 ) -> str:
     """Return why a layout was chosen.
 
@@ -67,7 +66,6 @@ def chosen_reason(
         context: Hardware and requested job.
         rows: The other layouts that the plan lists, each as a plan that requests it would have it.
         others: All other layouts.
-        fastest: The fastest candidate that fits, the first point of the frontier.
     """
     layout, gpu, time, job = best.layout, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions
@@ -90,17 +88,7 @@ def chosen_reason(
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         _global_batch(best),
     ]
-    if job.objective != "memory" and fastest.tokens_per_second > max(
-        row.tokens_per_second for row in (best, *rows) if row.memory.fits
-    ):
-        more = "needs more mechanisms" if _simpler(best, fastest) == "needs fewer mechanisms" else "is less simple"
-        sentences.append(
-            f"The fastest candidate, {display_name(fastest.layout)} with micro-batch "
-            f"{fastest.layout.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
-            f"{_percent(fastest, best)} % faster, but {more}."
-        )
-    sentences += _long_sequence_gains(best)
-    if low := low_utilization_reason(layout, time, context.model, context.hardware, best.job):
+    if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
@@ -108,9 +96,6 @@ def chosen_reason(
     if time.measured_runs:
         runs = f"{time.measured_runs} measured run{'s' if time.measured_runs > 1 else ''}"
         times = f"Step times are {time.learned_scale:.2f} times the published prediction"
-        if time.learned_factors:
-            factors = [f"{time.learned_factors[part]:.2f} for {name}" for part, name in _PART_NAMES.items()]
-            times += f" ({', '.join(factors)})"
         sentences.append(f"{times}, from {runs} on {context.hardware.gpu} (shardwright calibrate --list).")
     if layout.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
@@ -123,9 +108,6 @@ def chosen_reason(
     if layout.axes and (large := _too_large(layout, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
-
-
-_PART_NAMES = {"compute": "computation", "network": "communication", "host": "the host"}
 
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:
@@ -150,7 +132,7 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
     if near:
         gain, name = _percent(near[0], best), display_name(near[0].layout)
-        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and {_simpler(best, near[0])}"
+        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and is simpler"
     else:
         text = f"the fastest {layouts}{'' if offloading or pipelines else ' that fits'}{sizes}"
     if offloading:
@@ -165,13 +147,6 @@ def _percent(faster: Candidate, best: Candidate) -> str:
     """Return how much faster a candidate is, in the digits of the table of alternatives."""
     gain = 100 * (faster.time.tokens_per_second / best.time.tokens_per_second - 1)
     return f"{gain:.1f}" if gain >= 0.05 else "0.1"
-
-
-def _simpler(best: Candidate, faster: Candidate) -> str:
-    counts = [
-        len(mechanisms(candidate.layout, chunked_loss=candidate.job.loss == "chunked")) for candidate in (best, faster)
-    ]
-    return "needs fewer mechanisms" if counts[0] < counts[1] else "is simpler"
 
 
 def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
@@ -192,33 +167,12 @@ def _recomputation(candidate: Candidate) -> str:
     layout = candidate.layout
     layers = -(-candidate.context.model.dimensions.num_layers // layout.pp)
     text = "gradient checkpointing" if layout.gradient_checkpointing else "no gradient checkpointing"
-    if layout.keeps_products:
-        text += " that keeps matrix products and attention"
-    elif layout.gradient_checkpointing and layout.checkpointed_layers is not None:
+    if layout.gradient_checkpointing and layout.checkpointed_layers is not None:
         text += f" of the first {layout.checkpointed_layers} of {layers} layers"
     if count := layout.offloaded_checkpoints:
         text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"
     text += ", tiled MLP" if layout.tiled_mlp else ""
     return text + (", chunked loss" if candidate.job.loss == "chunked" else "")
-
-
-def _long_sequence_gains(best: Candidate) -> list[str]:
-    """Return what a tiled MLP and offloaded layer inputs save, each compared with the same layout without it."""
-    sentences, size = [], best.memory.gpu.high_bytes
-    for field, subject, s in (
-        ("tiled_mlp", "The tiled MLP", "s"),
-        ("offloaded_checkpoints", "Layer inputs on the host", ""),
-    ):
-        if getattr(best.layout, field):
-            without = replace(best, layout=replace(best.layout, **{field: type(getattr(best.layout, field))()}))
-            saved = without.memory.gpu.high_bytes - size
-            slower = 100 * (best.time.seconds / without.time.seconds - 1)
-            text = f"{subject} save{s} {gigabytes(saved)} GB per accelerator and cost{s} {slower:.1f} % of time"
-            if field == "offloaded_checkpoints":
-                needed = best.memory.host.terms.get("offloaded_checkpoints", 0)
-                text += f"; they need {gigabytes(needed)} GB of host memory per node"
-            sentences.append(f"{text}.")
-    return sentences
 
 
 def _seconds(value: float) -> str:

@@ -72,8 +72,6 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,
-        "zenflow": layout.offload_variant == "zenflow",
-        "superoffload": layout.offload_variant == "superoffload",
         "fp8": job.precision == "fp8",
     }
     sentences += [meaning for name, meaning in KERNEL_MEANINGS.items() if used[name]]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil
 
 from ..memory.estimate import MemoryEstimate
 from ..memory.host import loading_terms
@@ -45,23 +44,17 @@ _SIZES_SHOWN_PER_AXIS = 2
 
 @dataclass(kw_only=True)
 class Search:
-    """Layouts with their candidates; estimates memory and remembers which candidates fit."""
+    """Layouts with their candidates, and what the search has learned about them."""
 
     by_layout: dict[int, list[Candidate]]
     """All candidates of each layout, by its index."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
-    fitting: dict[Candidate, None] = field(default_factory=dict)
-    """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
     """The candidate of each layout that needs the least memory."""
-    estimated: int = 0
-    """Candidates whose memory was estimated."""
     slower: dict[Candidate, list[Candidate]] = field(default_factory=dict)
     """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
-    _fewest: dict[Candidate, Candidate | None] = field(default_factory=dict)
-    _recomputing: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
@@ -83,13 +76,6 @@ class Search:
                     alone.append(candidate)
             self._ordered[index] = sorted(alone, key=_order)
         return self._ordered[index]
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Return whether a candidate's memory suffices, and remember it if so."""
-        self.estimated += "memory" not in candidate.__dict__
-        if candidate.memory.fits:
-            self.fitting[candidate] = None
-        return candidate.memory.fits
 
     def possible(self, index: int) -> bool:
         """Return whether the leanest candidate of a layout fits: smallest micro-batch, everything that saves memory."""
@@ -113,52 +99,38 @@ class Search:
                 lean.append(fewer if fewer.memory.fits else everything)
                 if lean[-1] is not everything:
                     self.by_layout[index].append(lean[-1])
-            self.estimated += len(lean)
+
             self.leanest[index] = min(lean, key=_need)
-        return self.fits(self.leanest[index])
+        return self.leanest[index].memory.fits
 
-    def fewest_offloaded(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
-        low, high, fitting = -1, candidate.layout.offloaded_checkpoints, candidate
-        while high - low > 1:
-            middle = (low + high) // 2
-            fewer = candidate.with_offloaded(middle)
-            if self.fits(fewer):
-                high, fitting = middle, fewer
-            else:
-                low = middle
-        return fitting
 
-    def fewest_layers(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate with as few recomputed layers as fit; `None` if all are needed, or too few.
+def fewest_offloaded(candidate: Candidate) -> Candidate:
+    """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
+    return _fewest(candidate.with_offloaded, -1, candidate.layout.offloaded_checkpoints) or candidate
 
-        Recomputing all layers is a candidate that the search tries anyway.
-        """
-        if candidate in self._fewest:
-            return self._fewest[candidate]
-        fitting = None
-        # The candidate that differs only in recomputing all layers, whose memory may be known already.
-        everything = candidate.with_recomputed(None)
-        known = self._recomputing.setdefault(
-            candidate.index, {(other.layout, other.job.loss): other for other in self.by_layout[candidate.index]}
-        )
-        everything = known.get((everything.layout, everything.job.loss), everything)
-        if self.fits(everything):
-            capacity = candidate.memory.gpu.capacity_bytes
-            low, most = 0, candidate.memory.gpu.high_bytes
-            high = -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
-            least = everything.memory.gpu.high_bytes
-            while high - low > 1:
-                # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-                share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
-                partial = candidate.with_recomputed(min(high - 1, max(low + 1, low + ceil(share * (high - low)))))
-                layers, size = partial.layout.checkpointed_layers or 0, partial.memory.gpu.high_bytes
-                if self.fits(partial):
-                    high, least, fitting = layers, size, partial
-                else:
-                    low, most = layers, size
-        self._fewest[candidate] = fitting
-        return fitting
+
+def fewest_layers(candidate: Candidate) -> Candidate | None:
+    """Return the candidate with as few recomputed layers as fit; `None` if all are needed, or too few.
+
+    Recomputing all layers is a candidate that the search tries anyway.
+    """
+    if not candidate.with_recomputed(None).memory.fits:
+        return None
+    layers = -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
+    return _fewest(candidate.with_recomputed, 0, layers)
+
+
+def _fewest(with_layers: Callable[[int], Candidate], low: int, high: int) -> Candidate | None:
+    """Return the candidate that fits with the fewest layers between two numbers; more layers need less memory."""
+    fitting = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        candidate = with_layers(middle)
+        if candidate.memory.fits:
+            high, fitting = middle, candidate
+        else:
+            low = middle
+    return fitting
 
 
 def _savings(candidate: Candidate) -> tuple[bool, bool]:
@@ -205,13 +177,13 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
             # Neither faster nor simpler than one that fits.
             continue
         if state == "some layers":
-            fewest = explored.fewest_layers(candidate)
+            fewest = fewest_layers(candidate)
             if fewest is not None:
                 push(fewest, "fits", fewest.tokens_per_second)
             continue
         for other in explored.slower.get(candidate, ()) if state == "unchecked" else ():
             push(other, "unchecked", other.tokens_per_second)
-        if state == "fits" or explored.fits(candidate):
+        if state == "fits" or candidate.memory.fits:
             best = best or candidate.tokens_per_second
             near.append(candidate)
         elif explored.partial and not candidate.layout.gradient_checkpointing:
@@ -254,14 +226,9 @@ def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     Of each set of axes, layouts that fit are omitted once their fastest candidate is slower than the sizes that a plan
     lists.
     """
-    shown: list[Candidate] = []
+    fitting = [index for index in explored.by_layout if index != best.index and explored.possible(index)]
+    shown = [explored.leanest[index] for index in explored.by_layout if index not in (best.index, *fitting)]
     listed: dict[frozenset[str], dict[frozenset[tuple[str, int]], float]] = {}
-    fitting: list[int] = []
-    for index in explored.by_layout:
-        if index != best.index and not explored.possible(index):
-            shown.append(explored.leanest[index])
-        elif index != best.index:
-            fitting.append(index)
     for index in sorted(fitting, key=lambda index: _order(explored.fastest_first(index)[0])):
         fastest = explored.fastest_first(index)[0]
         axes, sizes = frozenset(fastest.layout.axes), frozenset(fastest.layout.axes.items())
@@ -388,9 +355,6 @@ class Outcome:
     """The other layouts: those that fit first, fastest first."""
     job: TrainingJob
     """The job with the loss that was chosen."""
-    candidates: int = 0
-    """Legal candidates of all layouts."""
-    estimated: int = 0
 
 
 def _evaluated(candidate: Candidate, reason: str) -> Evaluated:
@@ -479,7 +443,6 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
     layouts = layouts_to_search(context.model, context.hardware, job)
     best: Candidate | None = None
     searches: list[Search] = []
-    proposed: list[int] = []
     for part, indices in _rounds(layouts, context):
         explored = _legal(layouts, indices, part, errors)
         searches.append(explored)
@@ -508,15 +471,13 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
         others = sorted(leanest_of.values(), key=_speed_or_need)
     else:
         if job.offload_activations == "auto":
-            best = searches[-1].fewest_offloaded(best)
+            best = fewest_offloaded(best)
         others = _for_comparison(searches[-1], best) if compare else []
-        fitting = [candidate for candidate in searches[-1].fitting if candidate.index in proposed]
         reason = chosen_reason(
             best,
             context,
             rows=_fewer_of_each_axis(others),
             others=others,
-            fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
         )
         placements = {
             second.role: _placement_choice(best, second, requested=requested.placement != "auto")
@@ -528,8 +489,6 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
         chosen=chosen,
         rejected=tuple(rejected),
         job=job if best is None else replace(job, loss=best.job.loss),
-        candidates=sum(len(legal) for explored in searches for legal in explored.by_layout.values()),
-        estimated=sum(explored.estimated for explored in searches),
     )
 
 

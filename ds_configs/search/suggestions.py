@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +23,8 @@ _LARGEST_WORLD = 4096
 _SHORTEST_SEQUENCE = 512
 
 
-Change = tuple[HardwareSpec, TrainingJob]
-"""The changed hardware and job."""
-
-
-def change_flags(hardware: HardwareSpec, job: TrainingJob, change: Change) -> str:
-    """Return the options to add to a command that plans a job on a hardware, to plan a change of them."""
-    other, changed_job = change
+def change_flags(hardware: HardwareSpec, job: TrainingJob, other: HardwareSpec, changed_job: TrainingJob) -> str:
+    """Return the options to add to a command that plans a job on a hardware, to plan another job on another one."""
     options, known = other.options(), hardware.options()
     if other.file and other.file == hardware.file and other.world_size != hardware.world_size:
         return f"nodes: {other.nodes} and gpus_per_node: {other.gpus_per_node} in the hardware file"
@@ -63,61 +58,30 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
     suggestions: list[Suggestion] = []
     hardware, job = context.hardware, context.job
 
-    def fits(change: Change) -> bool:
-        cluster, changed = change
-        try:
-            return anything_fits(replace(context, hardware=cluster, job=changed))
-        except ShardwrightError:
-            return False
-
     *jobs, adapters = ([(hardware, changed) for changed in kind] for kind in _changed_jobs(hardware, job))
     *sizes, others = ([(cluster, job) for cluster in kind] for kind in _changed_clusters(hardware, job))
     for changes in (*jobs, *sizes, adapters, others):
         limit = min(_MOST, len(suggestions) + (_MOST if changes is others else 1))
         if len(suggestions) == limit:
             continue
-        for cluster, changed in _fitting(changes, fits):
+        for cluster, changed in changes:
+            trial = replace(context, hardware=cluster, job=changed)
             try:
-                outcome = search(replace(context, hardware=cluster, job=changed), compare=False)
+                chosen = search(trial, compare=False).chosen if anything_fits(trial) else None
             except ShardwrightError:
                 continue
-            flags = change_flags(hardware, job, (cluster, changed))
+            flags = change_flags(hardware, job, cluster, changed)
             # A larger accelerator can be among the other clusters too.
-            if outcome.chosen is not None and flags not in (known.change for known in suggestions):
-                gpu = outcome.chosen.memory.gpu
+            if chosen is not None and flags not in (known.change for known in suggestions):
+                gpu, name = chosen.memory.gpu, display_name(chosen.strategy)
                 suggestions.append(
                     Suggestion(
-                        change=flags,
-                        strategy=display_name(outcome.chosen.strategy),
-                        high_bytes=gpu.high_bytes,
-                        capacity_bytes=gpu.capacity_bytes,
+                        change=flags, strategy=name, high_bytes=gpu.high_bytes, capacity_bytes=gpu.capacity_bytes
                     )
                 )
             if len(suggestions) == limit:
                 break
     return tuple(suggestions)
-
-
-def _fitting(changes: list[Change], fits: Callable[[Change], bool]) -> Iterator[Change]:
-    """Yield the changes that fit, in order.
-
-    The last change of a kind has the most memory. If it does not fit, clusters with less of everything are skipped,
-    unless a fixed global batch may forbid the larger cluster.
-    """
-    compared = ("nodes", "gpus_per_node", "gpu_bytes", "host_bytes_per_node", "nvme_bytes_per_node", "supports_bf16")
-    failed: list[HardwareSpec] = []
-    for index, change in enumerate(changes):
-        cluster, job = change
-        last = changes[-1][0]
-        grows = job.global_batch_size is None and cluster != last
-        if index == 1 and grows and not fits(changes[-1]):
-            failed.append(last)
-        if any(all(getattr(cluster, name) <= getattr(other, name) for name in compared) for other in failed):
-            continue
-        if fits(change):
-            yield change
-        elif grows:
-            failed.append(cluster)
 
 
 def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[TrainingJob]]:

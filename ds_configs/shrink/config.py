@@ -11,7 +11,7 @@ from math import ceil, lcm, log2
 from typing import Any, TypeGuard
 
 from ..models.model_config import LAYER_INDICES, config_errors
-from ..specs.errors import ConfigError, RefusedInputError, UsageError
+from ..specs.errors import ConfigError, RefusedInputError
 from ..specs.layout import Layout
 from ..specs.model import ModelConfig
 
@@ -37,7 +37,6 @@ class Rewriting:
         self._path = path
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, or `None`."""
         return self.values.get(key)
 
     def put(self, key: str, value: object) -> None:
@@ -64,7 +63,6 @@ class Rewriting:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -102,7 +100,7 @@ class Attention:
     head_dim: int
 
 
-def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[Attention, Attention] | None:
+def narrow(config: Rewriting, *, hidden_size: int, layout: Layout) -> tuple[Attention, Attention] | None:
     """Scale every width to a residual stream of about `hidden_size`; return attention before and after.
 
     `None` means that the config has no hidden size, or that the number of heads differs by layer.
@@ -119,10 +117,10 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
     if before.hidden_size <= hidden_size:
         return before, before
     rotary = _rotary_fraction(config.values, before)
-    after = smaller_attention(before, hidden_size=hidden_size, rotary_fraction=rotary, strategy=strategy)
+    after = smaller_attention(before, hidden_size=hidden_size, rotary_fraction=rotary, layout=layout)
     ratio = after.hidden_size / before.hidden_size
     _put_heads(config, before, after)
-    _put_widths(config, before, ratio, strategy)
+    _put_widths(config, before, ratio, layout)
     # The heads of a state-space layer fill its inner width, `mamba_expand` times the hidden size.
     heads, head_dim, expand = (config.get(f"mamba_{name}") for name in ("n_heads", "d_head", "expand"))
     if is_count(heads) and is_count(head_dim) and is_count(expand):
@@ -137,29 +135,29 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
     return before, after
 
 
-def _put_widths(config: Rewriting, before: Attention, ratio: float, strategy: Layout) -> None:
+def _put_widths(config: Rewriting, before: Attention, ratio: float, layout: Layout) -> None:
     for name, value in config.values.items():
         if not _PROPORTIONAL.search(name):
             continue
         if isinstance(value, list):
-            config.put(name, [_in_proportion(v, before, ratio, strategy) if is_count(v) else v for v in value])
+            config.put(name, [_in_proportion(v, before, ratio, layout) if is_count(v) else v for v in value])
         elif is_count(value):
-            config.put(name, _in_proportion(value, before, ratio, strategy))
+            config.put(name, _in_proportion(value, before, ratio, layout))
 
 
-def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: float, strategy: Layout) -> Attention:
+def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: float, layout: Layout) -> Attention:
     """Return attention with about `hidden_size`, which tensor and sequence parallelism can still divide.
 
     If the heads fill the residual stream exactly, they still do. The rotated part of a head stays even.
     """
-    heads, key_value_heads = _fewer_heads(before, strategy)
+    heads, key_value_heads = _fewer_heads(before, layout)
     fills = before.heads * before.head_dim == before.hidden_size
     target = hidden_size / heads
 
     def legal(head_dim: int) -> bool:
         rotated = int(head_dim * rotary_fraction)
         even = int(before.head_dim * rotary_fraction) % 2 == 1 or (rotated % 2 == 0 and rotated >= 2)
-        divides = before.hidden_size % strategy.tp != 0 or heads * head_dim % strategy.tp == 0
+        divides = before.hidden_size % layout.tp != 0 or heads * head_dim % layout.tp == 0
         return even and (divides or not fills)
 
     def cost(head_dim: int) -> tuple[bool, bool, float]:
@@ -170,17 +168,17 @@ def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: f
     width = heads * head_dim
     if not fills:
         tiles = before.hidden_size % before.heads == 0
-        unit = lcm(_MULTIPLE, heads if tiles else 1, strategy.tp if before.hidden_size % strategy.tp == 0 else 1)
+        unit = lcm(_MULTIPLE, heads if tiles else 1, layout.tp if before.hidden_size % layout.tp == 0 else 1)
         width = max(1, round(hidden_size / unit)) * unit
     if width > before.hidden_size:
         return before
     return Attention(hidden_size=width, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim)
 
 
-def _fewer_heads(before: Attention, strategy: Layout) -> tuple[int, int]:
+def _fewer_heads(before: Attention, layout: Layout) -> tuple[int, int]:
     """Return about 8 query heads and their key/value heads, with the original ratio and divisors if possible."""
-    units = (strategy.tp, strategy.sp, strategy.tp * strategy.sp)
-    most = max(_MOST_HEADS, 2 * strategy.tp * strategy.sp)
+    units = (layout.tp, layout.sp, layout.tp * layout.sp)
+    most = max(_MOST_HEADS, 2 * layout.tp * layout.sp)
 
     def keeps(new: int, old: int) -> bool:
         return all(new % unit == 0 for unit in units if old % unit == 0)
@@ -256,10 +254,10 @@ def _put_heads(config: Rewriting, before: Attention, after: Attention) -> None:
                 config.put(name, config.get(name) // divisor)
 
 
-def _in_proportion(value: int, before: Attention, ratio: float, strategy: Layout) -> int:
+def _in_proportion(value: int, before: Attention, ratio: float, layout: Layout) -> int:
     if value == before.hidden_size:
         return round(value * ratio)
-    unit = lcm(_MULTIPLE, strategy.tp)
+    unit = lcm(_MULTIPLE, layout.tp)
     return min(value, max(1, ceil(value * ratio / unit)) * unit)
 
 
@@ -351,7 +349,6 @@ def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
 
 
 def layer_count(config: ModelConfig) -> int | None:
-    """Return the number of layers of a config; `None` if it has none."""
     return next((config[name] for name in LAYER_COUNTS if is_count(config.get(name))), None)
 
 
@@ -409,7 +406,6 @@ def _per_layer_lists(config: ModelConfig, total: int) -> Iterator[tuple[str, lis
 
 
 def _period(values: list[object]) -> int:
-    """Return the length of the pattern that a list repeats; 1 if there is no short pattern."""
     for period in range(1, min(_LONGEST_PERIOD, len(values)) + 1):
         if all(value == values[index % period] for index, value in enumerate(values)):
             return period
@@ -427,8 +423,7 @@ def _expanded(attention_types: object) -> list[object]:
 
 MOST_REHEARSED_TOKENS = 128
 """Maximum tokens of a rehearsed sequence, unless sequence or context parallelism requires more."""
-SMALLEST_VOCABULARY = 512
-"""Vocabulary with all bytes and space for special tokens."""
+_LAYERS, _VOCABULARY = 4, 1024
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _TOWER_CONFIGS = ("vision_config", "audio_config")
@@ -443,40 +438,37 @@ _IMPLIED_TOKEN_IDS: Mapping[str, Mapping[str, int]] = {"phi3": {"pad_token_id": 
 """Token ids that index the embedding although the config does not have them (transformers/models/phi3)."""
 
 
-def rehearsed_sequence(seq_len_tokens: int, strategy: Layout) -> int:
+def rehearsed_sequence(seq_len_tokens: int, layout: Layout) -> int:
     """Return the tokens of a rehearsed sequence: at most 128, and a multiple of `2 * sp * cp`.
 
     It exceeds 128 tokens, or the original length, only if that multiple does.
     """
-    unit = 2 * strategy.sp * strategy.cp
+    unit = 2 * layout.sp * layout.cp
     return max(1, min(seq_len_tokens, MOST_REHEARSED_TOKENS) // unit) * unit
 
 
 def shrink_model_config(
     config: ModelConfig,
     *,
-    strategy: Layout,
+    layout: Layout,
     seq_len_tokens: int,
-    layers: int = 4,
     hidden_size: int = 128,
-    vocab_size: int = 1024,
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
     """Return a small model of the same classes whose parameters have the same names, and all changed values.
 
     `seq_len_tokens` is the original sequence length. Position limits and attention windows above (below) it stay above
-    (below) the rehearsed length. `layers`, `hidden_size` and `vocab_size` are targets: patterns of layers and parallel
-    axes can require slightly more. Sizes never grow, and absent or null sizes stay as they are.
+    (below) the rehearsed length. `hidden_size`, 4 layers and 1,024 tokens of a vocabulary are targets: patterns of
+    layers and parallel axes can require slightly more. Sizes never grow, and absent or null sizes stay as they are.
 
     Raises:
         RefusedInputError: The config is invalid, or does not set its number of layers or its width.
-        UsageError: A target size is too small; all errors together.
     """
-    _check(config, seq_len_tokens=seq_len_tokens, layers=layers, hidden_size=hidden_size, vocab_size=vocab_size)
+    _check(config)
     whole = Rewriting(config)
     parts = [part for name in _TEXT_CONFIGS if (part := whole.inside(name)) is not None]
     if _states_sizes(whole.values):
         parts.insert(0, whole)
-    rehearsed = rehearsed_sequence(seq_len_tokens, strategy)
+    rehearsed = rehearsed_sequence(seq_len_tokens, layout)
     for part in parts:
         # All layers get the same widths.
         part.drop("per_layer_config")
@@ -485,20 +477,17 @@ def shrink_model_config(
             if "drop" in name and isinstance(value, float) and value > 0:
                 part.put(name, 0.0)
         total = layer_count(part.values)
-        if total is not None and (total > layers or total % strategy.pp):
-            keep_layers(part, kept_layers(part.values, layers=layers, pipeline_stages=strategy.pp))
-        attention = narrow(part, hidden_size=hidden_size, strategy=strategy)
-        fewer_experts(part, expert_parallel=strategy.ep)
+        if total is not None and (total > _LAYERS or total % layout.pp):
+            keep_layers(part, kept_layers(part.values, layers=_LAYERS, pipeline_stages=layout.pp))
+        attention = narrow(part, hidden_size=hidden_size, layout=layout)
+        fewer_experts(part, expert_parallel=layout.ep)
         _shorten(part, before=seq_len_tokens, after=rehearsed)
         if attention is not None:
             _resize_rope(part, *attention)
-            _shrink_towers(whole, *attention, layers)
+            _shrink_towers(whole, *attention, _LAYERS)
         part.drop("quantization_config")
     whole.drop("quantization_config")
-    divisible = vocab_size // strategy.tp * strategy.tp
-    if divisible < SMALLEST_VOCABULARY:
-        divisible += strategy.tp
-    _move_vocabulary(whole, parts, divisible)
+    _move_vocabulary(whole, parts, _VOCABULARY // layout.tp * layout.tp)
     return whole.values, tuple(whole.changes)
 
 
@@ -506,15 +495,7 @@ def _states_sizes(config: ModelConfig) -> bool:
     return layer_count(config) is not None and any(is_count(config.get(name)) for name in HIDDEN_SIZES)
 
 
-def _check(config: ModelConfig, **sizes: int) -> None:
-    least = {"seq_len_tokens": 1, "layers": 1, "hidden_size": 16, "vocab_size": SMALLEST_VOCABULARY}
-    wrong = [
-        ConfigError(where=name, value=value, rule=f"must be an integer of at least {least[name]}")
-        for name, value in sizes.items()
-        if not is_count(value) or value < least[name]
-    ]
-    if wrong:
-        raise UsageError(wrong)
+def _check(config: ModelConfig) -> None:
     errors = config_errors(config, source="config.json")
     nested = [config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), dict)]
     for part in [config, *nested] if not errors else []:
@@ -533,8 +514,6 @@ def _check(config: ModelConfig, **sizes: int) -> None:
 
 
 def _shorten(config: Rewriting, *, before: int, after: int) -> None:
-    """Scale position limits and attention windows with the sequence."""
-
     def scaled_window(window: object) -> object:
         if not isinstance(window, int) or not is_count(window):
             return window

@@ -29,47 +29,49 @@ _ZERO_KEYS: Mapping[str, tuple[str, ...]] = {
 """Keys of `zero_optimization` for each field, including DeepSpeed's aliases (runtime/zero/config.py)."""
 
 
-def shrink_strategy(strategy: Layout, *, ranks: int, nodes: int = 1) -> tuple[Layout, tuple[Change, ...]]:
-    """Return the same layout on `ranks` ranks of `nodes` nodes, with at most two sequences and two micro-batches.
+def shrink_layout(layout: Layout, *, ranks: int) -> tuple[Layout, tuple[Change, ...]]:
+    """Return the same layout on `ranks` ranks of one node, with at most two sequences and two micro-batches.
 
     Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`.
 
     Raises:
         UsageError: The other axes do not divide the ranks; all errors together, with the nearest legal numbers.
     """
-    errors = _rank_errors(strategy, ranks, nodes)
+    errors = _rank_errors(layout, ranks)
     if errors:
         raise UsageError(errors)
-    data = ranks // (strategy.tp * strategy.pp * strategy.sp * strategy.cp)
-    replicates = strategy.engine in ("single", "ddp") or strategy.zero_stage == 0
+    data = ranks // (layout.tp * layout.pp * layout.sp * layout.cp)
+    replicates = layout.engine in ("single", "ddp") or layout.zero_stage == 0
     smaller = replace(
-        strategy,
-        dp_replicate=data if replicates else strategy.dp_replicate,
-        dp_shard=strategy.dp_shard if replicates else data // strategy.dp_replicate,
-        micro_batch_size=min(strategy.micro_batch_size, MOST_MICRO_BATCH),
-        gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, max(MOST_ACCUMULATION, strategy.pp)),
+        layout,
+        dp_replicate=data if replicates else layout.dp_replicate,
+        dp_shard=layout.dp_shard if replicates else data // layout.dp_replicate,
+        micro_batch_size=min(layout.micro_batch_size, MOST_MICRO_BATCH),
+        gradient_accumulation_steps=min(layout.gradient_accumulation_steps, max(MOST_ACCUMULATION, layout.pp)),
         # The rehearsed model has few layers: one is recomputed, the others are not.
-        checkpointed_layers=None if strategy.checkpointed_layers is None else 1,
-        offloaded_checkpoints=min(strategy.offloaded_checkpoints, 1),
+        checkpointed_layers=None if layout.checkpointed_layers is None else 1,
+        offloaded_checkpoints=min(layout.offloaded_checkpoints, 1),
     )
-    return smaller, _field_changes(strategy, smaller)
+    changes = (
+        Change(where=field.name, before=getattr(layout, field.name), after=getattr(smaller, field.name))
+        for field in fields(layout)
+    )
+    return smaller, tuple(change for change in changes if change.before != change.after)
 
 
-def _rank_errors(strategy: Layout, ranks: int, nodes: int) -> list[ConfigError]:
-    if strategy.engine == "single":
+def _rank_errors(layout: Layout, ranks: int) -> list[ConfigError]:
+    if layout.engine == "single":
         rule, fix = "must be 1: the plan has one process", "use --ranks 1"
         return [] if ranks == 1 else [ConfigError(where="ranks", value=ranks, rule=rule, fix=fix)]
-    unit = strategy.tp * strategy.pp * strategy.sp * strategy.cp
-    sharded = strategy.engine == "fsdp2" or (strategy.zero_stage or 0) > 0
-    replicas = strategy.dp_replicate if sharded else 1
-    hybrid = replicas > 1 and strategy.dp_shard > 1
+    unit = layout.tp * layout.pp * layout.sp * layout.cp
+    sharded = layout.engine == "fsdp2" or (layout.zero_stage or 0) > 0
+    replicas = layout.dp_replicate if sharded else 1
+    hybrid = replicas > 1 and layout.dp_shard > 1
     divisors = {
         "tp * pp * sp * cp": unit,
         "tp * pp * sp * cp * dp_replicate": unit * replicas,
-        "tp * pp * sp * cp * ep": unit * strategy.ep,
-        "nodes": nodes,
-        "nodes * tp": nodes * strategy.tp,
-        "nodes * hpz_partition_size": nodes * strategy.zero.hpz_partition_size,
+        "tp * pp * sp * cp * ep": unit * layout.ep,
+        "hpz_partition_size": layout.zero.hpz_partition_size,
     }
     step = lcm(*divisors.values())
     # A hybrid layout with one shard per replica would not shard anything.
@@ -88,23 +90,15 @@ def _rank_errors(strategy: Layout, ranks: int, nodes: int) -> list[ConfigError]:
     if not errors and ranks < least:
         rule = f"must provide at least 2 shards for each of the {replicas} replicas"
         errors.append(ConfigError(where="ranks", value=ranks, rule=rule, fix=fix))
-    if strategy.zero.quantized_gradients and nodes == 1:
-        rule, nodes_fix = "requires several nodes", "rehearse the plan's nodes as ranks"
+    if layout.zero.quantized_gradients:
+        rule, nodes_fix = "requires several nodes, and a rehearsal has one", "rehearse a plan without it"
         errors.append(ConfigError(where="quantized_gradients", value=True, rule=rule, fix=nodes_fix))
     return errors
 
 
-def _field_changes(before: Layout | ZeroOptions, after: Layout | ZeroOptions) -> tuple[Change, ...]:
-    return tuple(
-        Change(where=field.name, before=getattr(before, field.name), after=getattr(after, field.name))
-        for field in fields(before)
-        if getattr(before, field.name) != getattr(after, field.name)
-    )
-
-
 def shrink_zero_options(
     zero: ZeroOptions, *, original: ModelSpec, shrunken: ModelSpec, shards_before: int = 1, shards: int = 1
-) -> tuple[ZeroOptions, tuple[Change, ...]]:
+) -> ZeroOptions:
     """Return ZeRO sizes scaled from the original model to the shrunken one.
 
     Buckets, prefetch, live parameters and reuse distance scale with the parameter count. Sub-groups scale with the
@@ -146,7 +140,7 @@ def shrink_zero_options(
         swapped = [p.numel for p in shrunken.parameters if p.numel > threshold]
         wanted = max([ceil(zero.parameter_buffer_elements * ratio), *swapped])
         smaller = replace(smaller, parameter_buffer_elements=wanted)
-    return smaller, _field_changes(zero, smaller)
+    return smaller
 
 
 def _persistence_threshold(threshold: int, original: ModelSpec, shrunken: ModelSpec) -> int:
@@ -199,7 +193,7 @@ def _put_smaller(section: Rewriting, key: str, value: int) -> None:
         section.put(key, value)
 
 
-def shrink_accelerate_config(copy: Rewriting, *, ranks: int, nodes: int, deepspeed_config_file: str | None) -> None:
+def shrink_accelerate_config(copy: Rewriting, *, ranks: int, deepspeed_config_file: str) -> None:
     """Make an `accelerate.yaml` one for ranks of this machine; all other values are unchanged.
 
     Absent keys stay absent. `parallelism_config_dp_shard_size` changes with the ranks if it was consistent with
@@ -212,10 +206,10 @@ def shrink_accelerate_config(copy: Rewriting, *, ranks: int, nodes: int, deepspe
         others = prod(sizes.values()) // sizes[key]
         if others * sizes[key] == copy.get("num_processes") and ranks % others == 0:
             axes.put(key, ranks // others)
-    values = {"num_processes": ranks, "num_machines": nodes, "main_process_ip": _LOOPBACK}
+    values = {"num_processes": ranks, "num_machines": 1, "main_process_ip": _LOOPBACK}
     for key, value in values.items():
         if copy.get(key) is not None:
             copy.put(key, value)
     deepspeed = copy.inside("deepspeed_config")
-    if deepspeed is not None and deepspeed_config_file is not None and deepspeed.get("deepspeed_config_file"):
+    if deepspeed is not None and deepspeed.get("deepspeed_config_file"):
         deepspeed.put("deepspeed_config_file", deepspeed_config_file)

@@ -13,18 +13,18 @@ from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
 from .model import ModelSpec
-from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
+from .optimizers import optimizer_errors
 from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
-Recomputation = Literal["auto", "on", "off", "selective"]
+Recomputation = Literal["auto", "on", "off"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
-OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
+OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
 ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
@@ -87,7 +87,7 @@ class TrainingFields:
         ),
     ] = "adamw_torch_fused"
     """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
-    optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
+    optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. momentum=0.9,nesterov=true)")] = ""
     weights_dtype: Annotated[WeightsType, _option("Type of trained weights under DDP and FSDP2; auto: fp32")] = "auto"
     """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights.
 
@@ -100,13 +100,12 @@ class TrainingFields:
     """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
-        _option("Recompute layers in the backward pass; selective keeps matrix products and attention"),
+        _option("Recompute layers in the backward pass"),
     ] = "auto"
     strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
         "auto"
     )
-    """`zenflow` and `superoffload` are variants of `cpu`, which `auto` never selects."""
     tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
     """`auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Annotated[
@@ -255,11 +254,6 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     def trained_weight_bytes(self) -> int:
         """Bytes of one trained weight without ZeRO, which keeps fp32 weights."""
         return 2 if self.weights_dtype == "bf16" else 4
-
-    @property
-    def optimizer_rank(self) -> int:
-        """Rank of the projections of GaLore and APOLLO."""
-        return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
 
     @property
     def axis_sizes(self) -> dict[str, int | None]:

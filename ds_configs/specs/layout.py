@@ -10,9 +10,6 @@ from .errors import ConfigError
 
 Engine = Literal["single", "ddp", "deepspeed", "fsdp2"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
-OffloadVariant = Literal["none", "zenflow", "superoffload"]
-ZENFLOW_TOPK_RATIO = 0.1
-"""Share of the columns of a matrix that ZenFlow updates in every micro-batch, DeepSpeed's default (`topk_ratio`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +58,6 @@ class Layout:
     """Device of the optimizer states and their update."""
     offload_param: OffloadDevice = "none"
     """Device of the parameter shards (ZeRO-3; FSDP2 always moves both)."""
-    offload_variant: OffloadVariant = "none"
-    """Whether DeepSpeed's ZenFlow or SuperOffload runs the offloaded optimizer."""
     dp_replicate: int = 1
     """Data-parallel replicas of the sharding group."""
     dp_shard: int = 1
@@ -86,9 +81,6 @@ class Layout:
     checkpointed_layers: int | None = None
     """With gradient checkpointing, the number of decoder layers that are recomputed, counted from the first one (in
     each pipeline stage); `None` for all."""
-    keeps_products: bool = False
-    """With gradient checkpointing, whether recomputed layers keep the results of matrix products and fused attention,
-    so that only memory-bound operations run again (torch's selective checkpointing)."""
     offloaded_checkpoints: int = 0
     """Of the recomputed layers, the number whose input waits for the backward pass in pinned host memory, counted from
     the first layer (in each pipeline stage)."""
@@ -140,8 +132,8 @@ class Layout:
 
     @property
     def recomputes_in_part(self) -> bool:
-        """Whether checkpointing covers only some layers or operations, which a stock Trainer cannot express."""
-        return self.gradient_checkpointing and (self.checkpointed_layers is not None or self.keeps_products)
+        """Whether checkpointing covers only some layers, which a stock Trainer cannot express."""
+        return self.gradient_checkpointing and self.checkpointed_layers is not None
 
     @property
     def axes(self) -> dict[str, int]:
@@ -157,8 +149,6 @@ class Layout:
     @property
     def offload_name(self) -> str:
         """The value of `--offload` that selects these devices."""
-        if self.offload_variant != "none":
-            return self.offload_variant
         return "cpu-all" if self.offload_param == "cpu" else self.offload_optimizer
 
     @property
@@ -170,8 +160,6 @@ class Layout:
         if self.engine == "fsdp2" and self.dp_replicate > 1:
             name += "-hybrid"
         name += "".join(f"+{axis}{size}" for axis, size in self.axes.items())
-        if self.offload_variant != "none":
-            return f"{name}+{self.offload_variant}"
         if self.offload_param not in ("none", self.offload_optimizer):
             return f"{name}+{self.offload_optimizer}-offload of optimizer, {self.offload_param}-offload of parameters"
         if self.offload_param != "none":

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import isfinite
-from typing import Literal
 
 from .errors import ConfigError
 
@@ -16,15 +15,11 @@ class OptimizerSpec:
     """Memory and requirements of one optimizer of the Trainer."""
 
     state_bytes_per_parameter: float
-    """Bytes of state per trainable parameter, with `low_rank` of those outside of linear layers."""
+    """Bytes of state per trainable parameter."""
     eight_bit: bool = False
     """Whether states are 8-bit blocks, except those of embeddings."""
     factored: bool = False
     """Whether a matrix has one row and one column of state instead (Adafactor)."""
-    low_rank: Literal["", "moments", "factored"] = ""
-    """States of a linear layer: a projection of `LOW_RANK` columns and two moments, or their factors, in that space."""
-    layerwise: bool = False
-    """Whether each parameter is updated in the backward pass, so that no two gradients exist at the same time."""
     matrix_states: bool = False
     """Whether a matrix has one moment and other parameters have two (Muon)."""
     fp32_states: bool = False
@@ -46,9 +41,6 @@ class OptimizerSpec:
     package: str = ""
     """Package that provides it, by its name for pip; empty if Shardwright requires it."""
 
-
-LOW_RANK = 128
-"""Rank of GaLore and APOLLO unless `optim_args` sets another (transformers/trainer_optimizer.py)."""
 
 QUANTIZED_BLOCK = 256
 """Elements of a block of quantized states: bitsandbytes' and, as Transformers sets it, torchao's."""
@@ -97,14 +89,6 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "stable_adamw": OptimizerSpec(
         state_bytes_per_parameter=8, matrix_transient=2, compensated=True, package="torch-optimi"
     ),
-    "galore_adamw": OptimizerSpec(
-        state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
-    ),
-    "galore_adafactor": OptimizerSpec(state_bytes_per_parameter=0, low_rank="factored", package="galore-torch"),
-    "apollo_adamw": OptimizerSpec(
-        state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="apollo-torch"
-    ),
-    "lomo": OptimizerSpec(state_bytes_per_parameter=0, layerwise=True, package="lomo-optim"),
     "muon": OptimizerSpec(state_bytes_per_parameter=8, matrix_states=True, matrix_transient=3),
 }
 """Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
@@ -121,21 +105,20 @@ REJECTED: Mapping[str, tuple[str, str]] = {
         "use adamw_torch_8bit with --optim-args bf16_stochastic_round=true, or stable_adamw",
     ),
     **dict.fromkeys(
-        ("galore_adamw_8bit", "galore_adamw_8bit_layerwise"),
         (
-            "passes arguments that bitsandbytes removed: percentile_clipping arrives as max_unorm (galore-torch 1.0)",
-            "use galore_adamw, or adamw_8bit",
+            *("galore_adamw", "galore_adamw_layerwise", "galore_adamw_8bit", "galore_adamw_8bit_layerwise"),
+            *("galore_adafactor", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
         ),
+        ("is not planned: its projections are trained under DDP only", "use adamw_8bit or adafactor, or --method lora"),
     ),
     **dict.fromkeys(
-        ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise"),
-        ("keeps its states outside of the optimizer, so that a checkpoint lacks them", "use it without _layerwise"),
+        ("lomo", "adalomo"),
+        ("is not planned: it is trained in one process only", "use adafactor with --weights-dtype bf16"),
     ),
     "grokadamw": (
         "keeps its states where checkpoints do not restore them (grokadamw 0.1.2)",
         "use stable_adamw",
     ),
-    "adalomo": ("creates its states on CUDA devices, and a checkpoint lacks them (lomo-optim 0.1.1)", "use lomo"),
     **dict.fromkeys(
         ("onebitadam", "onebitlamb", "zerooneadam"),
         ("was removed from DeepSpeed (0.19.8 has no 1-bit optimizers)", "use adamw_torch_fused"),
@@ -146,7 +129,6 @@ REJECTED: Mapping[str, tuple[str, str]] = {
 }
 """Names of Transformers 5.17 to 5.24 and of DeepSpeed files that no layout trains: the rule and the fix."""
 
-_LOW_RANK_ARGS = ("rank", "update_proj_gap", "scale", "proj_type")
 _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
     "adagrad": ("lr_decay", "weight_decay", "eps"),
@@ -154,10 +136,6 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
         ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3"),
-    ),
-    **dict.fromkeys((name for name in OPTIMIZERS if name.startswith("galore")), _LOW_RANK_ARGS),
-    **dict.fromkeys(
-        (name for name in OPTIMIZERS if name.startswith("apollo")), (*_LOW_RANK_ARGS, "proj", "scale_type")
     ),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("bf16_stochastic_round",)),
     **dict.fromkeys((name for name in OPTIMIZERS if name.startswith("schedule_free")), ("weight_lr_power", "r")),
@@ -170,8 +148,8 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 def parsed_optim_args(text: str) -> dict[str, str]:
     """Return arguments by name; parts without `=` are omitted.
 
-    >>> parsed_optim_args("rank=64, scale=0.5")
-    {'rank': '64', 'scale': '0.5'}
+    >>> parsed_optim_args("momentum=0.9, alpha=0.5")
+    {'momentum': '0.9', 'alpha': '0.5'}
     """
     pairs = (part.partition("=") for part in text.replace(" ", "").split(",") if "=" in part)
     return {key: value for key, _, value in pairs}
@@ -202,15 +180,12 @@ def optimizer_errors(name: str, optim_args: str) -> list[ConfigError]:
     return errors
 
 
-_INTEGERS = ("rank", "update_proj_gap", "t_alpha", "t_beta3", "ns_steps")
+_INTEGERS = ("t_alpha", "t_beta3", "ns_steps")
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("nesterov", "centered", "bf16_stochastic_round"), (*_TRUE, *_FALSE)),
     # Transformers reads any text as true (trainer_optimizer.py, `bool(kahan_sum)`).
     **dict.fromkeys(("kahan_sum", "decouple_lr"), _TRUE),
-    "proj_type": ("std", "reverse_std", "right", "left", "full"),
-    "proj": ("random", "svd"),
-    "scale_type": ("channel", "tensor"),
 }
 
 

@@ -123,7 +123,12 @@ REMOVED: Mapping[str, str] = {
         "use options of shardwright qat: docs/guides/migrate_compression_training.md lists them",
     ),
     **dict.fromkeys(("subject=plan", "subject=serving"), "omit it: read a plan.json with Plan.load"),
+    "offload=zenflow": "use cpu, and write zero_optimization.zenflow into your own DeepSpeed file",
+    "offload=superoffload": "use cpu, and write offload_optimizer.super_offload into your own DeepSpeed file",
+    "gradient_checkpointing=selective": "use auto, which recomputes as few layers as needed",
     "forget=cpu": "omit it: rates of CPU ranks are not stored",
+    "nodes_as_ranks": "omit it: a rehearsal has one launcher; node checks of launch test several machines",
+    "streaming": "write #N after the dataset, such as imdb#2000, to read only its first N rows",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
     **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
@@ -132,6 +137,7 @@ REMOVED: Mapping[str, str] = {
     "loss=skewed_reverse_kl": "use reverse_kl",
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
+    "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",
@@ -163,6 +169,10 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{
+        (name, "trials"): "pass it to plan, and tune the plan"
+        for name in ("hardware", "seq_len", "micro_batch_size", "global_batch_size", "strategy", "precision", "method")
+    },
     ("script", "trials"): "omit it: trials train with random weights; launch runs a script with the tuned plan",
     **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{
@@ -170,6 +180,9 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
         for name in ("calibration", "calibration_samples")
     },
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
+    **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
+    ("text", "few_shot"): "pass the .txt file, or a directory of them, as --dataset",
+    ("stride", "few_shot"): "omit it: windows follow one another without overlap",
     ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ..memory.communication import Gathered
 from ..specs.hardware import HardwareSpec
@@ -79,8 +80,7 @@ _DDP_BUCKET_BYTES = 25 * 2**20
 """Default bucket of `DistributedDataParallel` (`bucket_cap_mb=25`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataTraffic:
+class DataTraffic(NamedTuple):
     """Seconds of data-parallel collectives of a rank, without overlap."""
 
     gathers_forward: float = 0.0
@@ -121,51 +121,55 @@ class GroupParameters:
 
 def data_traffic(
     layout: Layout,
-    held: GroupParameters,
+    parameters: GroupParameters,
     hardware: HardwareSpec,
     job: TrainingJob,
     software: Software,
     constants: GpuConstants,
 ) -> DataTraffic:
     """Return the collectives of one group of parameters."""
-    if held.ranks == 1:
+    if parameters.ranks == 1:
         return DataTraffic()
     width, zero = job.compute_bytes, layout.zero
     reduces_fp32 = layout.engine in ("single", "ddp") or layout.sp > 1
     reduced_width = software.reduction_bytes or (4 if reduces_fp32 else job.compute_bytes)
-    group = group_of(hardware, constants, ranks=held.ranks, stride=held.stride)
-    gradients = held.trainable * reduced_width
+    group = group_of(hardware, constants, ranks=parameters.ranks, stride=parameters.stride)
+    gradients = parameters.trainable * reduced_width
     if layout.engine == "fsdp2" or layout.zero_stage == 3:
-        shard = max(1, held.ranks // layout.dp_replicate) if layout.engine == "fsdp2" else held.ranks
-        group = group_of(hardware, constants, ranks=shard, stride=held.stride)
-        weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
+        shard = max(1, parameters.ranks // layout.dp_replicate) if layout.engine == "fsdp2" else parameters.ranks
+        group = group_of(hardware, constants, ranks=shard, stride=parameters.stride)
+        weights = parameters.trainable * (1 if zero.quantized_weights else width) + parameters.frozen_bytes
         again = group
         if zero.hpz_partition_size > 1:
-            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
+            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=parameters.stride)
         forward, backward = (
             gather_seconds(among, weights * gathered.share, calls=gathered.calls)
-            for among, gathered in zip((group, again), (held.calls.forward, held.calls.backward), strict=True)
+            for among, gathered in zip(
+                (group, again), (parameters.calls.forward, parameters.calls.backward), strict=True
+            )
         )
         if zero.quantized_gradients:
-            gradients = held.trainable * 0.5
-        reduction = gather_seconds(group, gradients, calls=held.calls.reductions if held.trainable else 0)
+            gradients = parameters.trainable * 0.5
+        reduction = gather_seconds(group, gradients, calls=parameters.calls.reductions if parameters.trainable else 0)
         if layout.engine == "fsdp2" and layout.dp_replicate > 1:
-            replicas = group_of(hardware, constants, ranks=layout.dp_replicate, stride=shard * held.stride)
-            reduction += reduction_seconds(replicas, gradients / shard, calls=held.calls.reductions)
+            replicas = group_of(hardware, constants, ranks=layout.dp_replicate, stride=shard * parameters.stride)
+            reduction += reduction_seconds(replicas, gradients / shard, calls=parameters.calls.reductions)
         return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
     if layout.engine in ("ddp", "single"):
         calls = ceil(gradients / _DDP_BUCKET_BYTES)
         return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=calls))
-    calls = ceil(held.trainable / max(1, zero.reduce_bucket_size))
+    calls = ceil(parameters.trainable / max(1, zero.reduce_bucket_size))
     reduction = reduction_seconds(group, gradients, calls=calls)
     if not layout.zero_stage:
         return DataTraffic(reductions_once=reduction)
-    owners = min(software.optimizer_ranks or held.ranks, held.ranks)
-    holders = group_of(hardware, constants, ranks=owners, stride=held.stride)
+    owners = min(software.optimizer_ranks or parameters.ranks, parameters.ranks)
+    holders = group_of(hardware, constants, ranks=owners, stride=parameters.stride)
     # Reducing each slice to its owner costs half of an all-reduce. States shared by a few ranks need the sum on all.
-    if software.reduces_to_owners and owners == held.ranks:
+    if software.reduces_to_owners and owners == parameters.ranks:
         reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
-    update = gather_seconds(holders, held.trainable * width, calls=ceil(held.trainable / software.update_bucket))
+    update = gather_seconds(
+        holders, parameters.trainable * width, calls=ceil(parameters.trainable / software.update_bucket)
+    )
     if layout.zero_stage == 2:
         return DataTraffic(reductions_each=reduction, updates_once=update)
     return DataTraffic(reductions_once=reduction, updates_once=update)
@@ -173,13 +177,7 @@ def data_traffic(
 
 def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
     """Return the collectives of all groups of parameters, one after the other."""
-    return DataTraffic(
-        gathers_forward=sum(part.gathers_forward for part in parts),
-        gathers_backward=sum(part.gathers_backward for part in parts),
-        reductions_each=sum(part.reductions_each for part in parts),
-        reductions_once=sum(part.reductions_once for part in parts),
-        updates_once=sum(part.updates_once for part in parts),
-    )
+    return DataTraffic(*map(sum, zip(*parts, strict=True)))
 
 
 def exchanges(
@@ -197,7 +195,7 @@ def exchanges(
     """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
     terms: dict[str, float] = {}
     waiting = 0.0
-    hidden = tokens * work.hidden_size * element_bytes
+    hidden = tokens * work.whole.hidden_size * element_bytes
     if layout.tp > 1:
         group = group_of(hardware, constants, ranks=layout.tp)
         # Two all-reduces forward and two backward (Megatron-LM, arXiv 1909.08053, section 3).
@@ -213,8 +211,8 @@ def exchanges(
         group = group_of(hardware, constants, ranks=layout.sp)
         # All-to-alls of q, k, v and the output, forward and backward (Ulysses, arXiv 2309.14509, section 3.2). Fewer
         # key/value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
-        repeated = max(1, layout.sp // work.key_value_heads)
-        width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
+        repeated = max(1, layout.sp // work.whole.num_key_value_heads)
+        width = 2 * work.whole.query_size + 2 * work.whole.key_value_size * repeated
         passes = 2 * layers + recomputed
         terms["sequence_parallel"] = exchange_seconds(group, passes * tokens * width * element_bytes, calls=4 * passes)
         waiting += 4 * passes * group.waiting_seconds
@@ -223,7 +221,7 @@ def exchanges(
         volume = context_parallel_bytes(
             cp=layout.cp,
             tokens=round(tokens * layout.cp),
-            key_value_size=work.whole_key_value_size,
+            key_value_size=work.whole.key_value_size,
             layers=1,
             element_bytes=element_bytes,
         )
@@ -236,7 +234,7 @@ def exchanges(
         group = group_of(hardware, constants, ranks=layout.ep, stride=layout.tp)
         # Dispatch and combine, forward and backward (GShard, arXiv 2006.16668).
         calls = 4 * layers + 2 * recomputed
-        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.experts_per_token, calls=calls)
+        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.whole.experts_per_token, calls=calls)
         waiting += calls * group.waiting_seconds
     return terms, waiting
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Literal, NamedTuple
@@ -138,11 +138,11 @@ class StepInputs:
 
 
 def stage_terms(
-    step: StepInputs, stage: PipelineStage, held: StageParameters, traffic: DataTraffic
+    step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
     layout, job, software = step.layout, step.job, step.software
-    computed = _computation(step, stage, held)
+    computed = _computation(step, stage, parameters)
     terms, ahead = computed.terms, computed.ahead
     recomputed = layout.recomputed_layers(stage.num_layers)
     inside, waiting = exchanges(
@@ -173,7 +173,7 @@ def stage_terms(
             step.hardware,
             step.constants,
             tokens=step.batch.tokens / (layout.tp if software.scatters_transfers else 1),
-            hidden_size=step.work.hidden_size,
+            hidden_size=step.work.whole.hidden_size,
             element_bytes=job.compute_bytes,
         )
     ahead *= busy / device if device else 1.0
@@ -188,7 +188,8 @@ def stage_terms(
     terms["host_copies"] = copies * parameter_copy_seconds(
         layout,
         step.hardware,
-        size_bytes=stepped_parameters(step, held) * job.compute_bytes + held.frozen_bytes / layout.shard_size,
+        size_bytes=stepped_parameters(step, parameters) * job.compute_bytes
+        + parameters.frozen_bytes / layout.shard_size,
         host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
     )
     return terms
@@ -219,7 +220,7 @@ class _Computation:
         return with_host(device - head, self.layers_host, constants) + self.head_products + around
 
 
-def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) -> _Computation:
+def _computation(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> _Computation:
     job, layers, software = step.job, stage.num_layers, step.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -240,12 +241,10 @@ def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) 
         head, head_back = head_passes(step.work, step.batch.tokens, step.device, software, chunked, full)
     recomputed = step.layout.recomputed_layers(layers)
     again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
-    if step.layout.keeps_products:
-        again = recomputed * forward.memory
     terms = {
         "matrix_products": layers * (forward.products + backward.products),
         "attention": layers * (forward.attention + backward.attention),
-        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, held),
+        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, parameters),
         "recomputation": again,
         "head_and_loss": head.device + head_back.device,
     }
@@ -253,8 +252,6 @@ def _computation(step: StepInputs, stage: PipelineStage, held: StageParameters) 
     host = kernels * step.constants.launch_seconds
     if step.layout.zero_stage == 3:
         host += _hook_seconds(step, stage)
-    if step.layout.keeps_products:
-        host += recomputed * step.constants.kept_products_seconds
     if step.layout.tiled_mlp:
         terms["mlp_recomputation"] = layers * _mlp_seconds(step)
     if job.loss == "chunked" and not has_fused_loss(step.model, step.layout, job, gpu=step.hardware.gpu != "CPU"):
@@ -281,7 +278,7 @@ def _second_model_seconds(step: StepInputs, second: SecondModel) -> float:
     quantized = second.planned_placement == "quantized"
     layer, _ = layer_passes(work, step.batch, step.device, step.software, element, False, quantized)
     head, _ = head_passes(work, step.batch.tokens, step.device, step.software, False, False)
-    seconds = work.num_layers * layer.device + head.device
+    seconds = work.whole.num_layers * layer.device + head.device
     if second.planned_placement == "offloaded":
         seconds += second.spec.parameter_count * element / step.constants.host_link_bytes_per_s
     return seconds
@@ -317,7 +314,7 @@ def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, beh
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
-    size = count * step.batch.tokens * step.work.hidden_size * width
+    size = count * step.batch.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
@@ -331,8 +328,8 @@ def _ring_seconds(step: StepInputs) -> tuple[float, float]:
     """
     steps, work = step.layout.cp, step.work
     rate = step.device.memory_bytes_per_s / step.batch.tokens
-    output = 38 * (steps - 1) * work.query_size
-    gradients = steps * (10 * work.query_size + 18 * 2 * work.key_value_size)
+    output = 38 * (steps - 1) * work.share.query_size
+    gradients = steps * (10 * work.share.query_size + 18 * 2 * work.share.key_value_size)
     return output / rate, gradients / rate
 
 
@@ -358,8 +355,6 @@ def exposed(step: StepInputs, communication: float, computation: float) -> tuple
     """Return the communication that concurrent computation does not hide, and the slowdown of that computation."""
     if communication <= 0:
         return 0.0, 0.0
-    if not step.software.overlaps_gathers:
-        return communication, 0.0
     hidden = min(communication, computation)
     return communication - hidden, step.constants.overlap_slowdown * hidden
 
@@ -396,15 +391,15 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
     return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
 
 
-def stage_traffic(step: StepInputs, stage: PipelineStage, held: StageParameters) -> DataTraffic:
+def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> DataTraffic:
     layout = step.layout
     ranks = layout.data_parallel_size * layout.sp * layout.cp
     shared = (step.hardware, step.job, step.software, step.constants)
-    separate = layout.ep > 1 and held.experts
+    separate = layout.ep > 1 and parameters.experts
     parts = [
         GroupParameters(
-            trainable=held.dense if separate else held.dense + held.experts,
-            frozen_bytes=held.frozen_bytes,
+            trainable=parameters.dense if separate else parameters.dense + parameters.experts,
+            frozen_bytes=parameters.frozen_bytes,
             calls=_sharded_calls(step, stage, "dense" if separate else "all"),
             ranks=ranks,
             stride=layout.tp,
@@ -412,7 +407,7 @@ def stage_traffic(step: StepInputs, stage: PipelineStage, held: StageParameters)
     ]
     if separate:
         experts = GroupParameters(
-            trainable=held.experts,
+            trainable=parameters.experts,
             frozen_bytes=0.0,
             calls=_sharded_calls(step, stage, "experts"),
             ranks=max(1, ranks // layout.ep),
@@ -464,13 +459,13 @@ def _zero3_calls(
     return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
 
 
-def stepped_parameters(step: StepInputs, held: StageParameters) -> float:
+def stepped_parameters(step: StepInputs, parameters: StageParameters) -> float:
     """Return the parameters that the optimizer updates on a rank of a stage."""
     layout = step.layout
     if layout.engine in ("ddp", "single") or layout.zero_stage == 0:
-        return held.dense + held.experts
+        return parameters.dense + parameters.experts
     shards = step.software.optimizer_ranks or layout.shard_size
-    return held.dense / shards + held.experts * layout.ep / layout.shard_size
+    return parameters.dense / shards + parameters.experts * layout.ep / layout.shard_size
 
 
 def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
@@ -496,7 +491,7 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
     return added(10 * outputs + casts * inputs, 6 * count), added(4 * outputs + (6 + casts) * inputs, 10 * count)
 
 
-def _weight_traffic(step: StepInputs, held: StageParameters) -> float:
+def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
@@ -504,7 +499,7 @@ def _weight_traffic(step: StepInputs, held: StageParameters) -> float:
     ones in the forward pass, and the reverse for gradients.
     """
     layout, job = step.layout, step.job
-    trainable = held.dense + held.experts
+    trainable = parameters.dense + parameters.experts
     autocast = layout.engine in ("ddp", "single") and job.compute_bytes == 2
     gradient_bytes = step.software.gradient_bytes
     if gradient_bytes is None:
@@ -530,8 +525,6 @@ class StepTime:
     """Factor from measured runs that `seconds` contains."""
     measured_runs: int = 0
     """Runs that this factor comes from."""
-    learned_factors: dict[str, float] = field(default_factory=dict)
-    """Factors of computation, network and host, where measured runs separate them; else empty."""
 
 
 def estimate_step_time(
@@ -553,9 +546,6 @@ def estimate_step_time(
     if software is None and (plain := without_kernels(job)) != job:
         # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
         slowest_seconds = estimate_step_time(layout, model, hardware, plain, constants=constants).high_seconds
-    if layout.offload_variant == "zenflow":
-        waits = replace(layout, offload_variant="none")
-        slowest_seconds = estimate_step_time(waits, model, hardware, job, constants=constants).high_seconds
     software = software or software_of(job, eager_attention=model.attention == "eager")
     shared, whole = layout.sp * layout.cp, layout.pp == 1
     step = StepInputs(
@@ -581,9 +571,9 @@ def estimate_step_time(
         stages = pipeline_stages(model, job, layout.pp, tensor_parallel_size=layout.tp)
     # Middle stages with equally many layers cost the same.
     of_kind = {_kind(stage): stage for stage in stages}
-    held = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
-    traffic = {kind: stage_traffic(step, stage, held[kind]) for kind, stage in of_kind.items()}
-    kinds = {kind: stage_terms(step, stage, held[kind], traffic[kind]) for kind, stage in of_kind.items()}
+    parameters = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
+    traffic = {kind: stage_traffic(step, stage, parameters[kind]) for kind, stage in of_kind.items()}
+    kinds = {kind: stage_terms(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = layout.gradient_accumulation_steps
@@ -592,18 +582,14 @@ def estimate_step_time(
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
     first = _kind(stages[0])
-    for name, value in _once(step, held[first], traffic[first], kinds[first]).items():
+    for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
-    hidden = 0.0
-    if layout.offload_variant == "superoffload":
-        # Without clipping, which plans enable, the host steps during the backward pass (superoffload_stage3.py).
-        hidden = min(terms.get("host_optimizer", 0.0), sum(kinds[first].values()) * 2 / 3)
     tokens = layout.global_batch_size * job.seq_len_tokens
     return StepTime(
         seconds=seconds,
-        low_seconds=max(0.0, seconds - hidden) / (1 + constants.error),
+        low_seconds=seconds / (1 + constants.error),
         high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
@@ -649,18 +635,14 @@ def _orthogonalization_seconds(step: StepInputs) -> float:
 
 
 def _once(
-    step: StepInputs, held: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
+    step: StepInputs, parameters: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the terms that occur once per step, on the first stage, which has the most parameters.
 
     `micro_batch` has the stage's terms of one micro-batch.
     """
     layout, software = step.layout, step.software
-    terms = optimizer_seconds(step, stepped_parameters(step, held))
-    if layout.offload_variant == "zenflow":
-        # The host steps while the micro-batches of the next step compute.
-        hidden = layout.gradient_accumulation_steps * sum(micro_batch.values())
-        terms["host_optimizer"] = max(0.0, terms["host_optimizer"] - hidden)
+    terms = optimizer_seconds(step, stepped_parameters(step, parameters))
     if OPTIMIZERS[step.job.optimizer].matrix_states and "optimizer" in terms:
         terms["optimizer"] += _orthogonalization_seconds(step)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0

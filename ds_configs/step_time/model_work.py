@@ -10,7 +10,7 @@ from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec
+from ..specs.model import Dimensions, ModelSpec
 from .rates import GpuConstants, Software
 
 
@@ -37,26 +37,14 @@ class ModelWork:
     """Dense products of an average decoder layer."""
     expert_products: tuple[Product, ...]
     """Products of one routed expert; empty in dense models."""
-    num_experts: int
-    """Routed experts of a layer on all ranks."""
     local_experts: int
     """Routed experts of a layer on the rank."""
-    experts_per_token: int
-    num_layers: int
-    """Decoder layers of the whole model."""
-    hidden_size: int
-    """Width of the residual stream, which tensor parallelism does not split."""
+    whole: Dimensions
+    """Dimensions of the whole model."""
+    share: Dimensions
+    """Dimensions of the rank's part, whose residual stream is not split."""
     inner_size: float
     """Width of the MLP on the rank, summed over the experts that a token visits."""
-    query_size: int
-    """Width of the rank's query heads."""
-    key_value_size: int
-    """Width of the rank's key heads."""
-    query_heads: int
-    key_value_heads: int
-    """Key and value heads of the whole model."""
-    whole_query_size: int
-    whole_key_value_size: int
     head_rows: int
     """Columns of the output head on the rank; 0 without one."""
     gathered_vocabulary: int
@@ -85,7 +73,6 @@ def model_work(
     share = tensor_parallel_share(model, tp, divides_head=divides_head) if tp > 1 else model
     if ep > 1:
         share = expert_parallel_share(share, ep)
-    local = share.dimensions
     flipped = model.model_type in CONV1D_FAMILIES
     inside = [parameter for parameter in share.parameters if parameter.in_layer]
     products, expert_products, local_experts = [], [], 0
@@ -109,18 +96,10 @@ def model_work(
     return ModelWork(
         products=tuple(products),
         expert_products=tuple(expert_products),
-        num_experts=sizes.num_experts,
         local_experts=local_experts,
-        experts_per_token=sizes.experts_per_token,
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        inner_size=local.intermediate_size + sizes.experts_per_token * sizes.expert_intermediate_size,
-        query_size=local.query_size,
-        key_value_size=local.key_value_size,
-        query_heads=local.num_attention_heads,
-        key_value_heads=sizes.num_key_value_heads,
-        whole_query_size=sizes.query_size,
-        whole_key_value_size=sizes.key_value_size,
+        whole=sizes,
+        share=share.dimensions,
+        inner_size=share.dimensions.intermediate_size + sizes.experts_per_token * sizes.expert_intermediate_size,
         head_rows=head,
         gathered_vocabulary=gathered,
         window=model.sliding_window or 0,
@@ -225,18 +204,20 @@ def layer_passes(
         forward, backward = forward + product.count * ahead, backward + product.count * back
     if work.expert_products:
         # Tokens of all expert-parallel ranks are spread evenly over the experts.
-        groups = work.num_experts / max(1, work.local_experts)
-        tokens_per_expert = batch.tokens * groups * work.experts_per_token / work.num_experts
+        groups = work.whole.num_experts / max(1, work.local_experts)
+        tokens_per_expert = batch.tokens * groups * work.whole.experts_per_token / work.whole.num_experts
         for product in work.expert_products:
             ahead, back = _both_passes(product, tokens_per_expert, device, full=full)
             forward += work.local_experts * product.count * ahead
             backward += work.local_experts * product.count * back
     attention, attention_back, scores = _attention(work, batch, device, software, element_bytes)
     width = element_bytes / 2
-    divided = work.query_size / work.whole_query_size if software.sequence_parallel_norms else 1.0
-    hidden = batch.tokens * work.hidden_size * divided * width
+    divided = work.share.query_size / work.whole.query_size if software.sequence_parallel_norms else 1.0
+    hidden = batch.tokens * work.whole.hidden_size * divided * width
     inner = batch.tokens * work.inner_size * width
-    projected = batch.tokens * (work.query_size + work.key_value_size) * software.projected_bytes * width / 2
+    projected = (
+        batch.tokens * (work.share.query_size + work.share.key_value_size) * software.projected_bytes * width / 2
+    )
     expanded = 2.5 * work.layer_parameters if quantized else 0.0
     constants = device.constants
     traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + projected + expanded
@@ -279,13 +260,13 @@ def _attention(
     """
     seen = min(batch.seq_len_tokens, work.window or batch.seq_len_tokens)
     # Sequence parallelism splits the heads and context parallelism the tokens; `batch.tokens` is split by both.
-    flops = 4.0 * batch.tokens * seen * work.query_size
+    flops = 4.0 * batch.tokens * seen * work.share.query_size
     if software.attention != "eager":
         half = 0.5 if work.causal else 1.0
         forward = flops * half / device.attention_flops_per_s
         return forward, 2.5 * forward, 0.0
-    heads = max(1, work.query_heads)
-    width = work.query_size / heads
+    heads = max(1, work.share.num_attention_heads)
+    width = work.share.query_size / heads
     border, depth = device.constants.product_border, device.constants.product_depth
     # Batched products with the width of a head as inner or outer dimension fill tiles only partly.
     inner = (width + depth) / width * (1 + border / seen) ** 2
@@ -311,7 +292,7 @@ def head_passes(
         return Pass(), Pass()
     if software.padded_vocabulary:
         rows = ceil(rows / software.padded_vocabulary) * software.padded_vocabulary
-    constants, hidden = device.constants, work.hidden_size
+    constants, hidden = device.constants, work.whole.hidden_size
     chunks, m = 1, tokens
     if chunked:
         m = min(tokens, chunked_loss_tokens(ceil(tokens), rows, hidden))

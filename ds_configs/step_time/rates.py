@@ -62,8 +62,6 @@ class GpuConstants:
     """Computation lost per second of concurrent communication, which uses memory bandwidth and processors."""
     scatter_share: float = 0.5
     """Time of a large all-gather or reduce-scatter divided by that of an equal all-reduce: one half on rings."""
-    kept_products_seconds: float = 0.0
-    """Host time per layer of `selective` checkpointing, which inspects every operator, forward and recomputed."""
     zero3_module_seconds: float
     """Host time of ZeRO-3's hooks per module and pass (forward, recomputed, backward)."""
     zero3_gather_seconds: float
@@ -265,8 +263,6 @@ class Software:
     overlaps_updates: bool = False
     """Whether updated parameters are gathered during the forward pass of the first micro-batch (Megatron-Core's
     `--overlap-param-gather`)."""
-    overlaps_gathers: bool = True
-    """Whether sharded parameters are gathered during the computation of the previous layers."""
     overlapped_tensor_parallel: float = 0.0
     """Share of the collectives of tensor parallelism that run in parts during the products."""
     scatters_transfers: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from .estimate import StepTime, time_term_name
 from .model_work import model_work
@@ -43,46 +42,26 @@ def _forward_flops(model: ModelSpec, job: TrainingJob) -> tuple[float, float, fl
     """Return the FLOPs of a token's forward pass: products in the layers, attention, and the head."""
     work = model_work(model)
     weights = sum(product.weight * product.count for product in work.products)
-    weights += work.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
+    weights += work.whole.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
     seen = min(job.seq_len_tokens, work.window or job.seq_len_tokens) * (0.5 if work.causal else 1.0)
-    layers = work.num_layers
-    return 2.0 * layers * weights, 4.0 * layers * seen * work.query_size, 2.0 * work.head_rows * work.hidden_size
+    layers = work.whole.num_layers
+    return (
+        2.0 * layers * weights,
+        4.0 * layers * seen * work.share.query_size,
+        2.0 * work.head_rows * work.whole.hidden_size,
+    )
 
 
-def low_utilization_reason(
-    layout: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> str | None:
+def low_utilization_reason(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> str | None:
     """Return what takes the time of a step; `None` if its MFU is at least `LOW_UTILIZATION`, and for CPU ranks."""
     needed = _needed_seconds(time, model, hardware, job)
     reached = sum(needed.values()) / time.seconds
     if reached >= LOW_UTILIZATION or hardware.gpu == "CPU":
         return None
-    tokens = layout.micro_batch_size * job.seq_len_tokens / (layout.sp * layout.cp)
-    batch = f"{tokens:,.0f} tokens per micro-batch"
-    after = f"after {tokens * layout.gradient_accumulation_steps / layout.tp / layout.pp:,.0f} tokens"
-    sizes = model.dimensions
-    products = f"matrix products below the peak, with {batch}"
-    if sizes.num_experts:
-        products += f", {tokens * layout.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
-    eager, quantized = model.attention == "eager", job.method == "qlora"
-    causes = {
-        "matrix_products": products,
-        "attention": "eager attention, which writes every score" if eager else "attention below the peak",
-        "head_and_loss": "head and loss below the peak",
-        "memory_operations": "memory-bound operations" + (" and expanding 4-bit weights" if quantized else ""),
-        "kernel_launches": f"kernel launches by the host, with {batch}",
-        "parameter_gathers": f"gathers and reductions not hidden by computation, with {batch}",
-        "nvme": "reads and writes of optimizer states on NVMe",
-        "optimizer": f"the memory-bound optimizer step {after} per accelerator",
-        "gradient_reduction": f"the reduction of gradients {after} per accelerator",
-        "parameter_updates": f"gathers of updated parameters {after} per accelerator",
-    }
-    lost = dict(time.terms)
-    for term, seconds in needed.items():
-        lost[term] = max(0.0, lost.get(term, 0.0) - seconds)
+    lost = {term: max(0.0, seconds - needed.get(term, 0.0)) for term, seconds in time.terms.items()}
     most = sorted(lost.items(), key=lambda term: -term[1])[:_MOST_CAUSES]
     shares = [
-        f"{causes.get(term, time_term_name(term))} ({seconds / time.seconds:.0%})"
+        f"{time_term_name(term)} ({seconds / time.seconds:.0%})"
         for term, seconds in most
         if seconds >= _NAMED_SHARE * time.seconds
     ]

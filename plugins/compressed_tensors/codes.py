@@ -14,7 +14,7 @@ The type in which upstream computes decides about codes at a half: `x / scale` h
 `x'` in the type of the scale, which is the one that the checkpoint holds. A bf16 weight therefore gives other codes
 than the same numbers in fp32; convert the weight first to divide in fp32. No function changes its arguments.
 
-Shapes: O output channels, I input channels, G = I / group size.
+Shapes: O output channels, I input channels, G = I / group size, S: the scale's shape and the elements that share it.
 """
 
 from __future__ import annotations
@@ -85,57 +85,22 @@ def weight_scale_and_zero_point(
     Returns:
         Two tensors of shape [1] by tensor, [O, 1] by channel, [O, G] by group; the zero point is `None` if symmetric.
     """
-    import torch
-
     assert quantization.number_type == "int", "floats have no integer codes"
-    if quantization.strategy == "tensor":
-        low, high = (end.reshape(1) for end in torch.aminmax(weight))
-    else:
-        shared = _by_group(weight, quantization)
-        low, high = shared.amin(dim=-1), shared.amax(dim=-1)
+    shared_S = sharing(weight, quantization)
     return range_scale_and_zero_point(
-        low,
-        high,
+        shared_S.amin(dim=-1),
+        shared_S.amax(dim=-1),
         bits=quantization.bits,
         symmetric=quantization.symmetric,
         stored_dtype=weight.dtype if stored_dtype is None else stored_dtype,
     )
 
 
-def weight_levels(
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quantization: WeightQuantization,
-) -> Tensor:
-    """Return the codes of a weight [O, I] as floats.
-
-    Args:
-        weight: [O, I].
-        scale: As `weight_scale_and_zero_point` returns it.
-        zero_point: Likewise.
-        quantization: Integers by tensor, channel or group.
-    """
-    if quantization.strategy == "tensor":
-        return levels_of(weight, scale, zero_point, quantization.bits)
-    shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
-    shared = _by_group(weight, quantization)
-    return levels_of(shared, scale.unsqueeze(-1), shared_zero, quantization.bits).flatten(-2)
-
-
-def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
-    """Return the int8 codes of a weight [O, I]."""
-    import torch
-
-    return weight_levels(weight, scale, zero_point, quantization).to(torch.int8)
-
-
-def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
-    """Return the weight [O, I] that codes represent, in the dtype of the scale, as loading a checkpoint does."""
-    if quantization.strategy == "tensor":
-        return values_of(codes, scale, zero_point)
-    shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
-    return values_of(_by_group(codes, quantization), scale.unsqueeze(-1), shared_zero).flatten(-2)
+def weight_levels(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
+    """Return the codes of a weight [O, I] as floats, with what `weight_scale_and_zero_point` returns."""
+    zero_S1 = None if zero_point is None else zero_point.unsqueeze(-1)
+    levels_S = levels_of(sharing(weight, quantization), scale.unsqueeze(-1), zero_S1, quantization.bits)
+    return levels_S.reshape(weight.shape)
 
 
 def activation_scale_and_zero_point(
@@ -160,68 +125,55 @@ def activation_scale_and_zero_point(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredLayer:
-    """Tensors of one quantized linear layer in a checkpoint."""
+class RoundedWeight:
+    """A rounded matrix as codes, scales and zero points, as it is computed and as a checkpoint stores it."""
 
-    codes: Any
-    """int8 [O, I]."""
-    scale: Any
-    """Of the weight, in the type of the model."""
-    zero_point: Any | None
-    """int8, of the shape of the scale; `None` if symmetric."""
-    input_scale: Any | None = None
-    """[1]; `None` unless ranges of activations are stored."""
-    input_zero_point: Any | None = None
+    codes: Tensor
+    """[O, I]: floats while computing, int8 from a checkpoint."""
+    scale: Tensor
+    """[1], [O, 1] or [O, G], in the stored dtype."""
+    zero_point: Tensor | None
+    """int8, with the scale's shape; `None` if symmetric."""
+    input_scale: Tensor | None = None
+    """[1], of the layer's inputs; `None` unless ranges of activations are stored."""
+    input_zero_point: Tensor | None = None
     """int8 [1]; `None` unless they are asymmetric."""
 
+    def value(self, quantization: WeightQuantization) -> Tensor:
+        """Return the weight [O, I] in the dtype of the scale, as loading a checkpoint does."""
+        zero_S1 = None if self.zero_point is None else self.zero_point.unsqueeze(-1)
+        value_S = values_of(sharing(self.codes, quantization), self.scale.unsqueeze(-1), zero_S1)
+        return value_S.reshape(self.codes.shape)
 
-def pack_tensors(
-    layer_name: str,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    scheme: QuantizationScheme,
-    input_scale: Tensor | None = None,
-    input_zero_point: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the tensors of one layer as a checkpoint stores them.
 
-    Args:
-        layer_name: Name of the layer in the checkpoint.
-        codes: int8 [O, I].
-        scale: Of the weight, in the type that is stored.
-        zero_point: int8, of the scale's shape; must be `None` exactly if the scheme is symmetric.
-        scheme: Of format `pack-quantized` or `int-quantized`.
-        input_scale: Of the layer's inputs, any shape of one element; needed if the scheme stores ranges.
-        input_zero_point: Likewise, if they are asymmetric.
+def pack_tensors(layer_name: str, matrix: RoundedWeight, scheme: QuantizationScheme) -> dict[str, Tensor]:
+    """Return the tensors of one layer, named `layer_name` in the checkpoint, as a checkpoint stores them.
+
+    The scheme is of format `pack-quantized` or `int-quantized`.
     """
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    weights = scheme.weights
+    weights, codes, zero_point = scheme.weights, matrix.codes.to(torch.int8), matrix.zero_point
     assert (zero_point is None) == weights.symmetric, "only asymmetric weights have zero points"
-    assert (input_scale is not None) == scheme.activations_are_static, "only stored ranges have input scales"
+    assert (matrix.input_scale is not None) == scheme.activations_are_static, "only stored ranges have input scales"
+    parts: dict[str, Tensor | None]
     if scheme.format == "pack-quantized":
         parts = {
-            "weight_packed": pack_to_int32(codes, weights.bits).contiguous(),
+            "weight_packed": pack_to_int32(codes, weights.bits),
             "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
         }
         if zero_point is not None and weights.strategy != "tensor":
             zero_point = pack_to_int32(zero_point, weights.bits, packed_dim=0)
     else:
         assert scheme.format == "int-quantized", f"{scheme.format} has no integer codes"
-        parts = {"weight": codes.contiguous()}
-    parts["weight_scale"] = scale.contiguous()
-    if zero_point is not None:
-        parts["weight_zero_point"] = zero_point.contiguous()
-    if input_scale is not None:
-        parts["input_scale"] = input_scale.reshape(1).contiguous()
-    if input_zero_point is not None:
-        parts["input_zero_point"] = input_zero_point.reshape(1).to(torch.int8).contiguous()
-    return {f"{layer_name}.{part}": tensor for part, tensor in parts.items()}
+        parts = {"weight": codes}
+    parts |= {"weight_scale": matrix.scale, "weight_zero_point": zero_point}
+    parts |= {"input_scale": matrix.input_scale, "input_zero_point": matrix.input_zero_point}
+    return {f"{layer_name}.{part}": tensor.contiguous() for part, tensor in parts.items() if tensor is not None}
 
 
-def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: QuantizationScheme) -> StoredLayer:
+def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: QuantizationScheme) -> RoundedWeight:
     """Return codes, scales and zero points of one layer from the tensors of a checkpoint.
 
     Raises:
@@ -244,13 +196,13 @@ def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: Quant
     else:
         assert scheme.format == "int-quantized", f"{scheme.format} has no integer codes"
         codes = tensors[f"{layer_name}.weight"]
-    static = activations is not None and scheme.activations_are_static
-    asymmetric = static and activations is not None and not activations.symmetric
-    return StoredLayer(
+    static = activations if scheme.activations_are_static else None
+    asymmetric = static is not None and not static.symmetric
+    return RoundedWeight(
         codes=codes,
         scale=scale,
         zero_point=zero_point,
-        input_scale=tensors[f"{layer_name}.input_scale"] if static else None,
+        input_scale=None if static is None else tensors[f"{layer_name}.input_scale"],
         input_zero_point=tensors[f"{layer_name}.input_zero_point"] if asymmetric else None,
     )
 
@@ -280,9 +232,11 @@ def values_of(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor
     return levels * scale
 
 
-def _by_group(weight: Tensor, quantization: WeightQuantization) -> Tensor:
-    """Return [O, G, group size]; a channel is one group as long as its row."""
-    columns = weight.shape[-1]
+def sharing(matrix: Tensor, quantization: WeightQuantization) -> Tensor:
+    """Return a view [*scale shape, elements per scale] of a matrix [O, I]."""
+    if quantization.strategy == "tensor":
+        return matrix.reshape(1, -1)
+    columns = matrix.shape[-1]
     size = columns if quantization.strategy == "channel" else quantization.group_size
     assert size is not None and columns % size == 0, f"groups of {size} do not divide {columns} input channels"
-    return weight.unflatten(-1, (columns // size, size))
+    return matrix.unflatten(-1, (columns // size, size))

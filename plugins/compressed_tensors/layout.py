@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,49 +63,28 @@ def layout_differences(
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [f"config.json cannot be read ({error})"]
-    chosen = tuple(layers)
-    errors: list[str] = []
-    if scheme is not None and scheme.storage != "spqr":
+    chosen, errors = (() if scheme is None else tuple(layers)), []
+    expected: dict[str, TensorShape] = {}
+    if scheme is not None:
         dtype = _dtype(config)
         for layer in chosen:
-            errors += _layer_errors(layer, expert_scheme(scheme) if layer.is_expert else scheme, stored, dtype)
+            parts = packed_tensors(expert_scheme(scheme) if layer.is_expert else scheme, layer, dtype)
+            expected |= {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
         errors += _config_errors(config.get("quantization_config"), scheme, chosen)
-    errors += _stray_errors(stored, {layer.name for layer in chosen} if scheme is not None else set())
+    for name, tensor in expected.items():
+        if name not in stored:
+            errors.append(f"{name} is missing; expected {_described(tensor)}")
+        elif stored[name] != tensor:
+            errors.append(f"{name} is {_described(stored[name])}, not {_described(tensor)}")
+    quantized = {layer.name for layer in chosen}
+    for name in sorted(stored.keys() - expected.keys()):
+        layer_name, _, part = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
+        if part in _PACKED_PARTS or ".weight." in name or (layer_name in quantized and part != "bias"):
+            errors.append(f"{name} is unexpected: {_described(stored[name])}")
     total = tensor_bytes(stored.values())
     if expected_bytes is not None and total != expected_bytes:
         errors.append(f"tensors have {total} bytes, but {expected_bytes} were expected")
     return errors
-
-
-def _layer_errors(
-    layer: LinearLayer, scheme: QuantizationScheme, stored: Mapping[str, TensorShape], dtype: str
-) -> Iterator[str]:
-    expected = packed_tensors(scheme, layer, dtype)
-    prefix = f"{layer.name}."
-    found = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    if "weight" in found and not set(expected) & set(found) - {"weight"}:
-        yield f"{layer.name} is dense: it has {_described(found['weight'])}, and no tensors of {scheme.name}"
-        return
-    for part, wanted in expected.items():
-        if part not in found:
-            yield f"{prefix}{part} is missing; expected {_described(wanted)}"
-        elif found[part] != wanted:
-            yield f"{prefix}{part} is {_described(found[part])}, not {_described(wanted)}"
-    for part in sorted(set(found) - set(expected) - {"bias"}):
-        yield f"{prefix}{part} is unexpected: {_described(found[part])}"
-
-
-def _stray_errors(stored: Mapping[str, TensorShape], quantized: set[str]) -> list[str]:
-    """Return parts of quantized layers in layers that should be dense."""
-    strays: dict[str, list[str]] = {}
-    for name in stored:
-        layer, _, part = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
-        if layer not in quantized and (part in _PACKED_PARTS or ".weight." in name):
-            strays.setdefault(layer, []).append(part)
-    return [
-        f"{layer} has {', '.join(sorted(parts))}, but should not be quantized"
-        for layer, parts in sorted(strays.items())
-    ]
 
 
 def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:

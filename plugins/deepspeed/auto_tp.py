@@ -80,9 +80,9 @@ def partition_config(plan: Mapping[str, str]) -> dict[str, Any] | None:
     return {"use_default_specs": False, "layer_specs": specs, "lm_head_patterns": sorted(split)}
 
 
-def tensor_parallel_section(model: PreTrainedModel, size: int, *, vocabulary_parallel_head: bool) -> dict[str, Any]:
+def tensor_parallel_section(model: PreTrainedModel, size: int) -> dict[str, Any]:
     """Return the `tensor_parallel` section of the DeepSpeed configuration for a model."""
-    section: dict[str, Any] = {"autotp_size": size, "vocab_parallel_lm_head": vocabulary_parallel_head}
+    section: dict[str, Any] = {"autotp_size": size, "vocab_parallel_lm_head": False}
     partition = partition_config(tensor_plan(model))
     return section if partition is None else section | {"partition_config": partition}
 
@@ -225,18 +225,6 @@ def seed_workers_by_group(trainer: Trainer, loader: Any, size: int) -> None:
     if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
         group = trainer.args.process_index // size
         source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
-
-
-def gather_vocabulary(logits: torch.Tensor) -> Any:
-    """Gather logits [..., V] from each rank's shard [..., V / tp]."""
-    import torch
-    import torch.distributed as dist
-    from deepspeed.utils import groups
-
-    group = groups.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def _module_regex(pattern: str) -> re.Pattern[str]:

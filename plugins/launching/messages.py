@@ -44,14 +44,8 @@ class Figures:
     """Of all ranks, since the second step."""
     positions_per_second: float | None = None
     """The same with padding, which a plan's tokens/s count."""
-    labelled_tokens_per_second: float | None = None
-    """The same for tokens with a label."""
     peak_allocated_gb: float | None = None
     """Peak memory of tensors on the accelerator that uses most."""
-    slowest_rank: int | None = None
-    """Rank that takes longest to load its samples and run the first forward pass of a step."""
-    slowest_rank_ratio: float | None = None
-    """Its time divided by the median rank's."""
 
     def __str__(self) -> str:
         """Return loss and speed for a progress line.

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from ...ds_configs.memory.activations import activations_are_stored, cached_activations
 from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
-from ...ds_configs.search.candidates import SearchContext
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
@@ -71,32 +70,11 @@ def plan(
     >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
     'zero2'
     """
-    options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    context = _search_context(model, hardware, job, fields, revision, options, calibration, notify or (lambda _: None))
-    return make_plan(
-        context.model,
-        context.hardware,
-        context.job,
-        calibration=context.calibration,
-        measured_steps=context.measured_steps,
-        versions=installed_versions(),
-    )
-
-
-def _search_context(
-    model: str | Path | LoadedModel,
-    hardware: str | Path | HardwareSpec,
-    job: TrainingJob | JobSettings | None,
-    fields: Mapping[str, object],
-    revision: str | None,
-    sizes_of_cluster: Mapping[str, Any],
-    calibration: Calibration | Literal["user"] | None,
-    tell: Callable[[str], None],
-) -> SearchContext:
-    """Return model, hardware, job and measured runs for the arguments of `plan`."""
+    tell = notify or (lambda _: None)
+    sizes: dict[str, Any] = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
     if isinstance(job, JobSettings):
         if not isinstance(hardware, HardwareSpec):
-            sizes_of_cluster = {name: getattr(job, name) for name in sizes_of_cluster}
+            sizes = {name: getattr(job, name) for name in sizes}
         fields, revision = job.job_fields(), job.revision
         job = None
     is_new = job is None
@@ -111,7 +89,7 @@ def _search_context(
     if errors:
         raise UsageError(errors)
     with collecting(errors):
-        cluster = _cluster(hardware, sizes_of_cluster)
+        cluster = _cluster(hardware, sizes)
     with collecting(errors):
         job = checked_job(job, fields, tell)
     if errors or job is None:
@@ -139,12 +117,16 @@ def _search_context(
         tell(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.
         cached_activations(loaded.spec, job)(1, "fp32" if job.precision == "fp32" else "bf16")
-    return SearchContext(
-        model=loaded.spec,
-        hardware=cluster,
-        job=job,
-        calibration=stored_calibration(tell) if calibration == "user" else calibration,
-        measured_steps=_stored_steps(cluster.gpu, tell) if calibration == "user" else (),
+    measured_steps: tuple[MeasuredStep, ...] = ()
+    if calibration == "user":
+        calibration, measured_steps = _stored_measurements(cluster.gpu, tell)
+    return make_plan(
+        loaded.spec,
+        cluster,
+        job,
+        calibration=calibration,
+        measured_steps=measured_steps,
+        versions=installed_versions(),
     )
 
 
@@ -192,27 +174,19 @@ _UNPLANNED = ("lora_alpha", "lora_dropout")
 """Options of a training's adapters that no plan has."""
 
 
-def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
-    """Return the measured runs of this user; warn and return `None` if the store cannot be read."""
-    from .calibration_store import CalibrationStore
+def _stored_measurements(gpu: str, tell: Callable[[str], None]) -> tuple[Calibration | None, tuple[MeasuredStep, ...]]:
+    """Return this user's measured runs, and step times on an accelerator whose predictions this release made.
 
-    try:
-        return CalibrationStore().calibration()
-    except ShardwrightError as error:
-        tell(f"planning without measured runs: {error}")
-        return None
-
-
-def _stored_steps(gpu: str, tell: Callable[[str], None]) -> tuple[MeasuredStep, ...]:
-    """Return this user's measured step times on an accelerator whose predictions this release made; name the others.
-
-    `stored_calibration` reports a store that cannot be read.
+    Names step times of other releases, and a store that cannot be read.
     """
     from .calibration_store import CalibrationStore
 
-    steps: list[MeasuredStep] = []
-    with suppress(ShardwrightError):
-        steps = [step for step in CalibrationStore().steps() if step.gpu == gpu]
+    try:
+        calibration, steps = CalibrationStore().calibration(), CalibrationStore().steps()
+    except ShardwrightError as error:
+        tell(f"planning without measured runs: {error}")
+        return None, ()
+    steps = tuple(step for step in steps if step.gpu == gpu)
     release = own_release()
     comparable = tuple(step for step in steps if step.release == release)
     if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
@@ -221,7 +195,7 @@ def _stored_steps(gpu: str, tell: Callable[[str], None]) -> tuple[MeasuredStep, 
             f"({len(steps) - len(comparable)}), but do not correct plans of {release}: measure again with "
             "`shardwright tune`, or `train` and `calibrate`"
         )
-    return comparable
+    return calibration, comparable
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:

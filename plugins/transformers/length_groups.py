@@ -30,6 +30,9 @@ def one_order(sampler: Any, trainer: Trainer) -> Any:
 
     if _callback_of(trainer) is None or not isinstance(sampler, LengthGroupedSampler):
         return sampler
+    if not trainer.args.accelerator_config.split_batches:
+        # Groups of the samples of a step, whatever the number of ranks; Transformers counts those of one rank.
+        sampler.batch_size = trainer.get_total_train_batch_size(trainer.args)
     # With `dispatch_batches` the first rank reads for all.
     return _OneOrder(sampler, trainer, draws_on_every_rank=not trainer.args.accelerator_config.dispatch_batches)
 

@@ -2,15 +2,13 @@
 
 Observed with transformers 5.17.0 to 5.24.0 and torch 2.13.0: no name of `optim` is Muon. `Adafactor` creates its rows
 and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be
-saved or restored under FSDP2. States of GaLore and APOLLO contain an object of their package, which
-`torch.load(weights_only=True)` rejects when a run resumes.
+saved or restored under FSDP2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +20,6 @@ from .. import patches
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-_STATE_CLASSES = {
-    "galore-torch": (("galore_torch.galore_projector", "GaLoreProjector"),),
-    "apollo-torch": (
-        ("apollo_torch.random_projector", "GradientProjector"),
-        ("apollo_torch.svd_projector", "GaLoreProjector"),
-    ),
-}
-"""Classes in the states of optimizers, by package."""
-
 
 def prepare_optimizer(trainer: Trainer) -> None:
     """Let a Trainer create and resume the optimizer that its arguments name, under the engine of its arguments."""
@@ -38,8 +27,6 @@ def prepare_optimizer(trainer: Trainer) -> None:
     name = str(getattr(arguments.optim, "value", arguments.optim))
     if name not in OPTIMIZERS or trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         return
-    for module, kind in _STATE_CLASSES.get(OPTIMIZERS[name].package, ()):
-        torch.serialization.add_safe_globals([getattr(import_module(module), kind)])
     if name == "muon" and trainer.is_deepspeed_enabled:
         patches.apply("muon-decay-groups", partial(_with_decay_groups, trainer), on=trainer.accelerator)
     elif name == "muon":

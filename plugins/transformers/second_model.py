@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,32 +188,3 @@ def _fully_shard(model: PreTrainedModel, accelerator: Accelerator, *, offloaded:
         if type(module).__name__ in names:
             fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
-
-
-def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model that is not wrapped yet, in evaluation mode and without gradients.
-
-    Weights that ZeRO-3 partitioned while loading are gathered one at a time; every rank must call.
-
-    Raises:
-        UsageError: weights are partitioned, and the model differs from what its class builds.
-    """
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return copy.deepcopy(model).requires_grad_(False).eval()
-    import deepspeed
-    import torch
-
-    with without_zero3():
-        copied = type(model)(copy.deepcopy(model.config)).to(model.dtype)
-    source, target = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, copied))
-    if source.keys() != target.keys():
-        name = min(source.keys() ^ target.keys())
-        rule = f"ZeRO-3 has partitioned the model's weights, and {name} is not a weight that its class builds"
-        fix = "load the second model from the same checkpoint, or use a lower ZeRO stage"
-        raise UsageError(ConfigError(where="frozen_copy", rule=rule, fix=fix))
-    with torch.no_grad():
-        for name, tensor in target.items():
-            # Gathers nothing of a buffer.
-            with deepspeed.zero.GatheredParameters([source[name]]):
-                tensor.copy_(source[name])
-    return copied.requires_grad_(False).eval()

@@ -113,9 +113,6 @@ OPTIMIZER_MODULES = {
     "torchao": "torchao",
     "schedulefree": "schedulefree",
     "torch-optimi": "optimi",
-    "galore-torch": "galore_torch",
-    "apollo-torch": "apollo_torch",
-    "lomo-optim": "lomo_optim",
 }
 """Modules of the packages of `OptimizerSpec.package`."""
 

@@ -36,7 +36,7 @@ MODELS = CONFIGS
 QWEN, LLAMA = str(MODELS / "Qwen--Qwen2.5-0.5B"), str(MODELS / "meta-llama--Llama-3.1-8B")
 _TEXTS = {
     "optimizer": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor", "muon", "auto"]),
-    "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "-x=1", "beta1=0.9, beta2=0.99"]),
+    "optim_args": st.sampled_from(["", "momentum=0.9,nesterov=true", "-x=1", "beta1=0.9, beta2=0.99"]),
 }
 
 

@@ -20,7 +20,7 @@ COMMANDS = {
     "cache-teacher": ("cache-teacher", "model", *DATA),
     "student": ("student", "model", "--layers", "1"),
     "quantize": ("quantize", "model", "--scheme", "NF4", "--force"),
-    "evaluate": ("evaluate", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
+    "evaluate": ("evaluate", "model", "--dataset", "text.txt", "--seq-len", "32", "--force"),
     "rehearse": ("rehearse", "plan", "--steps", "4", "--force"),
     "tune": ("tune", "plan", "--trials", "1", "--force"),
 }

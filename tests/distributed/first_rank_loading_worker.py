@@ -186,7 +186,7 @@ def stock() -> None:
     """Change nothing."""
 
 
-def main(models: Path, output: Path, engine: str) -> None:
+def main(models: Path, output: Path, engine: str, names: list[str]) -> None:
     # Freed tensors return to the system, so that each case is measured alone.
     ctypes.CDLL(None).mallopt(-3, 2**18)
     record: dict[str, Any] = {}
@@ -201,7 +201,7 @@ def main(models: Path, output: Path, engine: str) -> None:
         (output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(record))
         return
     for way, prepare in (("upstream", stock), ("ours", partial(load_on_first_rank, "fsdp2"))):
-        for case in CASES:
+        for case in (case for case in CASES if case.name in names):
             name = f"{case.name}-{way}"
             if way == "upstream" and case.upstream_fails:
                 try:
@@ -219,4 +219,4 @@ def main(models: Path, output: Path, engine: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])

@@ -76,19 +76,17 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
 def check_files(taught: Path, found: dict[str, Any]) -> None:
     """The directory has a model and a report, and no file that runs code when it is loaded."""
     names = {path.name for path in taught.iterdir()}
-    report = "README.md REPORT.md distillation.png metrics.jsonl plan report.json report.html checkpoints"
+    report = "README.md REPORT.md metrics.jsonl plan report.json report.html checkpoints"
     model = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
     assert names == {*report.split(), *model.split(), "plan_measurement.json"}
     assert read_card(taught).library_name == "transformers"
     text = (taught / "REPORT.md").read_text()
     for values in (found["before"], found["after"]):
         assert f"{values['kl_per_token']:.4f}" in text and f"{math.exp(values['student_cross_entropy']):.4g}" in text
-    assert (taught / "distillation.png").read_bytes().startswith(b"\x89PNG")
     steps = [json.loads(line) for line in (taught / "metrics.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in steps] == [6, 12, 18, 24]
     for entry in steps:
-        assert entry["tokens_per_second"] > 0 < entry["step_seconds"] and entry["slowest_rank"] in (0, 1)
-        assert entry["slowest_rank_ratio"] >= 1 and entry["planned_tokens_per_second"] > 0
+        assert entry["tokens_per_second"] > 0 < entry["step_seconds"] and entry["planned_tokens_per_second"] > 0
     assert (taught / "report.html").read_text() == report_html(taught), "the same files, the same page"
     telemetry = {"kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy"}
     assert all({*telemetry, "teacher_cross_entropy", "loss"} <= entry.keys() for entry in steps)

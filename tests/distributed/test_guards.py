@@ -39,7 +39,9 @@ def failed(workshop: Workshop, engine: str, output: Path, fault: Fault, *flags: 
     return str(error.value).splitlines()[0], error.value.output
 
 
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2", "pipeline"])
+@pytest.mark.parametrize(
+    "engine", ["zero3", *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp2", "pipeline"))]
+)
 def test_three_nan_steps_exit_with_4_and_save_no_model(engine, workshop, tmp_path):
     # A pipeline stage computes no loss that could be made NaN.
     kind = "nan-weight" if engine == "pipeline" else "nan-loss"
@@ -67,7 +69,7 @@ def test_nonfinite_last_step_saves_no_model(workshop, tmp_path):
     assert list((tmp_path / "allowed").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_skipped_step_changes_no_weight(engine, workshop, whole, tmp_path):
     fault = Fault(kind="inf-gradient", phase="step", step=3)
     output = workshop.run(engine, tmp_path, environment=fault.environment, flags=("--nonfinite", "skip"))
@@ -86,7 +88,11 @@ def test_nonfinite_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
 
 @pytest.mark.parametrize(
     ("engine", "kind", "code"),
-    [("zero3", "sigterm", 143), ("pipeline", "sigterm", 143), ("ddp", "sigint", 130)],
+    [
+        ("zero3", "sigterm", 143),
+        ("ddp", "sigint", 130),
+        pytest.param("pipeline", "sigterm", 143, marks=pytest.mark.full),
+    ],
 )
 def test_signal_to_one_rank_saves_on_all_ranks(engine, kind, code, workshop, whole, tmp_path):
     error, output = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))

@@ -59,14 +59,6 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if is_running(rank)]
 
 
-@pytest.mark.distributed
-def test_a_failing_rank_shows_its_traceback(cold: None, tmp_path: Path) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('wrong weight')\n")
-    with pytest.raises(LaunchFailedError, match="KeyError: 'wrong weight'"):
-        torchrun([str(script)], timeout_seconds=60)
-
-
 def test_the_first_exception_is_the_cause_unless_a_signal_killed_a_rank() -> None:
     known = RankFailure(rank=1, message="labels: masked", exit_code=2, seconds=2.0)
     later = RankFailure(rank=0, message="RuntimeError: gloo", traceback="Traceback ...\n", seconds=3.0)

@@ -13,14 +13,10 @@ import torch
 from commands import Result, shell_in
 from planning import gallery_directory
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
-from shardwright.plugins.launching.elastic import RankFailure
-from shardwright.plugins.launching.launch import LaunchFailedError
 from shardwright.plugins.metering import ByteMeter
-from shardwright.trainers.runs import run as run_module
 from shardwright.trainers.runs.out_of_memory import (
     LIMIT_VARIABLE,
     RunOutOfMemoryError,
-    kernel_oom_kills,
     memory_errors,
     phase_of,
 )
@@ -60,8 +56,6 @@ def test_train_reports_planned_memory_and_a_proposed_command_fits(shell: Any, tm
     assert re.match(r"rank [01]: out of memory in phase forward: tensors need [\d,]+ bytes", text)
     assert "measured peak of tensors: 3 MB of 3 MB" in text
     assert re.search(r"activations +[\d.]+ MB  largest term", text)
-    report = (tmp_path / "out" / "REPORT.md").read_text()
-    assert text in report
     commands = re.findall(r"    shardwright (train .*)", text)
     assert {"--micro-batch-size 1", "--gradient-checkpointing on", "--strategy fsdp2", "--offload cpu"} <= {
         option for command in commands for option in re.findall(r"--\S+ [^-\s]\S*", command)
@@ -69,7 +63,6 @@ def test_train_reports_planned_memory_and_a_proposed_command_fits(shell: Any, tm
     smallest = next(command for command in commands if "ddp --micro-batch-size 1" in command)
     completed = shell(*shlex.split(smallest), limit=LIMIT)
     assert completed.code == 0, completed.err
-    assert "Out of memory" not in (tmp_path / "out" / "REPORT.md").read_text()
 
 
 @pytest.mark.full
@@ -90,8 +83,7 @@ def test_loading_and_own_scripts_are_reported_too(shell: Any, tmp_path: Path) ->
         failed = shell("launch", "plan", "script.py", limit=limit)
         assert failed.code == 3, failed.err
         assert re.search(rf"rank [01]: out of memory in phase ({phase}): tensors need", failed.err)
-        if phase != "loading":
-            assert "shardwright plan " in (tmp_path / "out" / "out_of_memory.md").read_text()
+        assert ("shardwright plan " in failed.err) == (phase != "loading"), "no plan needs so little"
 
 
 def test_every_proposed_command_makes_the_plan_that_it_names(shell: Any) -> None:
@@ -120,33 +112,6 @@ def test_proposed_plans_keep_the_global_batch_and_need_less(name: str) -> None:
         assert found.job.global_batch_size == batch
         assert found.evaluated.memory.gpu.high_bytes < gpu.high_bytes
         assert found.evaluated.memory.gpu.allocated_bytes < gpu.allocated_bytes
-
-
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_rank_killed_by_the_kernel_while_loading_shows_planned_host_memory(
-    by_kernel: bool, shell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: Any, **__: Any) -> None:
-        failures = [RankFailure(rank=1, message="", signal="SIGKILL")]
-        raise LaunchFailedError("exit code 1", output="", launcher_exit_code=1, failures=failures)
-
-    counts = iter([4, 5 if by_kernel else 4])
-    monkeypatch.setattr(run_module, "kernel_oom_kills", lambda: next(counts))
-    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", killed)
-    failed = shell(*shlex.split(TRAIN))
-    if not by_kernel:
-        assert failed.code == 1
-        assert "out of memory in phase" not in "\n".join(failed.errors)
-        return
-    assert failed.code == 3
-    text = "\n".join(failed.errors)
-    assert text.startswith("out of memory in phase loading: rank 1 was killed by SIGKILL")
-    assert "planned host memory: 6.0 GB of 17.2 GB per node" in text
-    assert re.search(r"processes +6.0 GB  largest term", text)
-
-
-def test_kernel_counter_of_ended_processes_is_readable() -> None:
-    assert kernel_oom_kills() == int(re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)[1])
 
 
 def test_limited_meter_raises_once() -> None:

@@ -146,10 +146,6 @@ def test_a_script_that_leaves_the_plan_is_reported_by_its_ranks(
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
     assert shown.count("per_device_train_batch_size was 3, but the plan has 2: predicted memory and time") == 1
     assert shown.count("Accelerate fills the last batch of each epoch with 2 samples from its start") == 1
-    another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
-    shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
-    assert "train_micro_batch_size_per_gpu is 4, but the plan has 2" in shown
-    assert "zero_optimization.stage is 3, but the plan has 2" in shown
 
 
 _OWN_OPTIMIZER = """
@@ -196,45 +192,32 @@ for module in passes:
 rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 Trainer(model=model, args=arguments, train_dataset=rows).train()
 recomputed = [passes[module] > passes[model] for module in inside]
-keeps_products = "context_fn" in str(model.model.layers[0]._gradient_checkpointing_func)
 tiled = "forward" in vars(inside[0])
 print("recomputed:", recomputed)
-print("keeps products:", keeps_products)
 print("tiled:", tiled)
 # A tokenizer that stands in for the plan's pads too.
 assert AutoTokenizer.from_pretrained(sys.argv[1]).pad_token or not sys.argv[3:]
 if expected := sys.argv[3:]:
-    assert [str(recomputed), str(keeps_products), str(tiled)] == expected, (recomputed, keeps_products, tiled)
+    assert [str(recomputed), str(tiled)] == expected, (recomputed, tiled)
 """
 
 
-@pytest.mark.parametrize(
-    "partly",
-    [{"checkpointed_layers": 1, "tiled_mlp": True, "offloaded_checkpoints": 1}, {"keeps_products": True}],
-)
 def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_and_all_layers_without(
-    model: Path, tmp_path: Path, partly: dict[str, Any]
+    model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(_RECOMPUTED_LAYERS)
     words = {"precision": "fp32", "strategy": "ddp", "gradient_checkpointing": "on"}
     whole = shardwright.plan(str(model), "2xCPU", seq_len=32, **words)
-    strategy = replace(whole.chosen.strategy, **partly)
-    replace(whole, chosen=replace(whole.chosen, strategy=strategy)).write(tmp_path / "plan")
+    layout = replace(whole.chosen.strategy, checkpointed_layers=1, tiled_mlp=True, offloaded_checkpoints=1)
+    replace(whole, chosen=replace(whole.chosen, strategy=layout)).write(tmp_path / "plan")
     script = ["own.py", model, "plan/training_arguments.json"]
     shown = ran(*warm_command("shardwright"), "launch", "plan", *script, cwd=tmp_path)
-    assert f"recomputed: {[True, not partly.get('checkpointed_layers')]}" in shown
-    assert f"keeps products: {'keeps_products' in partly}" in shown
-    assert f"tiled: {'tiled_mlp' in partly}" in shown
-    recomputed = str([True, not partly.get("checkpointed_layers")])
-    expected = recomputed, str("keeps_products" in partly), str("tiled_mlp" in partly)
+    assert "recomputed: [True, False]" in shown and "tiled: True" in shown
     rehearse = [*warm_command("shardwright"), "rehearse", "plan", "--steps", 4, "--script"]
-    assert "Passed" in ran(*rehearse, *script, *expected, cwd=tmp_path)
-    if "keeps_products" in partly:
-        return
+    assert "Passed" in ran(*rehearse, *script, "[True, False]", "True", cwd=tmp_path)
     shown = ran("accelerate", "launch", "--config_file", "plan/accelerate.yaml", *script, cwd=tmp_path)
-    assert "recomputed: [True, True]" in shown and "keeps products: False" in shown
-    stated = "# With `accelerate launch` alone a stock Trainer recomputes all layers completely"
-    assert stated in (tmp_path / "plan" / "accelerate.yaml").read_text()
+    assert "recomputed: [True, True]" in shown
+    assert "or it recomputes all layers completely" in (tmp_path / "plan" / "accelerate.yaml").read_text()
 
 
 def test_axes_are_carried_by_the_trainer_of_a_plain_script(

@@ -128,5 +128,5 @@ def test_other_commands_have_the_losses_of_padded_conversations(
         # A difference of 1e-8 in a weight can change its code.
         assert losses[1] == pytest.approx(expected[1], abs=1e-5)
     out = tmp_path / "packed" / "out"
-    assert "Tokens/s with a label" in (out / "REPORT.md").read_text()
+    assert "| Tokens/s of all ranks" in (out / "REPORT.md").read_text()
     assert all("positions_per_second" in json.loads(step) for step in (out / "metrics.jsonl").read_text().splitlines())

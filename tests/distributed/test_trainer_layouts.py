@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from equivalence.cases import LOSS_TOLERANCE
-from equivalence.records import records_of
+from equivalence.records import marked, records_of
 from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.legality.combinations import columns_of
 from trainer_cases import TRAINERS, TrainerCase, make_models_and_data
@@ -134,7 +134,9 @@ def records(
 
 
 @pytest.mark.parametrize(
-    "case", [*EQUAL, *(pytest.param(case, marks=pytest.mark.once) for case in CELLS)], ids=lambda case: case.name
+    "case",
+    marked([*EQUAL, *CELLS], lambda case: (case.trainer, case.layout, case.family, *case.options)),
+    ids=lambda case: case.name,
 )
 def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[str, Any]]) -> None:
     record, reference = records[case.name], records[case.reference().name]
@@ -144,7 +146,7 @@ def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[s
     assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=NORM_TOLERANCE)
 
 
-@pytest.mark.parametrize("case", REJECTED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", marked(REJECTED, lambda case: (case.trainer, case.layout)), ids=lambda case: case.name)
 def test_unequal_trainers_are_rejected_before_a_step(case: TrainerCase, records: dict[str, dict[str, Any]]) -> None:
     record = records[case.name]
     assert REJECTED[case] in record.get("refused", ""), record

@@ -23,14 +23,14 @@ from shardwright.trainers.tuning.tune import tune
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 WORDS: dict[str, Any] = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32"}
-FLAGS = ("--hardware", "2xCPU", "--seq-len", "32", "--global-batch-size", "4", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
 def tuned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Two layouts of a model, measured by the command; the directory and what it printed."""
     root = tmp_path_factory.mktemp("tuned")
-    command = [*warm_command("shardwright"), "tune", str(tiny_llama), *FLAGS]
+    shardwright.plan(str(tiny_llama), "2xCPU", **WORDS).write(root / "plan")
+    command = [*warm_command("shardwright"), "tune", str(root / "plan")]
     command += ["--trials", "2", "--steps", "3", "--output-dir", str(root / "out"), "--format", "json"]
     environment = os.environ | {"SHARDWRIGHT_DATA_DIR": str(root / "data")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
@@ -74,9 +74,11 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
         tune(plan, trials=1, steps=3)
 
 
+@pytest.mark.full
 def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    command = [*warm_command("shardwright"), "tune", str(tiny_llama), *FLAGS, "--output-dir", str(tmp_path / "out")]
+    shardwright.plan(str(tiny_llama), "2xCPU", **WORDS).write(tmp_path / "plan")
+    command = [*warm_command("shardwright"), "tune", str(tmp_path / "plan")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"TUNE_UNDER_TEST": mark, "SHARDWRIGHT_DATA_DIR": str(tmp_path / "data")}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from equivalence.records import records_of
+from equivalence.records import marked, records_of
 from unused_cases import KINDS, Unused
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
@@ -35,7 +35,11 @@ def records(
     return records_of([*selected, *references], directory, Path(__file__).with_name("unused_cases.py"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    marked(CASES, lambda case: (case.layout, case.model, case.checkpointing, case.is_stock)),
+    ids=lambda case: case.name,
+)
 def test_ranks_that_use_different_parameters_train_as_one_process(
     case: Unused, records: dict[str, dict[str, Any]]
 ) -> None:

@@ -9,16 +9,32 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from warm_ranks import RanksFailedError, run_ranks
 
 Record = dict[str, Any]
+Value = TypeVar("Value")
 _SECONDS_OF_A_RUN = 60.0
 _RUNS_OF_A_LAUNCH = 30
 """Every engine leaves groups of ranks with their threads in its process; more of them make the next runs slower."""
+
+
+def marked(cases: Iterable[Value], values_of: Callable[[Value], Iterable[Any]]) -> list[Any]:
+    """Return parameters of tests in which a case stays in `make test` if it is the first with one of its values.
+
+    All others, the rest of a grid, run in `make test-grid`.
+    """
+    seen: set[Any] = set()
+    parameters = []
+    for case in cases:
+        values = set(values_of(case))
+        parameters.append(pytest.param(case, marks=pytest.mark.full) if values <= seen else case)
+        seen |= values
+    return parameters
 
 
 def each_record(cases: Iterable[Any], directory: Path, worker: Path) -> Iterator[tuple[Any, Record]]:
@@ -84,13 +100,18 @@ def losses_of(trainer: Any) -> Record:
 
 
 def training_record(
-    make_trainer: Callable[[], Any], result: Callable[[Any], Record] = losses_of, **settings: Any
+    make_trainer: Callable[[], Any],
+    result: Callable[[Any], Record] = losses_of,
+    *,
+    trains: bool = True,
+    **settings: Any,
 ) -> Record:
     """Train, and return `result` of the trainer, a rejection with the number of steps before it, or an error."""
     trainer = None
     try:
         trainer = make_trainer()
-        trainer.train(**settings)
+        if trains:
+            trainer.train(**settings)
         return result(trainer)
     except ShardwrightError as error:
         return {"refused": str(error), "steps": 0 if trainer is None else trainer.state.global_step}

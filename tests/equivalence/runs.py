@@ -15,6 +15,7 @@ import torch
 from equivalence.cases import EVALUATED, IGNORED, LONGEST, Case, make_model, probe_batch, samples
 from equivalence.records import Record, logged, training_record, write_records
 from equivalence.settings import Run, make_teacher, run_of
+from equivalence.stages import figures_of_stages
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.compressed_tensors.codes import weight_levels
@@ -35,13 +36,13 @@ class Events(TrainerCallback):
 
     def __init__(self) -> None:
         self.counts = {"complete": 1}
-        self.routed: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        """Logits of the routers, and which tokens are no padding, of each micro-batch in one process."""
+        self.routed: list[list[torch.Tensor]] = []
+        """Logits of the routers for tokens that are no padding, of each micro-batch in one process."""
 
     def keep_routing(self, model: Any, arguments: Any, inputs: dict[str, Any], outputs: Any) -> None:
         if model.training and outputs.get("router_logits") is not None:
-            logits = [each.detach() for each in outputs.router_logits]
-            self.routed.append((logits, inputs["attention_mask"].flatten().bool()))
+            seen = inputs["attention_mask"].flatten().bool()
+            self.routed.append([each.detach()[seen] for each in outputs.router_logits])
 
     def _count(self, name: str, arguments: dict[str, Any]) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -58,22 +59,17 @@ class Events(TrainerCallback):
         self._count("step_end", kwargs)
 
 
-ROUTING = ("expert_load", "expert_load_max", "router_entropy")
+ROUTING = ("expert_load", "expert_load_max")
 
 
-def routing_of(routed: list[tuple[list[torch.Tensor], torch.Tensor]], accumulation: int) -> dict[str, list[float]]:
-    """Return of each step: the largest load of an expert over the mean load, in mean and maximum over layers, and the
-    mean entropy of routers."""
+def routing_of(routed: list[list[torch.Tensor]], accumulation: int) -> dict[str, list[float]]:
+    """Return of each step the largest load of an expert over the mean load, in mean and maximum over layers."""
     found: dict[str, list[float]] = {name: [] for name in ROUTING} if routed else {}
     for first in range(0, len(routed), accumulation):
-        micro_batches = routed[first : first + accumulation]
-        layers = zip(*([each[seen] for each in logits] for logits, seen in micro_batches), strict=True)
-        joined = [torch.cat(parts) for parts in layers]
-        counts = [torch.bincount(each.topk(2).indices.flatten(), minlength=each.shape[1]).double() for each in joined]
+        layers = [torch.cat(parts) for parts in zip(*routed[first : first + accumulation], strict=True)]
+        counts = [torch.bincount(each.topk(2).indices.flatten(), minlength=each.shape[1]).double() for each in layers]
         loads = [float(count.max() / count.mean()) for count in counts]
-        entropy = [torch.distributions.Categorical(logits=each).entropy().mean() for each in joined]
-        values = (sum(loads) / len(loads), max(loads), float(torch.stack(entropy).mean()))
-        for name, value in zip(ROUTING, values, strict=True):
+        for name, value in zip(ROUTING, (sum(loads) / len(loads), max(loads)), strict=True):
             found[name].append(value)
     return found
 
@@ -185,10 +181,8 @@ def _parallelism(run: Run) -> Any:
     if not run.parallelism:
         return layout
     from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
-    from shardwright.trainers.parallel.tensor import TensorParallelCallback
 
-    kind = SequenceParallelCallback if run.case.strategy.sp > 1 else TensorParallelCallback
-    return replace(layout, callbacks=(kind(2, **run.parallelism),))
+    return replace(layout, callbacks=(SequenceParallelCallback(2, **run.parallelism),))
 
 
 def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
@@ -235,7 +229,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
         from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
         config = DistillationConfig(**run.distillation)
-        teacher = None if config.self_teacher else _teacher(case, run, directory)
+        teacher = _teacher(case, run, directory)
         placed = {} if run.teacher == "replica" else {"teacher_placement": run.teacher}
         settings = (
             {"trainer_class": DistillationTrainer, "teacher": teacher, "distillation": config} | placed | settings
@@ -332,7 +326,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         "grad_norms": [float(norm) for norm in logged(trainer, "grad_norm")],
         "rates": logged(trainer, "learning_rate"),
         "eval_losses": logged(trainer, "eval_loss"),
-        "routing": {name: logged(trainer, name) for name in (*ROUTING, "dropped_tokens")},
+        "routing": {name: logged(trainer, name) for name in ROUTING},
         "tokens": trainer.state.num_input_tokens_seen,
         "train_loss": trainer.state.log_history[-1].get("train_loss"),
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
@@ -351,7 +345,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         record["evaluation"] = {name: found[f"eval_{name}"] for name in names if f"eval_{name}" in found}
     if run.distillation is not None:
         record["kl_per_token"] = logged(trainer, "kl_per_token")
-    if run.distillation is not None and trainer.teacher is not None and "self_teacher" not in run.distillation:
+    if run.distillation is not None and trainer.teacher is not None:
         teacher = trainer.teacher.model
         whole = sum(parameter.numel() for parameter in make_teacher(case, run).parameters())
         record["teacher"] = {
@@ -381,9 +375,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
     return record
 
 
-SAVED = frozenset(
-    ("sgd", "tied", "odd_vocabulary", "vocabulary_head", "balance_loss", "biases", "one_kv_head", "from_directory")
-)
+SAVED = frozenset(("sgd", "tied", "odd_vocabulary", "balance_loss", "biases", "one_kv_head", "from_directory"))
 """Settings of cases whose model directory is loaded again."""
 
 
@@ -411,6 +403,10 @@ def record(case: Case, output: Path) -> Record:
             return found | {"whole": whole}
         return result(trainer, case, made[1], made[2], directory)
 
+    if "stages" in case.settings:
+        return training_record(
+            lambda: make(directory), lambda trainer: figures_of_stages(trainer, case, directory), trains=False
+        )
     return training_record(lambda: make(directory), finished)
 
 

@@ -19,7 +19,6 @@ from equivalence.cases import (
     padded,
     samples,
 )
-from shardwright.ds_configs.legality.combinations import incompatibility_errors
 
 Z_WEIGHT = 0.01
 LEARNING_RATES: Mapping[str, float] = {"sgd": 0.5, "adagrad": 1e-2, "adafactor": 1e-2}
@@ -229,10 +228,8 @@ def _own_class(reduction: str, *, aligned: bool = False) -> Change:
 
         run.given.append(lambda model: {"trainer_class": OwnLoss})
         if shares:
-            run.parallelism |= {
-                "loss_reduction": "sum" if reduction == "sum" else "mean",
-                "loss_shifts_labels": not aligned,
-            }
+            run.parallelism |= {"loss_shifts_labels": not aligned}
+            OwnLoss.own_loss = "sum" if reduction == "sum" else "mean"
 
     return change
 
@@ -397,8 +394,7 @@ def _distilled(**options: Any) -> Change:
     def change(run: Run) -> None:
         from shardwright.trainers import distillation
 
-        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "self_teacher": "SelfTeacher"}
-        kinds["on_policy"] = "OnPolicy"
+        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "on_policy": "OnPolicy"}
         made = {
             name: getattr(distillation, kinds[name])(**value) if name in kinds else value
             for name, value in options.items()
@@ -486,7 +482,6 @@ def _last_batch(run: Run) -> None:
 
 
 def _length_groups(run: Run) -> None:
-    # So few that groups have the same samples for each number of ranks: their size depends on a rank's batch.
     run.data = run.data[:20]
     # A checkpoint is inside the second epoch of five steps: its order is not the one that the seed begins with.
     run.arguments |= {"train_sampling_strategy": "group_by_length", "max_steps": 8, "save_steps": 7}
@@ -600,12 +595,6 @@ def _schedule_of_deepspeed(run: Run) -> None:
         }
 
 
-def _checkpointing() -> Any:
-    from shardwright.plugins.transformers.gradient_checkpointing import selective_checkpointing_callback
-
-    return selective_checkpointing_callback()
-
-
 def _tiled(run: Run) -> None:
     # Batches of the ranks have different lengths, so that the ranks compute different numbers of tiles.
     def attach(trainer: Any) -> None:
@@ -655,7 +644,6 @@ SETTINGS: dict[str, Change] = {
     "own_term": _own_term,
     "teacher_sharded": _set(teacher="sharded"),
     "teacher_offloaded": _set(teacher="offloaded"),
-    "frozen_copy": _distilled(self_teacher={"kind": "frozen_copy"}),
     # Optimizers
     **{name: _optimizer(name) for name in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
     "adafactor": _optimizer("adafactor"),
@@ -698,15 +686,12 @@ SETTINGS: dict[str, Change] = {
     "odd_vocabulary": _sizes(vocab_size=VOCAB_SIZE + 1),
     "four_layers": _sizes(num_hidden_layers=4),
     "other_dropout": _sizes(resid_pdrop=0.2, embd_pdrop=0.2),
-    "vocabulary_head": lambda run: run.parallelism.update(
-        {"vocabulary_parallel_head": True} if run.case.strategy.tp > 1 else {}
-    ),
     "unforced": lambda run: run.arguments.get("deepspeed", {}).update({"zero_force_ds_cpu_optimizer": False}),
     "tiled": _tiled,
-    "kept_products": _both(_arguments(gradient_checkpointing=True), _set(callbacks=_checkpointing)),
     "noted": _noted,
     "in_order": _arguments(train_sampling_strategy="sequential"),
     "length_groups": _length_groups,
+    "many_length_groups": _arguments(train_sampling_strategy="group_by_length"),
     "workers": _arguments(dataloader_num_workers=1),
     "drawing": _set(collator=drawing),
     "epochs": _epochs,
@@ -726,27 +711,15 @@ SETTINGS: dict[str, Change] = {
     "from_directory": _set(starts_from_directory=True),
 }
 """What a run may have besides its layout; the first three groups have the names of the table of combinations."""
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "muon")
-SWITCHES = (
-    *("balance_loss", "gradient_checkpointing", "label_smoothing", "packing", "streams", "split_batches", "compile"),
-    *("bf16", "dropout", "last_batch"),
-)
-METHODS = (
-    *("qat", "qat_inputs", "qat_ranges", "learned_scales", "pruning", "l1", "lora", "frozen"),
-    *("distillation", "distilled_features"),
-)
-"""A drawn run has at most one of each group."""
 ONLY_ON_RANKS = (
     "teacher_sharded",
     "teacher_offloaded",
     "verified",
     "tiled",
     "unforced",
-    "vocabulary_head",
     "workers",
     "resumed",
     "from_directory",
-    "kept_products",
 )
 """What changes how a run is computed, and not its results; one process omits it."""
 TOLERANCES: Mapping[str, float] = {"bf16": 3e-2, "dropout": 0.3, "muon": 1e-3, "stopped_early": 1e-3}
@@ -761,13 +734,6 @@ def reference_of(case: Case) -> Case:
     if "on_policy" in settings:
         return replace(case, layout="ddp", settings=settings)
     return replace(case, layout="single", settings=settings, model=case.family)
-
-
-def is_proven(case: Case) -> bool:
-    used = case.settings if set(case.settings) & set(OPTIMIZERS) else (*case.settings, "adamw_torch")
-    return not incompatibility_errors(
-        [name for name in used if name in (*METHODS, *SWITCHES, *OPTIMIZERS)], case.columns
-    )
 
 
 def loss_tolerance(case: Case) -> float:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from family_sweep.hybrids import findings, verdict
+from family_sweep.layouts import findings, verdict
 
 STORED = Path(__file__).with_name("hybrid_legality.json")
 TELLING = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,13 +77,6 @@ def garbage_record(directory: Path) -> None:
     (directory / RECORD).write_bytes(b'{"schema_version": 1, "files": ')
 
 
-def foreign_world_size(directory: Path) -> None:
-    """A complete checkpoint whose record names eight ranks and another axis."""
-    record = json.loads((directory / RECORD).read_text())
-    record["facts"] |= {"world_size": 8, "axes": {"pipeline_stages": 4}}
-    (directory / RECORD).write_text(json.dumps(record))
-
-
 DAMAGES: dict[str, Callable[[Path], None]] = {
     function.__name__: function
     for function in (
@@ -99,8 +91,5 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         flip_optimizer,
         swap_ranks,
         garbage_record,
-        foreign_world_size,
     )
 }
-REFUSED = ("foreign_world_size",)
-"""Whole, so that they are chosen, and then refused; the others are skipped for an older one."""

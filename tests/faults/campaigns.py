@@ -15,15 +15,12 @@ from typing import Any
 
 from warm_ranks import RanksFailedError
 
-from faults.broken_checkpoints import DAMAGES, REFUSED
 from faults.injection import LOG, Fault
-from faults.layouts import ENGINES, STEPS, Workshop, losses_of
+from faults.layouts import STEPS, Workshop, losses_of
 
 Row = dict[str, Any]
 SAVED_AT = 4
 TOLERANCE = 1e-6
-SUMMED_TOLERANCE = 1e-5
-"""Where other ranks add up the same numbers in another order."""
 _SHIM = Path(__file__).with_name("file_operations.c")
 
 
@@ -138,74 +135,4 @@ def _broken_save(workshop: Workshop, engine: str, fault: Fault, name: str, expec
     return {"where": where, "fault": name, "happened": f"{ended}; {happened}", "expected": broke and went_on}
 
 
-def signals(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    for engine in choice.engines:
-        for kind, code in (("sigterm", 143), ("sigint", 130)):
-            for rank in (0, 1):
-                row = {"where": engine, "fault": f"{kind.upper()} to rank {rank} in step 3"}
-                if not choice.has(**row):
-                    continue
-                output = workshop.directory / "signalled"
-                shutil.rmtree(output, ignore_errors=True)
-                try:
-                    fault = Fault(kind=kind, phase="step", step=3, rank=rank)
-                    workshop.run(engine, output, environment=fault.environment, timeout_seconds=60)
-                    ended, right = "the run went on", False
-                except RanksFailedError as error:
-                    ended, right = str(error).split(":")[0], f"exit code {code}" in str(error)
-                went_on, happened = _resumed(workshop, engine, output)
-                right = right and "checkpoint-3" in happened
-                yield row | {"happened": f"{ended}; {happened}", "expected": right and went_on}
-
-
-def checkpoints(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """Damages of the newest checkpoint: it is skipped for the one before, or refused by name."""
-    for engine in choice.engines:
-        whole = workshop.whole(engine)
-        for name, damage in DAMAGES.items():
-            row = {"where": engine, "fault": name.replace("_", " ")}
-            if not choice.has(**row):
-                continue
-            output = workshop.directory / "damaged"
-            shutil.rmtree(output, ignore_errors=True)
-            shutil.copytree(whole, output)
-            damage(output / f"checkpoint-{STEPS}")
-            went_on, happened = _resumed(workshop, engine, output)
-            right = went_on and "checkpoint-4" in happened
-            if name in REFUSED:
-                right = "exit code 2" in happened and "resume:" in happened
-            yield row | {"happened": happened, "expected": right}
-
-
-def other_ranks(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """Fewer and more ranks than saved the checkpoint, with the same samples in every step."""
-    for engine in (one for one in choice.engines if one != "pipeline"):
-        for before, after in ((2, 1), (1, 2), (2, 4)):
-            row = {"where": engine, "fault": f"saved by {before}, resumed by {after}"}
-            if not choice.has(**row):
-                continue
-            whole = workshop.whole(engine, ranks=before)
-            output = workshop.directory / "other-ranks"
-            shutil.rmtree(output, ignore_errors=True)
-            shutil.copytree(whole / f"checkpoint-{SAVED_AT}", output / f"checkpoint-{SAVED_AT}")
-            try:
-                workshop.run(engine, output, ranks=after, flags=("--resume",), **workshop.batch(after))
-            except RanksFailedError as error:
-                how = str(error).splitlines()[0].partition(": ")[0]
-                happened = f"resume failed: {how}: {_last_line(error.output)}"
-                yield row | {"happened": happened, "expected": False}
-                continue
-            pairs = zip(losses_of(output), losses_of(whole)[SAVED_AT:], strict=True)
-            difference = max(abs(one - other) for one, other in pairs)
-            happened = f"resumed from checkpoint-{SAVED_AT}, largest difference {difference:.1e}"
-            yield row | {"happened": happened, "expected": difference <= SUMMED_TOLERANCE}
-
-
-PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {
-    "kills": kills,
-    "disks": full_disks,
-    "signals": signals,
-    "checkpoints": checkpoints,
-    "ranks": other_ranks,
-}
-__all__ = ["ENGINES", "PARTS", "Choice", "Row", "run"]
+PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {"kills": kills, "disks": full_disks}

@@ -1,7 +1,7 @@
 """One fault in a rank, at a step and a phase, read from `SHARDWRIGHT_FAULT`, which launchers pass on to ranks.
 
 `KIND@PHASE:step=3,rank=1` with a phase of `step`, `save`, `mark` (all files of a
-checkpoint are written, its record is not), `evaluate` or `load`. Kinds: `exception`, `sigterm`, `sigint`,
+checkpoint are written, its record is not) or `load`. Kinds: `exception`, `sigterm`, `sigint`,
 `sigkill`, `sigstop`, `hang`, `nan-loss`, `inf-gradient`, `nan-weight`, and within a save `file-kill`, `file-enospc`,
 `file-eio` with `at=N` for the n-th file operation (`at=0` only logs them to `SHARDWRIGHT_FAULT_LOG`).
 """
@@ -21,7 +21,7 @@ from typing import Any
 VARIABLE, LOG = "SHARDWRIGHT_FAULT", "SHARDWRIGHT_FAULT_LOG"
 SIGNALS = {"sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP}
 FILE_ERRORS = {"file-kill": 0, "file-enospc": errno.ENOSPC, "file-eio": errno.EIO}
-PHASES = ("step", "save", "mark", "evaluate", "load")
+PHASES = ("step", "save", "mark", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +143,6 @@ def _callback(fault: Fault) -> type:
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if fault.phase == "mark" and state.global_step == fault.step:
-                happen(fault)
-
-        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if fault.phase == "evaluate":
                 happen(fault)
 
     if fault.kind in FILE_ERRORS:

@@ -424,7 +424,6 @@ READ = {
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
     "script-callbacks": ("transformers.trainer", "DEFAULT_CALLBACKS"),
-    "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **{
         f"traced-masks-{name}": ("transformers.masking_utils", name)
@@ -432,7 +431,7 @@ READ = {
     },
     "traced-layer-drop": ("transformers.models.bart.modeling_bart", "torch.rand"),
     **dict.fromkeys(
-        ("pipeline-checkpointing", "selective-checkpointing", "offloaded-checkpoints"),
+        ("pipeline-checkpointing", "offloaded-checkpoints"),
         ("transformers.modeling_layers", "self._gradient_checkpointing_func"),
     ),
     "metered-backward": ("transformers.trainer", "self.accelerator.backward"),

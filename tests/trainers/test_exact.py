@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.trainers.exact import count_as_one_process, make_exact
+from shardwright.trainers.exact import count_as_one_process, exact_class, make_exact
 from small_models import llama
 from transformers import Trainer, TrainingArguments
 
@@ -89,3 +89,22 @@ def test_an_evaluation_after_a_failed_one_gathers_every_row(tmp_path: Path) -> N
     again = trainer.predict(trainer.eval_dataset)
     assert again.predictions.shape == expected.predictions.shape
     assert again.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+def test_a_checkpoint_that_an_own_train_selects_is_compared(tmp_path: Path) -> None:
+    class Resuming(Trainer):  # type: ignore[misc]
+        def train(self) -> Any:
+            return super().train(resume_from_checkpoint="selected")
+
+    def check(trainer: Any, resume: Any) -> str:
+        compared.append(resume)
+        raise InterruptedError
+
+    compared: list[Any] = []
+    for kind, arguments in ((Resuming, ()), (Trainer, ("given",))):
+        trainer = make_exact(made(kind, tmp_path))
+        trainer.checked_checkpoint = check
+        with pytest.raises(InterruptedError):
+            trainer.train(*arguments)
+    assert compared == ["selected", "given"]
+    assert type(make_exact(made(Resuming, tmp_path))) is exact_class(Resuming)

@@ -192,7 +192,6 @@ def build_subject(
     adapter: Adapter,
     lora_rank: int,
     checkpointing: bool,
-    keeps_products: bool = False,
     implementation: str = "sdpa",
     liger: bool = False,
 ) -> TracedModel:
@@ -208,7 +207,7 @@ def build_subject(
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
     model = with_liger_layers(model.train()) if liger else model.train()
     if checkpointing:
-        enable_checkpointing(model, keeps_products=keeps_products)
+        enable_checkpointing(model)
     stack = base.transformer.h if family == "gpt2" else base.model.layers
     return TracedModel(model=model, layers=list(stack), head=base.get_output_embeddings())
 

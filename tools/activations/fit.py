@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from shardwright.ds_configs.memory.activations import Adapter, Mode, feature_values
+from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, size_factors
 from shardwright.ds_configs.specs.errors import ShardwrightError
 
 from .families import (
@@ -55,7 +55,6 @@ def measure(
     adapter: Adapter,
     attention: str,
     checkpointing: bool,
-    keeps_products: bool = False,
     liger: bool = False,
 ) -> Measured:
     """Runs the model with two and with four layers."""
@@ -68,7 +67,6 @@ def measure(
             adapter=adapter,
             lora_rank=shape.lora_rank,
             checkpointing=checkpointing,
-            keeps_products=keeps_products,
             implementation="eager" if attention == "eager" else "sdpa",
             liger=liger,
         )
@@ -126,43 +124,12 @@ def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str, l
     }
 
 
-def derive_selective_table(family: str, *, mode: Mode, attention: str) -> dict[str, Any]:
-    """Traces what layers keep and need that recompute all but their products and attention, in full training."""
-    names, shapes, design = _equations(family, "none", attention)
-    cases = [
-        measure(
-            family,
-            shape,
-            mode=mode,
-            adapter="none",
-            attention=attention,
-            checkpointing=True,
-            keeps_products=True,
-        )
-        for shape in shapes
-    ]
-
-    def solved(name: str, rows: Sequence[Sequence[int]]) -> list[Candidate]:
-        return solve(design, rows, names, f"{family} {mode} {attention} selective {name}")
-
-    return {
-        "features": names,
-        "kept_per_layer": solved("kept", [[case.per_layer] for case in cases]),
-        "forward_transient": solved(
-            "forward", [[live - case.per_layer for live in case.shallow.layer_forward] for case in cases]
-        ),
-        "backward_transient": solved(
-            "backward", [above_head(case.shallow, case.shallow.layer_backward) for case in cases]
-        ),
-    }
-
-
 def _equations(family: str, adapter: Adapter, attention: str) -> tuple[list[str], list[Shape], NDArray[np.int64]]:
     """Return the features, shapes that determine their coefficients, and the features' values in each shape."""
     names = feature_names(family, adapter, attention)
     shapes = sample_shapes(family, len(names) + SPARE_SHAPES, adapter=adapter)
     values = [
-        feature_values(
+        size_factors(
             shape.dimensions,
             micro_batch_size=shape.micro_batch_size,
             seq_len_tokens=shape.seq_len_tokens,
@@ -170,7 +137,7 @@ def _equations(family: str, adapter: Adapter, attention: str) -> tuple[list[str]
         )
         for shape in shapes
     ]
-    return names, shapes, np.array([[value[name] for name in names] for value in values], dtype=np.int64)
+    return names, shapes, np.array([[feature(name, factors) for name in names] for factors in values], dtype=np.int64)
 
 
 def above_head(run: Phases, live: Sequence[int]) -> list[int]:

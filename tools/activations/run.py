@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from shardwright.plugins.transformers.gradient_checkpointing import product_keeping_contexts
 from torch.overrides import TorchFunctionMode
 
 from .meter import Recording, StorageMeter
@@ -52,7 +51,7 @@ def _fused_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, i
     return torch.native_dropout(input, p, train=True)[0] if training and p > 0 else input
 
 
-def enable_checkpointing(model: Any, *, keeps_products: bool = False) -> None:
+def enable_checkpointing(model: Any) -> None:
     """Turns on non-reentrant checkpointing, the default of `gradient_checkpointing_enable` in transformers 5.17.
 
     The recomputation runs inside `loss.backward()`, where torch 2.13 has function modes switched off; the context
@@ -60,20 +59,9 @@ def enable_checkpointing(model: Any, *, keeps_products: bool = False) -> None:
     """
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        if not keeps_products:
-            return nullcontext(), CudaSemantics()
-        forward, again = product_keeping_contexts()
-        return forward, _together(CudaSemantics(), again)
+        return nullcontext(), CudaSemantics()
 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
-
-
-@contextmanager
-def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 def _widen(value: Any) -> Any:

@@ -18,9 +18,12 @@ import ast
 import inspect
 import math
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -92,20 +95,40 @@ def returns_mean(trainer: Trainer) -> bool:
         undivided = ("regression", "multi_label_classification")
         if config.num_labels == 1 or config.problem_type in undivided:
             return True
-    return not _divides_by_count(type(model).forward)
+    return not divides_by_count(type(model).forward)
 
 
-def _divides_by_count(forward: Callable[..., Any]) -> bool:
-    """Return whether a model passes the number of labels to the function that computes its loss.
+@cache
+def _table() -> dict[str, Any]:
+    table = tomllib.loads(files(__package__).joinpath("data", "label_counts.toml").read_text(encoding="utf-8"))
+    return {name: value.split() if isinstance(value, str) else value for name, value in table.items()}
 
-    It does so if it names the number, or calls anything with labels and all other keywords. A function without source
-    is assumed to.
+
+def divides_by_count(forward: Callable[..., Any]) -> bool:
+    """Return whether the `forward` of a model passes the number of labels to the function that computes its loss.
+
+    `data/label_counts.toml` says it of the classes of Transformers, and the source of all others. A function without
+    source is assumed to.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
-        return True
-    for node in ast.walk(tree):
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    forward = inspect.unwrap(forward)
+    kind, _, rest = getattr(forward, "__qualname__", "").partition(".")
+    if rest != "forward" or not forward.__module__.startswith("transformers."):
+        try:
+            return passes_count(ast.parse(textwrap.dedent(inspect.getsource(forward))))
+        except (OSError, TypeError, SyntaxError):
+            return True
+    if kind.endswith("ForCTC"):
+        # Releases that have a function for this loss give it the number.
+        return "ForCTC" in LOSS_MAPPING
+    is_language_model = kind.endswith(tuple(_table()["language_models"]))
+    return kind in _table()["dividing"] or (is_language_model and kind not in _table()["averaging"])
+
+
+def passes_count(forward: ast.AST) -> bool:
+    """Return whether source names the number of labels, or calls anything with labels and all other keywords."""
+    for node in ast.walk(forward):
         if (isinstance(node, ast.Name) and node.id == _COUNT) or (
             isinstance(node, ast.Constant) and node.value == _COUNT
         ):
@@ -350,9 +373,10 @@ def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> t
     trained, mask = trained_rows(batch), batch.get("attention_mask")
     if trained is None or trained == rows:
         return rows, tokens // rows, 0
-    # One process pads the rows that count to the longest of them.
-    longest = int(mask[:trained].sum(1).max()) if trained and mask is not None and mask.dim() == 2 else tokens // rows
-    return trained, longest if trained else 0, 0
+    if trained and mask is not None and mask.dim() == 2 and int(mask.sum(1).max()) == tokens // rows:
+        # One process pads the rows that count to the longest of them, unless its collator pads to a fixed length.
+        return trained, int(mask[:trained].sum(1).max()), 0
+    return trained, tokens // rows if trained else 0, 0
 
 
 @contextmanager

@@ -37,7 +37,6 @@ def special_prefix(tokenizer: Any) -> list[int]:
 
 
 def special_suffix(tokenizer: Any) -> list[int]:
-    """Return the end-of-sequence token, if the tokenizer has one."""
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
@@ -234,7 +233,6 @@ def _dependent_part(
 
 
 def _shared_length(*texts: str) -> int:
-    """Return the length of the longest common beginning."""
     columns = enumerate(zip(*texts, strict=False))
     return next((index for index, column in columns if len(set(column)) > 1), min(map(len, texts)))
 

@@ -111,7 +111,6 @@ def load_model(
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return whether a directory has a tokenizer."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 

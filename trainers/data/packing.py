@@ -37,7 +37,6 @@ def packed_if_possible(
     models: Sequence[tuple[Mapping[str, Any], str | None]],
     *,
     obstacle: str | None = None,
-    streaming: bool = False,
 ) -> Samples:
     """Return the samples with several conversations in a row, where layout, models and data allow it, and log which.
 
@@ -47,31 +46,28 @@ def packed_if_possible(
         plan: The layout that trains.
         models: `config.json` and attention implementation of each model that reads the rows.
         obstacle: Why the training cannot use packed rows, if it cannot.
-        streaming: Whether samples are made while rows are read.
 
     Raises:
         UsageError: `--packing on`, but conversations cannot be packed.
     """
-    statistics, strategy = samples.statistics, plan.chosen.strategy
+    statistics, layout = samples.statistics, plan.chosen.strategy
     if settings.packing == "off" or statistics.kind == "text":
         return samples
     for config, attention in models:
-        obstacle = obstacle or packing_obstacle(
-            strategy, config, attention=attention, seq_len=settings.seq_len, streaming=streaming
-        )
+        obstacle = obstacle or packing_obstacle(layout, config, attention=attention, seq_len=settings.seq_len)
     documents, rows = samples.train, 0
     if obstacle is None:
         indices = fitting_rows([len(document["input_ids"]) for document in documents], settings.seq_len)
         rows = len(indices)
-        if settings.packing == "auto" and rows < strategy.global_batch_size:
-            obstacle = f"they fill {rows} rows, fewer than the global batch of {strategy.global_batch_size}"
+        if settings.packing == "auto" and rows < layout.global_batch_size:
+            obstacle = f"they fill {rows} rows, fewer than the global batch of {layout.global_batch_size}"
     if obstacle is None:
         filled = statistics.train_tokens / (rows * settings.seq_len)
-        per_step = strategy.global_batch_size * statistics.train_samples / rows
+        per_step = layout.global_batch_size * statistics.train_samples / rows
         logger.info(
             f"packed {statistics.train_samples:,} conversations into {rows:,} rows of {settings.seq_len} tokens, "
             f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, with --packing off on "
-            f"{strategy.global_batch_size}"
+            f"{layout.global_batch_size}"
         )
         packed = [packed_row([documents[index] for index in row]) for row in indices]
         statistics = replace(statistics, train_samples=rows, packed_documents=len(documents))
@@ -112,7 +108,6 @@ def fitting_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 
 
 def packed_row(documents: Sequence[Sample]) -> Sample:
-    """Return one sample of several documents, with `position_ids`."""
     row: Sample = {"input_ids": [], "labels": [], "position_ids": []}
     for document in documents:
         row["input_ids"] += document["input_ids"]
@@ -121,34 +116,29 @@ def packed_row(documents: Sequence[Sample]) -> Sample:
     return row
 
 
-def packing_obstacle(
-    strategy: Layout, config: Mapping[str, Any], *, attention: str | None, seq_len: int, streaming: bool
-) -> str | None:
+def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: str | None, seq_len: int) -> str | None:
     """Return why conversations cannot be packed; `None` if they can.
 
     A small model of the same classes is run on the CPU to see that its documents do not read each other.
 
     Args:
-        strategy: The layout that trains.
+        layout: The layout that trains.
         config: The model's `config.json`.
         attention: Its attention implementation.
         seq_len: Length of a row.
-        streaming: Whether samples are made while rows are read.
     """
-    for size, name in ((strategy.pp, "pipeline"), (strategy.sp, "sequence"), (strategy.cp, "context")):
+    for size, name in ((layout.pp, "pipeline"), (layout.sp, "sequence"), (layout.cp, "context")):
         if size > 1:
             return f"{name} parallelism does not support document masks"
-    if streaming:
-        return "with --streaming, the number of samples must be known before the rows are read"
-    if attention is not None and _FLASH in attention and strategy.micro_batch_size > 1:
+    if attention is not None and _FLASH in attention and layout.micro_batch_size > 1:
         return f"{attention} separates documents only with --micro-batch-size 1"
     if config.get("output_router_logits"):
         return "the balance loss of the router (output_router_logits) would count padding"
-    return _reads_other_documents(config, strategy=strategy, attention=attention, seq_len=seq_len)
+    return _reads_other_documents(config, layout, attention=attention, seq_len=seq_len)
 
 
 def _reads_other_documents(
-    config: Mapping[str, Any], *, strategy: Layout, attention: str | None, seq_len: int
+    config: Mapping[str, Any], layout: Layout, *, attention: str | None, seq_len: int
 ) -> str | None:
     """Return how a small model of these classes mixes documents of a packed row; `None` if it does not.
 
@@ -158,7 +148,7 @@ def _reads_other_documents(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small, _ = shrink_model_config(dict(config), strategy=strategy, seq_len_tokens=max(seq_len, 64), hidden_size=64)
+    small, _ = shrink_model_config(dict(config), layout=layout, seq_len_tokens=max(seq_len, 64), hidden_size=64)
     first, second = _PROBED_TOKENS
     try:
         # The seed of the process is not changed.

@@ -1,16 +1,14 @@
-"""Token samples for training and evaluation: in memory or streamed."""
+"""Token samples for training and evaluation."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +27,7 @@ _ALPACA_PROMPT = (
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
-_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
+_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 _NumberedRow = tuple[int, Row]
 """A row with its index, which errors name."""
@@ -72,13 +70,10 @@ class SampleStatistics:
 class Samples:
     """Samples of at most `seq_len` tokens; each a dict of `input_ids` and `labels`."""
 
-    train: Sequence[Sample]
-    """Training samples: a list, or a dataset on disk."""
+    train: list[Sample]
     evaluation: list[Sample]
     """Evaluation samples, from rows that are not trained on."""
     statistics: SampleStatistics
-    kept: object = None
-    """Owner of the file of `train`, if it is on disk; the file is deleted with it."""
 
 
 def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
@@ -98,16 +93,13 @@ def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
         evaluation_fraction=settings.evaluation_fraction,
         text_column=settings.text_column,
     )
-    _log_truncation(samples.statistics, settings.seq_len)
-    return samples
-
-
-def _log_truncation(statistics: SampleStatistics, seq_len: int) -> None:
+    statistics = samples.statistics
     if statistics.cut_rows:
         logger.info(
-            f"{statistics.cut_rows:,} of {statistics.rows:,} rows of {statistics.source} are longer than {seq_len} "
-            "tokens and are truncated"
+            f"{statistics.cut_rows:,} of {statistics.rows:,} rows of {statistics.source} are longer than "
+            f"{settings.seq_len} tokens and are truncated"
         )
+    return samples
 
 
 def load_samples(
@@ -148,20 +140,31 @@ def load_samples(
     """
     rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
-        check_text_column(source, rows, text_column)
+        known = list(rows[0]) if rows else [text_column]
+        if text_column not in known:
+            near = get_close_matches(text_column, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            rule = f"is not a column of {source}"
+            raise UsageError(ConfigError(where="text_column", value=text_column, rule=rule, fix=fix))
         rows = [{"text": row.get(text_column)} for row in rows]
-    kind = kind_of(source, rows)
-    filled = [(index, row) for index, row in enumerate(rows) if has_text(row, kind)]
-    check_one_format(source, rows, kind)
+    kind = _kind_of(source, rows)
+    filled = [(index, row) for index, row in enumerate(rows) if _has_text(row, kind)]
+    _check_one_format(source, rows, kind)
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
-    make = SampleMaker(tokenizer, seq_len, kind=kind, packing=packing, source=source)
-    train_rows, evaluation_rows = _split_rows(filled, kind, seed, evaluation_fraction)
-    train = list(make(train_rows))
-    unlabelled, cut = make.unlabelled, make.cut
-    evaluation = list(make(evaluation_rows))
-    make.log_changes()
+    chats: Counter[str] = Counter()
+    (train, counts), (evaluation, _) = (
+        _made_samples(part, tokenizer, seq_len, kind=kind, packing=packing, source=source, chats=chats)
+        for part in _split_rows(filled, kind, seed, evaluation_fraction)
+    )
+    if chats["rewritten"]:
+        lost = chats["unlabelled answers"]
+        logger.info(
+            f"the chat template changes earlier messages, such as their thoughts, in {chats['rewritten']:,} "
+            f"conversations of {source}: labels are those of the complete rendering"
+            + (f"; {lost:,} answers are not in it and have no labels" if lost else "")
+        )
     if not train:
         if kind == "text":
             rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
@@ -177,13 +180,13 @@ def load_samples(
         kind=kind,
         rows=len(rows),
         empty_rows=len(rows) - len(filled),
-        unlabelled_rows=unlabelled,
-        cut_rows=cut,
+        unlabelled_rows=counts["unlabelled"],
+        cut_rows=counts["cut"],
         train_samples=len(train),
         evaluation_samples=len(evaluation),
         train_tokens=sum(len(sample["input_ids"]) for sample in train),
         train_labels=sum(label != IGNORED_LABEL for sample in train for label in sample["labels"]),
-        template_rows=make.chats["rendered"],
+        template_rows=chats["rendered"],
     )
     return Samples(train=train, evaluation=evaluation, statistics=statistics)
 
@@ -192,7 +195,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
-    label. `token_weights`, `teacher_rows` and `position_ids` are padded if samples have them.
+    label. `teacher_rows` and `position_ids` are padded if samples have them.
     """
     import torch
 
@@ -214,17 +217,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     return batch
 
 
-def check_text_column(source: str, rows: Sequence[Row], column: str) -> None:
-    """Raise a `UsageError` if the first row has no such column."""
-    known = list(rows[0]) if rows else []
-    if rows and column not in known:
-        near = get_close_matches(column, known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-        raise UsageError(ConfigError(where="text_column", value=column, rule=f"is not a column of {source}", fix=fix))
-
-
-def kind_of(source: str, rows: Sequence[Row]) -> Kind:
-    """Return the kind of the rows, by the columns of the first one."""
+def _kind_of(source: str, rows: Sequence[Row]) -> Kind:
     if not rows:
         raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
     columns = list(rows[0])
@@ -247,8 +240,7 @@ def _messages(row: Row) -> Any:
     return next((row[name] for name in MESSAGE_COLUMNS if row.get(name)), None)
 
 
-def has_text(row: Row, kind: Kind) -> bool:
-    """Return whether a row has text to train on."""
+def _has_text(row: Row, kind: Kind) -> bool:
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":
@@ -257,17 +249,17 @@ def has_text(row: Row, kind: Kind) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def check_one_format(source: str, rows: Iterable[Row], kind: Kind, *, first: int = 0) -> None:
-    """Raise a `UsageError` if rows have text in the columns of another kind; `first` is the index of the first row."""
+def _check_one_format(source: str, rows: Sequence[Row], kind: Kind) -> None:
+    """Raise a `UsageError` if rows have text in the columns of another kind."""
     kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
-    for index, row in enumerate(rows, start=first):
-        if not has_text(row, kind) and (other := next((name for name in kinds if has_text(row, name)), None)):
+    for index, row in enumerate(rows):
+        if not _has_text(row, kind) and (other := next((name for name in kinds if _has_text(row, name)), None)):
             rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
             fix = "convert the rows, or train on one file per format"
             raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
 
 
-def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
+def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
     """Return the prompt and the completion of a row, both texts or both lists of messages.
 
     An Alpaca row is a question and an answer for a chat template, or else text with Alpaca's own prompt.
@@ -293,7 +285,7 @@ def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple
     return prompt, completion
 
 
-def tools_of(row: Row, where: str) -> list[Any] | None:
+def _tools_of(row: Row, where: str) -> list[Any] | None:
     """Return the functions that a row offers to the assistant; datasets store them as a list or as JSON text."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -307,11 +299,6 @@ def tools_of(row: Row, where: str) -> list[Any] | None:
     return tools or None
 
 
-def digest_of(row: Row, seed: int) -> bytes:
-    """Return the digest that decides whether a row is an evaluation row; equal rows have equal digests."""
-    return hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest()
-
-
 def _split_rows(
     rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
 ) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
@@ -321,7 +308,9 @@ def _split_rows(
         ((index, row),) = rows
         end = round(len(row["text"]) * (1 - fraction))
         return [(index, {"text": row["text"][:end]})], [(index, {"text": row["text"][end:]})]
-    digests = [digest_of(row, seed) for _, row in rows]
+    # Equal rows have equal digests.
+    texts = (json.dumps(row, sort_keys=True, default=str) for _, row in rows)
+    digests = [hashlib.sha256(f"{seed}\n{text}".encode()).digest() for text in texts]
     equal_rows, missing, selected = Counter(digests), max(1, round(len(rows) * fraction)), set()
     # The last digest is never selected, so that there is always a row to train on.
     for digest in sorted(equal_rows)[:-1]:
@@ -333,161 +322,56 @@ def _split_rows(
     return train, [row for row, digest in zip(rows, digests, strict=True) if digest in selected]
 
 
-class SampleMaker:
-    """Make samples of rows one by one; count rows whose labels are all masked, and truncated rows."""
+def _made_samples(
+    rows: Iterable[_NumberedRow],
+    tokenizer: Any,
+    seq_len: int,
+    *,
+    kind: Kind,
+    packing: bool,
+    source: str,
+    chats: Counter[str],
+) -> tuple[list[Sample], Counter[str]]:
+    """Return samples of at most `seq_len` tokens, and the numbers of `unlabelled` and of truncated (`cut`) rows.
 
-    def __init__(self, tokenizer: Any, seq_len: int, *, kind: Kind, packing: bool, source: str) -> None:
-        self.unlabelled = self.cut = 0
-        self.chats: Counter[str] = Counter()
-        """What a chat template does to conversations, as `encode_chat` counts it."""
-        self._tokenizer, self._seq_len, self._kind = tokenizer, seq_len, kind
-        self._packing, self._source = packing, source
-
-    def __call__(self, rows: Iterable[_NumberedRow]) -> Iterator[Sample]:
-        """Yield samples of at most `seq_len` tokens; rows are read as samples are requested."""
-        tokenizer, seq_len = self._tokenizer, self._seq_len
-        if self._kind == "text":
-            before, after = special_prefix(tokenizer), special_suffix(tokenizer)
-            documents = (
-                [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for _, row in rows
-            )
-            pieces = (
-                document[start : start + seq_len]
-                for document in documents
-                for start in range(0, len(document), seq_len)
-                if min(seq_len, len(document) - start) > 1
-            )
-            for tokens in joined_pieces(documents, seq_len) if self._packing else pieces:
-                # Labels are a copy, so that masking a label does not change the tokens.
-                yield {"input_ids": tokens, "labels": list(tokens)}
-            return
-        for index, row in rows:
-            where = f"{self._source}[{index}]"
-            if self._kind == "messages":
-                tools = tools_of(row, where)
-                ids, labels = encode_chat(tokenizer, _messages(row), tools=tools, where=where, counts=self.chats)
-            else:
-                prompt, completion = prompt_and_completion(
-                    row, with_template=bool(tokenizer.chat_template), where=where
-                )
-                if isinstance(prompt, list):
-                    turns, tools = [*prompt, *completion], tools_of(row, where)
-                    ids, labels = encode_chat(
-                        tokenizer, turns, first_labelled=len(prompt), tools=tools, where=where, counts=self.chats
-                    )
-                else:
-                    ids, labels = encode_completion(tokenizer, prompt, completion)
-            self.cut += len(ids) > seq_len
-            ids, labels = ids[:seq_len], labels[:seq_len]
-            # The first token is never predicted.
-            if any(label != IGNORED_LABEL for label in labels[1:]):
-                yield {"input_ids": ids, "labels": labels}
-            else:
-                self.unlabelled += 1
-
-    def log_changes(self) -> None:
-        """Log what the chat template changes in earlier messages of a conversation."""
-        if rows := self.chats["rewritten"]:
-            lost = self.chats["unlabelled answers"]
-            also = f"; {lost:,} answers are not in it and have no labels" if lost else ""
-            logger.info(
-                f"the chat template changes earlier messages, such as their thoughts, in {rows:,} conversations of "
-                f"{self._source}: labels are those of the complete rendering{also}"
-            )
-
-
-def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int) -> Samples:
-    """Return the first samples of a dataset: the head becomes the evaluation set, the following rows are trained on.
-
-    Rows are read as samples are made of them. Training samples are written to a file in the temporary directory (16
-    bytes per token), which is deleted with the returned object, so memory does not grow with their number. Rows equal
-    to a row of the head are not trained on.
-
-    Args:
-        settings: Dataset, sequence length and packing; `evaluation_fraction` is ignored.
-        tokenizer: Its template renders conversations.
-        train_samples: Largest number of training samples.
-        evaluation_samples: Number of evaluation samples; 0 for none.
-
-    Raises:
-        UsageError: as `load_samples`, or the dataset ends before the first training sample.
+    `chats` counts what a chat template does to conversations, as `encode_chat`.
     """
-    from datasets import Dataset, Features, List, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    source = settings.dataset
-    split, revision = settings.dataset_split, settings.dataset_revision
-    stream = read_rows(parse_source(source), split=split, revision=revision, streaming=True)
-    first = list(islice(stream, 1))
-    if settings.text_column is not None:
-        check_text_column(source, first, settings.text_column)
-    rows = _Rows(chain(first, stream), settings)
-    rows.kind = kind_of(source, list(rows.as_read(first)))
-    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing != "off", source=source)
-    evaluation = list(islice(make(rows.head()), evaluation_samples))
-    make.unlabelled = make.cut = 0
-    directory = tempfile.TemporaryDirectory(prefix="shardwright-stream-", ignore_cleanup_errors=True)
-    tokens = labels = 0
-    file = str(Path(directory.name) / "train.arrow")
-    features = Features({name: List(Value("int64")) for name in ("input_ids", "labels")})
-    with ArrowWriter(path=file, features=features) as writer:
-        for sample in islice(make(rows.rest()), train_samples):
-            tokens += len(sample["input_ids"])
-            labels += sum(label != IGNORED_LABEL for label in sample["labels"])
-            writer.write(sample)
-        count, _ = writer.finalize()
-    make.log_changes()
-    if not count:
-        rule = f"ends after {rows.read} rows, before the first training sample of seq_len = {settings.seq_len}"
-        fix = "lower --seq-len or --evaluation-samples, or omit --streaming"
-        raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
-    statistics = SampleStatistics(
-        source=source,
-        kind=rows.kind,
-        rows=rows.read,
-        empty_rows=rows.empty,
-        unlabelled_rows=make.unlabelled,
-        cut_rows=make.cut,
-        train_samples=count,
-        evaluation_samples=len(evaluation),
-        train_tokens=tokens,
-        train_labels=labels,
-        template_rows=make.chats["rendered"],
-    )
-    _log_truncation(statistics, settings.seq_len)
-    return Samples(train=Dataset.from_file(file), evaluation=evaluation, statistics=statistics, kept=directory)
-
-
-class _Rows:
-    """Rows with text, in order; rows of the head are remembered and skipped if they occur again."""
-
-    kind: Any = None
-
-    def __init__(self, stream: Iterator[Row], settings: DataSettings) -> None:
-        self.read = self.empty = 0
-        self.stream = stream
-        self._settings = settings
-        self._head: set[bytes] = set()
-
-    def as_read(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield rows with the selected column as `text`."""
-        column = self._settings.text_column
-        return ({"text": row.get(column)} if column is not None else row for row in rows)
-
-    def head(self) -> Iterator[_NumberedRow]:
-        for index, row in self._filled():
-            self._head.add(digest_of(row, self._settings.seed))
-            yield index, row
-
-    def rest(self) -> Iterator[_NumberedRow]:
-        seed = self._settings.seed
-        return ((index, row) for index, row in self._filled() if digest_of(row, seed) not in self._head)
-
-    def _filled(self) -> Iterator[_NumberedRow]:
-        for row in self.as_read(self.stream):
-            self.read += 1
-            if has_text(row, self.kind):
-                yield self.read - 1, row
-            else:
-                check_one_format(self._settings.dataset, [row], self.kind, first=self.read - 1)
-                self.empty += 1
+    counts: Counter[str] = Counter()
+    if kind == "text":
+        before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+        documents = (
+            [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for _, row in rows
+        )
+        pieces = (
+            document[start : start + seq_len]
+            for document in documents
+            for start in range(0, len(document), seq_len)
+            if min(seq_len, len(document) - start) > 1
+        )
+        # Labels are a copy, so that masking a label does not change the tokens.
+        joined = joined_pieces(documents, seq_len) if packing else pieces
+        return [{"input_ids": tokens, "labels": list(tokens)} for tokens in joined], counts
+    samples: list[Sample] = []
+    for index, row in rows:
+        where = f"{source}[{index}]"
+        if kind == "messages":
+            turns, first_labelled = _messages(row), 0
+        else:
+            prompt, completion = _prompt_and_completion(row, with_template=bool(tokenizer.chat_template), where=where)
+            is_chat = isinstance(prompt, list)
+            turns, first_labelled = ([*prompt, *completion], len(prompt)) if is_chat else (None, 0)
+        if turns is None:
+            ids, labels = encode_completion(tokenizer, prompt, completion)
+        else:
+            tools = _tools_of(row, where)
+            ids, labels = encode_chat(
+                tokenizer, turns, first_labelled=first_labelled, tools=tools, where=where, counts=chats
+            )
+        counts["cut"] += len(ids) > seq_len
+        ids, labels = ids[:seq_len], labels[:seq_len]
+        # The first token is never predicted.
+        if any(label != IGNORED_LABEL for label in labels[1:]):
+            samples.append({"input_ids": ids, "labels": labels})
+        else:
+            counts["unlabelled"] += 1
+    return samples, counts

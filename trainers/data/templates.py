@@ -15,74 +15,8 @@ from typing import Any
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .sources import one_line, read_utf8
 
-_CHATML = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
-{{- 'Call a function by writing <tool_call>{"name": ..., "arguments": ...}</tool_call>. Functions:\\n' }}
-{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' }}
-{%- generation %}
-{{- message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
-{{- '<tool_call>' + ((call.function or call) | tojson) + '</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>' }}
-{%- endgeneration %}
-{{- '\\n' }}
-{%- elif message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
-{%- elif not (tools and loop.first and message.role == 'system') %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
-"""
-_NO_TOOLS = """\
-{%- if tools %}{{- raise_exception('this template renders no tools; use chatml') }}{% endif %}
-{%- for message in messages if message.tool_calls or message.role == 'tool' %}
-{{- raise_exception('this template renders no tool calls; use chatml') }}
-{%- endfor %}
-"""
-_LLAMA3 = f"""\
-{_NO_TOOLS}{{{{- bos_token }}}}
-{{%- for message in messages %}}
-{{{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}}}
-{{%- if message.role == 'assistant' %}}
-{{%- generation %}}{{{{- message.content | trim + '<|eot_id|>' }}}}{{% endgeneration %}}
-{{%- else %}}{{{{- message.content | trim + '<|eot_id|>' }}}}{{% endif %}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}}}{{% endif %}}
-"""
-_ZEPHYR = f"""\
-{_NO_TOOLS}{{%- for message in messages %}}
-{{{{- '<|' + message.role + '|>\\n' }}}}
-{{%- if message.role == 'assistant' %}}
-{{%- generation %}}{{{{- message.content + eos_token }}}}{{% endgeneration %}}
-{{%- else %}}{{{{- message.content + eos_token }}}}{{% endif %}}
-{{{{- '\\n' }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- '<|assistant|>\\n' }}}}{{% endif %}}
-"""
-_ALPACA = f"""\
-{_NO_TOOLS}{{{{- bos_token }}}}
-{{%- for message in messages %}}
-{{%- if message.role == 'assistant' %}}
-{{{{- '### Response:\\n' }}}}
-{{%- generation %}}{{{{- message.content + eos_token }}}}{{% endgeneration %}}
-{{{{- '\\n\\n' }}}}
-{{%- elif message.role == 'user' %}}{{{{- '### Instruction:\\n' + message.content + '\\n\\n' }}}}
-{{%- else %}}{{{{- message.content + '\\n\\n' }}}}{{% endif %}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- '### Response:\\n' }}}}{{% endif %}}
-"""
-CHAT_TEMPLATES = {"alpaca": _ALPACA, "chatml": _CHATML, "llama3": _LLAMA3, "zephyr": _ZEPHYR}
-"""Templates by name. `alpaca` and `zephyr` end a turn with the tokenizer's end-of-sequence token."""
+CHAT_TEMPLATES = ("alpaca", "chatml", "llama3", "zephyr")
+"""Names of templates. `alpaca` and `zephyr` end a turn with the tokenizer's end-of-sequence token."""
 
 _MARKER = re.compile(r"<\|\w+\|>")
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -101,13 +35,11 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
     if name is None:
         return
     where = "chat_template"
-    template = CHAT_TEMPLATES.get(name)
-    if template is None:
-        if not Path(name).is_file():
-            rule = f"is neither a file nor one of {', '.join(CHAT_TEMPLATES)}"
-            raise UsageError(ConfigError(where=where, value=name, rule=rule, fix="pass a Jinja file or one of these"))
-        template = read_utf8(Path(name), where=where)
-    before, tokenizer.chat_template = tokenizer.chat_template, template
+    file = Path(__file__).parent / "templates" / f"{name}.jinja" if name in CHAT_TEMPLATES else Path(name)
+    if not file.is_file():
+        rule = f"is neither a file nor one of {', '.join(CHAT_TEMPLATES)}"
+        raise UsageError(ConfigError(where=where, value=name, rule=rule, fix="pass a Jinja file or one of these"))
+    before, tokenizer.chat_template = tokenizer.chat_template, read_utf8(file, where=where)
     try:
         rendered = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
     except Exception as error:

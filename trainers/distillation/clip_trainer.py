@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
-from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
@@ -60,25 +59,9 @@ def gather_rows(local_bD: torch.Tensor) -> torch.Tensor:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return local_bD
-    gathered: torch.Tensor = _GatherRows.apply(local_bD)
-    return gathered
+    from torch.distributed.nn.functional import all_gather
 
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, local_bD: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(local_bD.contiguous()) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, local_bD.contiguous())
-        ctx.rows = len(local_bD)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient_BD: torch.Tensor) -> torch.Tensor:
-        # A copy, because autograd may pass the same gradient to other functions.
-        summed = gradient_BD.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed)
-        first = ctx.rows * dist.get_rank()
-        return summed[first : first + ctx.rows]
+    return torch.cat(all_gather(local_bD))
 
 
 def _similarities(rows_BD: torch.Tensor, columns_BD: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:

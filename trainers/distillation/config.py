@@ -14,18 +14,16 @@ if TYPE_CHECKING:
     from .feature_matching import AttentionTerm, HiddenStateTerm
 
 Implementation = Literal["auto", "fused", "plain"]
-SelfTeacherKind = Literal["frozen_copy", "adapter_off", "deeper_exit"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTeacher:
     """A teacher derived from the student."""
 
-    kind: SelfTeacherKind
-    """`frozen_copy`: the weights at the start; `adapter_off`: the base model without its adapter; `deeper_exit`: the
-    model's output teaches the output of an earlier layer."""
+    kind: Literal["deeper_exit"] = "deeper_exit"
+    """The model's output teaches the output of an earlier layer."""
     exit_layer: int | None = None
-    """`deeper_exit`: number of layers before the earlier exit; `None`: half of them."""
+    """Number of layers before the earlier exit; `None`: half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +61,6 @@ class DistillationConfig:
     """Use the student as its own teacher."""
     on_policy: OnPolicy | None = None
     """Let the student generate completions."""
-    cross_tokenizer: bool = False
-    """Compare models with different tokenizers over spans of the text; the trainer wraps the collator for it."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
@@ -84,27 +80,17 @@ class DistillationConfig:
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
         own, policy = self.self_teacher, self.on_policy
         if own is not None:
-            own_kinds = get_args(SelfTeacherKind)
-            check("self_teacher.kind", own.kind, own.kind in own_kinds, f"must be one of {', '.join(own_kinds)}")
+            fix = "pass a second copy of the model as teacher"
+            check("self_teacher.kind", own.kind, own.kind == "deeper_exit", "must be deeper_exit", fix)
         if policy is not None:
             check("on_policy.fraction", policy.fraction, 0 <= policy.fraction <= 1, "must be from 0 to 1")
             tokens = policy.max_new_tokens
             check("on_policy.max_new_tokens", tokens, tokens >= 1, "must be at least 1")
         has_features = self.hidden_states is not None or self.attention is not None
-        aligns = self.cross_tokenizer
-        check("cross_tokenizer", aligns, isinstance(aligns, bool), "must be True or False; True aligns spans")
-        if aligns:
-            rule = "layers cannot be matched by position, because the tokens differ"
-            check("cross_tokenizer", None, not has_features, rule)
-            rule, fix = "cross_tokenizer compares full distributions of both models", "use plain with cross_tokenizer"
-            check("implementation", self.implementation, self.implementation != "fused", rule, fix)
-            check("on_policy", None, policy is None, "cannot be combined with cross_tokenizer")
-        if own is not None and own.kind == "deeper_exit":
+        if own is not None:
             check("self_teacher", own.kind, not has_features, "cannot be combined with feature terms")
             rule, fix = "deeper_exit computes both exits in place of the head", "use fused with deeper_exit"
             check("implementation", self.implementation, self.implementation != "plain", rule, fix)
-        elif own is not None:
-            check("self_teacher.exit_layer", None, own.exit_layer is None, "requires deeper_exit")
         if errors:
             raise UsageError(errors)
 

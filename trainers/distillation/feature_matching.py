@@ -39,19 +39,13 @@ class HiddenStateTerm:
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    kind: Literal["mse", "cosine"] = "mse"
-    """`mse`: mean squared error over the width; `cosine`: 1 - cosine similarity."""
     layers: Literal["uniform", "interpolate"] | LayerPairs = "uniform"
     """`uniform`: every student layer with the teacher layer of the nearest relative depth; `interpolate`: with a mean
     of two; or pairs of (student layer, teacher layer), where 0 is the embedding and l the output of block l."""
-    normalize: bool = True
-    """`mse`: divide each token's squared error by the mean square of its teacher vector."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
         errors = _term_errors("hidden_states", self, ("uniform", "interpolate"))
-        if self.kind not in ("mse", "cosine"):
-            errors.append(ConfigError(where="hidden_states.kind", value=self.kind, rule="must be mse or cosine"))
         if errors:
             raise UsageError(errors)
 
@@ -200,7 +194,7 @@ class FeatureMatching:
             )
             if self.projectors is not None:
                 own = self.projectors[index](own)
-            distances.append(hidden_state_sum(own, taught, weights[rows], kind=term.kind, normalize=term.normalize))
+            distances.append(hidden_state_sum(own, taught, weights[rows]))
         return torch.stack(distances).mean()
 
     def attention_sum(
@@ -257,28 +251,16 @@ def layer_map(
     return tuple(matches)
 
 
-def hidden_state_sum(
-    student_TD: torch.Tensor,
-    teacher_TD: torch.Tensor,
-    weights_T: torch.Tensor,
-    *,
-    kind: Literal["mse", "cosine"] = "mse",
-    normalize: bool = True,
-) -> torch.Tensor:
-    """Return ``Σ_t w_t · |h_s - h_t|² / D``, or ``Σ_t w_t · (1 - cos(h_s, h_t))``, as an fp32 scalar.
+def hidden_state_sum(student_TD: torch.Tensor, teacher_TD: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
+    """Return ``Σ_t w_t · |h_s - h_t|² / |h_t|²``, an fp32 scalar (FitNets, arXiv 1412.6550; TinyBERT, 1909.10351).
 
-    ``normalize`` divides each token's term by the mean square of that token's teacher vector, so that the huge
-    activations of some tokens do not outweigh all others, and sums over parts of a batch still add up. Squared error:
-    FitNets (arXiv 1412.6550), TinyBERT (arXiv 1909.10351); cosine: DistilBERT (arXiv 1910.01108).
+    Each token's squared error is divided by the square of its teacher vector, so that the huge activations of some
+    tokens do not outweigh all others, and sums over parts of a batch still add up.
     """
     with torch.autocast(student_TD.device.type, enabled=False):
         student, teacher, weights = student_TD.float(), teacher_TD.detach().float(), weights_T.float()
-        if kind == "cosine":
-            return (weights * (1.0 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1))).sum()
-        distance_T = (student - teacher).square().mean(dim=-1)
-        if normalize:
-            distance_T = distance_T / teacher.square().mean(dim=-1).clamp(min=_LEAST_POWER)
-        return (weights * distance_T).sum()
+        power_T = teacher.square().mean(dim=-1).clamp(min=_LEAST_POWER)
+        return (weights * (student - teacher).square().mean(dim=-1) / power_T).sum()
 
 
 def projectors(student_width: int, teacher_width: int, count: int) -> torch.nn.ModuleList:

@@ -15,7 +15,6 @@ from .config import OnPolicy
 
 if TYPE_CHECKING:
     import torch
-    from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 
@@ -67,7 +66,6 @@ def completed_batch(prompts: list[list[int]], completions: list[list[int]], pad_
 
 def generate(
     model: PreTrainedModel,
-    engine: DeepSpeedEngine | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     config: OnPolicy,
@@ -77,12 +75,10 @@ def generate(
 ) -> list[list[int]]:
     """Sample one completion for each prompt, up to and including its first end-of-sequence token.
 
-    Under DeepSpeed its rollout generates (deepspeed 0.19.8, deepspeed/runtime/rollout), which keeps the number of
-    ZeRO-3 gathers equal on all ranks; otherwise `generate` of Transformers does.
+    With `synced`, all ranks generate until the last one has finished, because each token gathers sharded weights.
     """
     import torch
 
-    sampling = {"max_new_tokens": config.max_new_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
@@ -93,26 +89,21 @@ def generate(
     model.eval()
     try:
         with torch.no_grad():
-            if engine is not None:
-                from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
-
-                request = RolloutRequest(prompt_ids=ids_BS, prompt_attention_mask=mask_BS)
-                rollout = HybridEngineRollout(engine=engine, tokenizer=tokenizer)
-                output_BS = rollout.generate(request, SamplingConfig(n_samples_per_prompt=1, **sampling)).input_ids
-            else:
-                output_BS = model.generate(
-                    input_ids=ids_BS,
-                    attention_mask=mask_BS,
-                    do_sample=True,
-                    pad_token_id=pad,
-                    eos_token_id=sorted(ends) or None,
-                    synced_gpus=synced,
-                    **sampling,
-                )
+            output_BS = model.generate(
+                input_ids=ids_BS,
+                attention_mask=mask_BS,
+                max_new_tokens=config.max_new_tokens,
+                do_sample=True,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+                pad_token_id=pad,
+                eos_token_id=sorted(ends) or None,
+                synced_gpus=synced,
+            )
     finally:
         model.train(training)
     completions = [row[longest:].tolist() for row in output_BS]
-    # DeepSpeed's rollout knows only the token of the tokenizer.
     lengths = [next((at + 1 for at, token in enumerate(tokens) if token in ends), None) for tokens in completions]
     return [tokens[:length] for tokens, length in zip(completions, lengths, strict=True)]
 
@@ -120,11 +111,9 @@ def generate(
 def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
     """Return a micro-batch, by its index in the step, with the student's completions of its prompts."""
     tokenizer, arguments, step = trainer.processing_class, trainer.args, trainer.state.global_step
-    engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+    synced = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     prompts = prompts_of(batch, own.prompt_tokens)
     with own_randomness(arguments.seed, step, index, arguments.process_index):
-        completions = generate(
-            trainer.model, engine, tokenizer, prompts, own, synced=trainer.is_fsdp_enabled, device=arguments.device
-        )
+        completions = generate(trainer.model, tokenizer, prompts, own, synced=synced, device=arguments.device)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return completed_batch(prompts, completions, pad)

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
-from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
-from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.fused_loss import accepted_inputs, captured_head_input
 from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 
 if TYPE_CHECKING:
-    from transformers import (
-        PreTrainedModel,
-        PreTrainedTokenizerBase,
-        Trainer,
-        TrainingArguments,
-    )
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-    from ..losses.cross_tokenizer import CrossTokenizerLoss
     from .feature_matching import Captured, FeatureMatching
 
-TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS = "token_weights", "teacher_rows", "shift_labels"
+TEACHER_ROWS, SHIFT_LABELS = "teacher_rows", "shift_labels"
 
 
 def check_arguments(
@@ -42,7 +34,7 @@ def check_arguments(
     arguments: TrainingArguments | None,
     trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Reject a teacher, terms and arguments that cannot be combined; warn if the teacher is the smaller model.
+    """Reject a teacher, terms and arguments that cannot be combined.
 
     Raises:
         UsageError: all errors together.
@@ -75,8 +67,6 @@ def check_arguments(
                 reject("teacher", "a cache has no hidden states", "use a live teacher")
             if distillation.on_policy is not None:
                 reject("on_policy", "a cache has only the tokens of the dataset", "use a live teacher")
-            if distillation.cross_tokenizer:
-                reject("cross_tokenizer", "a cache has distributions of one tokenizer")
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
             student_ids = {id(parameter) for parameter in student.parameters()}
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
@@ -87,39 +77,6 @@ def check_arguments(
                 reject("teacher", rule, fix, value=type(model).__name__)
     if errors:
         raise UsageError(errors)
-    if teacher is None or distillation.is_plain_training:
-        return
-    if hasattr(student, "num_parameters") and hasattr(model, "num_parameters"):
-        own, other = (
-            sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in each.parameters())
-            for each in (student, model)
-        )
-        if own > other:
-            note_on_first_rank(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
-
-
-def cross_tokenizer_loss(
-    distillation: DistillationConfig,
-    trainer_arguments: dict[str, Any],
-    teacher_tokenizer: PreTrainedTokenizerBase | None,
-) -> CrossTokenizerLoss | None:
-    """Return the loss between different tokenizers, and replace the collator by one that adds its inputs.
-
-    Raises:
-        UsageError: a tokenizer is missing or cannot be aligned.
-    """
-    if not distillation.cross_tokenizer:
-        return None
-    from ..losses.cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
-
-    own, collator = trainer_arguments.get("processing_class"), trainer_arguments.get("data_collator")
-    required = {"processing_class": own, "teacher_tokenizer": teacher_tokenizer, "data_collator": collator}
-    missing = [name for name, value in required.items() if value is None]
-    if missing:
-        raise UsageError([ConfigError(where=name, rule="is required with cross_tokenizer") for name in missing])
-    assert collator is not None
-    trainer_arguments["data_collator"] = CrossTokenizerCollator(own, teacher_tokenizer, collator)
-    return CrossTokenizerLoss(own, teacher_tokenizer)
 
 
 def inner_model(trainer: Trainer) -> PreTrainedModel:
@@ -137,34 +94,6 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-class AdapterOff:
-    """Use the student's base model as the teacher, run through the student's own wrapper."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.wrapped: torch.nn.Module | None = None
-        """The student's wrapper in this step."""
-        if not hasattr(trainer.model, "disable_adapter"):
-            rule = "the student has no PEFT adapter to switch off"
-            raise UsageError(ConfigError(where="self_teacher", value="adapter_off", rule=rule, fix="use frozen_copy"))
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return inner_model(self._trainer)
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Run the base model in evaluation mode, without gradients."""
-        student = self._trainer.model
-        training = student.training
-        student.eval()
-        try:
-            with torch.no_grad(), student.disable_adapter():
-                assert self.wrapped is not None, "every step sets it"
-                return self.wrapped(**inputs)
-        finally:
-            student.train(training)
 
 
 class EarlyExit:
@@ -221,22 +150,15 @@ class DistillationBatch:
     labels: torch.Tensor
     """[B, S], row t holding the token that position t predicts; [B] for the classification of sequences."""
     weights: torch.Tensor
-    """fp32, shaped as the labels; 0 where there is no label."""
+    """fp32, shaped as the labels: 1 where there is a label, else 0."""
     rows_N: torch.Tensor
-    """Flat indices of the rows with a label and a weight above 0."""
+    """Flat indices of the rows with a label."""
     teacher_rows_N: torch.Tensor | None = None
     """Row numbers in a teacher's cache, of the rows with a label."""
-    has_token_weights: bool = False
-    other_inputs: dict[str, Any] = field(default_factory=dict)
-    """Inputs of other terms: a teacher's own tokens and their alignment."""
 
     @property
     def labels_N(self) -> torch.Tensor:
         return self.labels.reshape(-1)[self.rows_N]
-
-    @property
-    def weights_N(self) -> torch.Tensor:
-        return self.weights.reshape(-1)[self.rows_N]
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows that count of [B, S, ...], as [N, ...]; of [B, ...] where sequences are classified."""
@@ -260,10 +182,10 @@ class DistillationBatch:
 
 
 def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
-    """Split a batch; labels and weights move one to the left if the model predicts the next token.
+    """Split a batch; labels move one to the left if the model predicts the next token.
 
     Raises:
-        UsageError: no labels, labels that are not classes, or token weights with labels that are sharded already.
+        UsageError: no labels, or labels that are not classes.
     """
     inputs = dict(inputs)
     labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
@@ -271,30 +193,21 @@ def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
         rule = "batches need labels, which select the positions to distill"
         fix = "copy input_ids and mask what is not to be learned"
         raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
-    weights, teacher_rows = inputs.pop(TOKEN_WEIGHTS, None), inputs.pop(TEACHER_ROWS, None)
-    if weights is not None and labels is None:
-        rule = "cannot be shifted like the labels across the shards of a sequence"
-        raise UsageError(ConfigError(where=TOKEN_WEIGHTS, rule=rule, fix="set sp_size to 1, or mask labels"))
+    teacher_rows = inputs.pop(TEACHER_ROWS, None)
     labels, is_shifted = (labels, False) if shifted is None else (shifted, True)
     if labels.is_floating_point():
         rule = "must be classes: regression and multi-label classification have no distribution to distill"
         raise UsageError(ConfigError(where="labels", value=str(labels.dtype), rule=rule))
     if shifts and not is_shifted:
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
-    has_token_weights, counted = weights is not None, labels.ne(IGNORED_LABEL)
-    if has_token_weights and shifts:
-        weights = torch.nn.functional.pad(weights[..., 1:], (0, 1), value=0.0)
-    weights = weights.float() * counted if has_token_weights else counted.float()
+    weights = labels.ne(IGNORED_LABEL).float()
     rows_N = weights.reshape(-1).nonzero().squeeze(1)
-    other = {name: value for name, value in inputs.items() if name.startswith(("teacher_", "alignment"))}
     return DistillationBatch(
-        model_inputs={name: value for name, value in inputs.items() if name not in other},
+        model_inputs=inputs,
         labels=labels,
         weights=weights,
         rows_N=rows_N,
-        has_token_weights=has_token_weights,
         teacher_rows_N=None if teacher_rows is None else teacher_rows.reshape(-1)[rows_N],
-        other_inputs=other,
     )
 
 
@@ -321,14 +234,12 @@ class TeacherOutput:
     hidden_NH: torch.Tensor | None = None
     """Input of the head at the rows that count."""
     logits: torch.Tensor | None = None
-    own_token_logits: torch.Tensor | None = None
-    """Logits of all positions of the teacher's own tokens, with another tokenizer."""
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attention: Captured | None = None
 
 
 def run_teacher(
-    teacher: PlacedModel | AdapterOff,
+    teacher: PlacedModel,
     batch: DistillationBatch,
     *,
     fused: bool,
@@ -358,19 +269,3 @@ def run_teacher(
         hidden_states=tuple(own(states) for states in hidden_states_of(outputs)) if wants_hidden_states else None,
         attention=attention,
     )
-
-
-def run_teacher_on_own_tokens(teacher: PlacedModel | AdapterOff, batch: DistillationBatch) -> TeacherOutput:
-    """Run the teacher on its own tokens of the same texts.
-
-    Raises:
-        UsageError: the batch has token weights, or no tokens of the teacher.
-    """
-    if batch.has_token_weights:
-        rule = "spans of several tokens have no weight"
-        raise UsageError(ConfigError(where=TOKEN_WEIGHTS, rule=rule, fix="mask labels, or use one tokenizer"))
-    if TEACHER_IDS not in batch.other_inputs:
-        rule = "batches lack the teacher's own tokens"
-        raise UsageError(ConfigError(where="cross_tokenizer", rule=rule, fix="collate with CrossTokenizerCollator"))
-    inputs = {"input_ids": batch.other_inputs[TEACHER_IDS], "attention_mask": batch.other_inputs[TEACHER_MASK]}
-    return TeacherOutput(own_token_logits=teacher(**accepted_inputs(teacher.model, inputs)).logits)

@@ -21,7 +21,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
 from ...plugins.transformers.run_settings import own_class, trainer_errors
-from ...plugins.transformers.second_model import PlacedModel, frozen_copy, gathered_head, place_second_model
+from ...plugins.transformers.second_model import PlacedModel, gathered_head, place_second_model
 from ..counting.estimates import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
@@ -33,24 +33,20 @@ from .on_policy import completed_by_student, is_generated
 from .teacher import (
     SHIFT_LABELS,
     TEACHER_ROWS,
-    TOKEN_WEIGHTS,
-    AdapterOff,
     DistillationBatch,
     EarlyExit,
     TeacherOutput,
     check_arguments,
-    cross_tokenizer_loss,
     inner_model,
     predicts_next_token,
     run_teacher,
-    run_teacher_on_own_tokens,
     split_batch,
     with_decoder_inputs,
 )
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
 
 PROJECTORS = "distillation_projectors"
@@ -81,7 +77,6 @@ class DistillationTrainer(Trainer):
         teacher: A Transformers model, a `PlacedModel` or a `TeacherCache`.
             `None` with ``distillation.self_teacher``, and if no term needs a teacher.
         teacher_placement: How a Transformers model is placed: replicated on every rank, sharded, offloaded, quantized.
-        teacher_tokenizer: Required by ``distillation.cross_tokenizer``; `processing_class` is the student's tokenizer.
         distillation: Terms of the loss.
         kwargs: Other arguments of `Trainer`.
 
@@ -101,21 +96,19 @@ class DistillationTrainer(Trainer):
         *,
         teacher: Any = None,
         teacher_placement: Placement = "replica",
-        teacher_tokenizer: PreTrainedTokenizerBase | None = None,
         distillation: DistillationConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or DistillationConfig()
         self.combined_settings = self.distillation.combined_settings
         check_arguments(model, teacher, self.distillation, args, kwargs)
-        self._cross_tokenizer = cross_tokenizer_loss(self.distillation, kwargs, teacher_tokenizer)
         super().__init__(model=model, args=args, **kwargs)
         if has_balance_loss(self.model) and getattr(self.accelerator, "parallelism_config", None) is None:
             balance_over_ranks(self)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
         self._checked_first_step = self._checked_head = self._other_logits = self._omits_logits = False
         self._step_weight: torch.Tensor | None = None
-        self.teacher: PlacedModel | AdapterOff | None = None
+        self.teacher: PlacedModel | None = None
         self.teacher_cache: TeacherCache | None = None
         self._features: FeatureMatching | None = None
         self._early_exit: EarlyExit | None = None
@@ -132,12 +125,18 @@ class DistillationTrainer(Trainer):
         if errors:
             raise UsageError(errors)
         own = self.distillation.self_teacher
-        if own is not None and own.kind == "deeper_exit":
+        if own is not None:
             self._early_exit = EarlyExit(inner, own.exit_layer)
         elif isinstance(teacher, TeacherCache):
             self.teacher_cache = teacher
         else:
-            self.teacher = self._placed_teacher(teacher, teacher_placement)
+            placed = isinstance(teacher, PlacedModel)
+            self.teacher = (
+                teacher if placed else place_second_model(teacher, teacher_placement, accelerator=self.accelerator)
+            )
+            parallelism = getattr(self.accelerator, "parallelism_config", None)
+            if parallelism is not None and parallelism.sp_enabled:
+                keep_own_attention(self.teacher.model)
         terms = self.distillation.hidden_states, self.distillation.attention
         if terms != (None, None):
             assert self.teacher is not None, "feature terms are rejected without a model as teacher"
@@ -145,24 +144,9 @@ class DistillationTrainer(Trainer):
             if self._features.projectors is not None:
                 inner.add_module(PROJECTORS, self._features.projectors.to(self.args.device))
 
-    def _placed_teacher(self, teacher: Any, placement: Placement) -> PlacedModel | AdapterOff:
-        own = self.distillation.self_teacher
-        if own is not None and own.kind == "adapter_off":
-            return AdapterOff(self)
-        if own is not None:
-            return place_second_model(frozen_copy(inner_model(self)), "replica", accelerator=self.accelerator)
-        if isinstance(teacher, PlacedModel):
-            placed = teacher
-        else:
-            placed = place_second_model(teacher, placement, accelerator=self.accelerator)
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is not None and parallelism.sp_enabled:
-            keep_own_attention(placed.model)
-        return placed
-
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        columns = {*self._signature_columns, TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS, "position_ids"}
+        columns = {*self._signature_columns, TEACHER_ROWS, SHIFT_LABELS, "position_ids"}
         teacher = getattr(self, "teacher", None)
         if teacher is not None:
             columns |= {*inspect.signature(type(teacher.model).forward).parameters} - {"self", "kwargs", "args"}
@@ -196,7 +180,7 @@ class DistillationTrainer(Trainer):
             fused = self.distillation.implementation == "fused"
         else:
             models = [inner_model(self)] + ([] if self.teacher is None else [self.teacher.model])
-            fused = not self.distillation.cross_tokenizer and all(has_plain_head(each) for each in models)
+            fused = all(has_plain_head(each) for each in models)
         try:
             return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=fused)
         except UnknownLogitsError as error:
@@ -218,9 +202,15 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         inner = inner_model(self)
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
+        taught = TeacherOutput()
+        if self.teacher is not None:
+            shards, checks = self._ranks_of_a_sequence() > 1, not self._checked_head
+            taught = run_teacher(
+                self.teacher, batch, fused=fused, features=self._features, sequence_sharded=shards, check_head=checks
+            )
         step = _StudentStep(
             batch=batch,
-            teacher_output=self._run_teacher(model, batch, fused=fused),
+            teacher_output=taught,
             fused=fused,
             num_items_in_batch=num_items_in_batch,
             returns_logits=return_outputs and not fused,
@@ -265,22 +255,6 @@ class DistillationTrainer(Trainer):
         share = self._normalised(loss_sum.float(), labelled_tokens, num_items_in_batch)
         return share + share.detach() * (self._ranks_with_added_gradients() - 1)
 
-    def _run_teacher(self, model: PreTrainedModel, batch: DistillationBatch, *, fused: bool) -> TeacherOutput:
-        if self.teacher is None:
-            return TeacherOutput()
-        if isinstance(self.teacher, AdapterOff):
-            self.teacher.wrapped = model
-        if self._cross_tokenizer is not None:
-            return run_teacher_on_own_tokens(self.teacher, batch)
-        return run_teacher(
-            self.teacher,
-            batch,
-            fused=fused,
-            features=self._features,
-            sequence_sharded=self._ranks_of_a_sequence() > 1,
-            check_head=not self._checked_head,
-        )
-
     @contextmanager
     def _targets(self, taught: TeacherOutput, batch: DistillationBatch) -> Iterator[TeacherTargets | None]:
         """Give what the student's distributions are compared with; a sharded head is gathered inside the block."""
@@ -323,19 +297,8 @@ class DistillationTrainer(Trainer):
         if head is None:
             assert not isinstance(step.targets, HiddenTargets)
             objective, logits_NV = self.distillation.objective, batch.rows_of(outputs.logits)
-            sums = plain_token_loss(logits_NV, batch.labels_N, step.targets, objective, weights_N=batch.weights_N)
+            sums = plain_token_loss(logits_NV, batch.labels_N, step.targets, objective)
             loss = sums.loss
-            if self._cross_tokenizer is not None:
-                divergence = self._cross_tokenizer(
-                    outputs.logits,
-                    step.teacher_output.own_token_logits,
-                    batch.other_inputs,
-                    batch.model_inputs["input_ids"],
-                    batch.labels,
-                    objective.temperature,
-                )
-                step.sums["divergence"] = divergence.detach()
-                loss = loss + objective.alpha * objective.temperature**2 * divergence
         else:
             try:
                 loss = head.result
@@ -349,7 +312,7 @@ class DistillationTrainer(Trainer):
             sums = step.token_sums
         step.sums |= sums.sums | {WEIGHT: sums.weight}
         if not inner.training:
-            step.sample_sums = batch.by_sample({**sums.rows, WEIGHT: batch.weights_N})
+            step.sample_sums = batch.by_sample({**sums.rows, WEIGHT: torch.ones_like(batch.rows_N)})
         if features is not None and features.hidden_term is not None:
             teacher_states = step.teacher_output.hidden_states
             assert teacher_states is not None, "the teacher returns them for this term"
@@ -376,7 +339,7 @@ class DistillationTrainer(Trainer):
     def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Compute the loss in place of the output head, from the head's input."""
         batch, head, objective = step.batch, output_head(inner), self.distillation.objective
-        token_loss = partial(fused_token_loss, labels_N=batch.labels_N, weights_N=batch.weights_N)
+        token_loss = partial(fused_token_loss, labels_N=batch.labels_N)
         hidden_NH = batch.rows_of(hidden_BSH)
         if self._early_exit is None:
             step.token_sums = token_loss(hidden_NH, head, teacher=step.targets, objective=objective)

@@ -61,8 +61,6 @@ class TextFacts:
 
     source: str
     seq_len_tokens: int
-    stride_tokens: int
-    """From one window's start to the next."""
     windows: int
     available_windows: int
     """Windows of the complete text."""
@@ -160,7 +158,7 @@ def evaluate_model(
         baseline: Hub id or directory of the model to compare with, usually the original of `source`.
         dataset: Dataset as for `--dataset`: `ID[:config][#N]` of the Hub (split `test`), a file or directory of rows,
             or `python-help`. The first 64 windows are read. Default: `python-help`.
-        text: Text instead of a dataset, to select its split, stride or number of windows; or tokenized windows.
+        text: Dataset with its split and number of windows; or tokenized windows.
         seq_len: Tokens per window. Default: 2048, or fewer if a model has fewer positions, or that of `TextWindows`.
         batch_size: Windows per forward pass; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
@@ -237,11 +235,11 @@ def evaluate_model(
     answers, baseline_fields = None, dict[str, Any]()
     if len(models) > 1:
         loaded, baseline_fields = load(models[1])
-        answers = read_baseline(ModelReader(loaded, batches, name=models[1].name), batches)
+        answers = read_baseline(ModelReader(loaded, name=models[1].name), batches)
         del loaded
         gc.collect()
     loaded, fields = load(models[0])
-    reader = ModelReader(loaded, batches, name=models[0].name)
+    reader = ModelReader(loaded, name=models[0].name)
     measures = measure_tokens(reader, answers, batches, baseline_name=models[-1].name)
     sums = measures.window_sums(measures.loss_N)
     evaluated_baseline, comparison = None, None
@@ -257,7 +255,6 @@ def evaluate_model(
         text=TextFacts(
             source=windows.source,
             seq_len_tokens=windows.seq_len_tokens,
-            stride_tokens=windows.stride_tokens,
             windows=len(windows.windows),
             available_windows=windows.available_windows,
             predicted_tokens=windows.predicted_tokens,

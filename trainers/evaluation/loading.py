@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,14 +92,8 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     try:
         source = read_model_source(name, revision=revision)
     except InputError as error:
-        if role == "model":
-            raise
-        # Directories keep their names; only the word "model" becomes the role.
-        renamed = [
-            replace(config_error, where=re.sub(r"\Amodel(?![^ :])", role, config_error.where))
-            for config_error in error.errors
-        ]
-        raise type(error)(renamed) from None
+        errors = [replace(each, where=role) if each.where == "model" else each for each in error.errors]
+        raise type(error)(errors) from None
     refuse_code(source.config, f"{role} {source.name}")
     directory = Path(source.name)
     if source.revision is None and directory.exists():

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, not_a_count
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.messages import log_progress
 from ...plugins.transformers.output_heads import output_head
-from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
+from ..data.chat import IGNORED_LABEL
 from ..data.samples import collate, load_samples
-from ..data.sources import PYTHON_HELP, read_utf8
+from ..data.sources import PYTHON_HELP
 from ..data.templates import set_chat_template
 from ..losses.fused_loss import captured_head_input
 from ..losses.objective import dense_rows
@@ -32,24 +30,16 @@ Window = dict[str, list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """Text that a model is evaluated on, and how it is split."""
+    """Dataset that a model is evaluated on."""
 
-    files: tuple[Path, ...] = ()
-    """Plain text files; empty to read `dataset`."""
     dataset: str = PYTHON_HELP
     """`ID[:config][#N]` of the Hub, a file or directory of rows, or `python-help`."""
     split: str = "test"
     dataset_revision: str | None = None
     chat_template: str | None = None
     """Template that renders conversations, by name or file; `None`: the tokenizer's."""
-    stride: int | None = None
-    """Tokens from one window's start to the next; `None`: `seq_len`, so that none is read twice."""
     num_samples: int | None = None
     """Windows to use, from the start of the text; `None`: all."""
-
-    @property
-    def source(self) -> str:
-        return ", ".join(map(str, self.files)) or self.dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +50,6 @@ class TextWindows:
     """`input_ids` and `labels` of each, in the order of the text."""
     source: str
     seq_len_tokens: int
-    stride_tokens: int
-    """From one window's start to the next."""
     available_windows: int
     """Windows that the whole text has."""
 
@@ -72,86 +60,50 @@ class TextWindows:
 
 
 def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextWindows:
-    """Read a text and split it into windows of `seq_len` tokens.
+    """Read a dataset and split it into windows of `seq_len` tokens.
 
-    Documents of plain text are joined, each with the tokenizer's special tokens around it; an incomplete last window is
-    dropped. Conversations make one window each, with labels on what the assistant says.
+    Documents of plain text are joined; an incomplete last window is dropped. Conversations make one window each, with
+    labels on what the assistant says.
 
     Raises:
         UsageError: the text is missing, empty or shorter than one window.
     """
-    stride = seq_len if request.stride is None else request.stride
     set_chat_template(tokenizer, request.chat_template)
-    if request.files:
-        texts = [read_utf8(path, where="--text") for path in request.files]
-        if not any(text.strip() for text in texts):
-            raise UsageError(ConfigError(where="--text", value=request.source, rule="has no text"))
-        before, after = special_prefix(tokenizer), special_suffix(tokenizer)
-        tokens: list[int] = []
-        for text in texts:
-            tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
-        if len(tokens) < seq_len:
-            rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
-            fix = "lower --seq-len, or add text"
-            raise UsageError(ConfigError(where="--text", value=request.source, rule=rule, fix=fix))
-        windows = list(windows_of(tokens, seq_len, stride))
-    else:
-        samples = load_samples(
-            request.dataset,
-            tokenizer,
-            seq_len=seq_len,
-            split=request.split,
-            revision=request.dataset_revision,
-            evaluation_fraction=0.0,
-        )
-        if samples.statistics.kind == "text":
-            if request.chat_template is not None:
-                rule, fix = f"{request.dataset} has plain text, which no template renders", "omit it"
-                raise UsageError(ConfigError(where="chat_template", value=request.chat_template, rule=rule, fix=fix))
-            tokens = list(chain.from_iterable(sample["input_ids"] for sample in samples.train))
-            windows = list(windows_of(tokens, seq_len, stride))
-        elif stride == seq_len:
-            windows = list(samples.train)
-        else:
-            rule = f"joins documents of plain text, but {request.dataset} has {samples.statistics.kind}"
-            raise UsageError(ConfigError(where="--stride", value=stride, rule=rule, fix="omit it"))
+    samples = load_samples(
+        request.dataset,
+        tokenizer,
+        seq_len=seq_len,
+        split=request.split,
+        revision=request.dataset_revision,
+        evaluation_fraction=0.0,
+    )
+    if samples.statistics.kind == "text" and request.chat_template is not None:
+        rule, fix = f"{request.dataset} has plain text, which no template renders", "omit it"
+        raise UsageError(ConfigError(where="chat_template", value=request.chat_template, rule=rule, fix=fix))
     return TextWindows(
-        windows=tuple(windows[: request.num_samples]),
-        source=request.source,
+        windows=tuple(samples.train[: request.num_samples]),
+        source=request.dataset,
         seq_len_tokens=seq_len,
-        stride_tokens=stride,
-        available_windows=len(windows),
+        available_windows=len(samples.train),
     )
 
 
 def number_errors(request: TextRequest, seq_len: int | None) -> list[ConfigError]:
     """Return which lengths and counts are out of range; `None` stands for a length that is not chosen yet."""
-    stated = {"seq_len": seq_len, "stride": request.stride, "num_samples": request.num_samples}
-    errors = [error for name, value in stated.items() if value is not None and (error := not_a_count(name, value))]
-    if errors:
-        return errors
-    if seq_len is not None and seq_len < 2:
-        errors.append(
-            ConfigError(where="--seq-len", value=seq_len, rule="must be at least 2: the first token is not evaluated")
-        )
-    longest = "the sequence length" if seq_len is None else f"seq_len = {seq_len}"
-    if request.stride is not None and (request.stride < 1 or (seq_len is not None and request.stride > seq_len)):
-        errors.append(ConfigError(where="--stride", value=request.stride, rule=f"must be from 1 to {longest}"))
-    if request.num_samples is not None and request.num_samples < 1:
-        errors.append(ConfigError(where="--num-samples", value=request.num_samples, rule="must be at least 1"))
+    minimums = {
+        "seq_len": (seq_len, 2, ": the first token is not evaluated"),
+        "num_samples": (request.num_samples, 1, ""),
+    }
+    errors = []
+    for name, (value, least, reason) in minimums.items():
+        if value is None:
+            continue
+        if error := not_a_count(name, value):
+            errors.append(error)
+        elif value < least:
+            flag = f"--{name.replace('_', '-')}"
+            errors.append(ConfigError(where=flag, value=value, rule=f"must be at least {least}{reason}"))
     return errors
-
-
-def windows_of(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[Window]:
-    """Yield whole windows, `stride` tokens apart; a token that an earlier window judged is read, but not judged again.
-
-    >>> [window["labels"] for window in windows_of(range(7), 4, 2)]
-    [[0, 1, 2, 3], [-100, -100, 4, 5]]
-    """
-    for start in range(0, len(tokens) - seq_len + 1, stride):
-        read = list(tokens[start : start + seq_len])
-        judged_before = 0 if start == 0 else seq_len - stride
-        yield {"input_ids": read, "labels": [IGNORED_LABEL] * judged_before + read[judged_before:]}
 
 
 CHUNK_ELEMENTS = 2**23
@@ -175,8 +127,10 @@ def batches_of(windows: Sequence[Window], size: int) -> list[Batch]:
 
 
 def judged(batch: Batch) -> torch.Tensor:
-    """Return which predictions [B, S - 1] are judged."""
-    return batch["labels"][:, 1:] != IGNORED_LABEL
+    """Return which positions [B, S] predict a token that is judged."""
+    labels_BS = batch["labels"].roll(-1, dims=1)
+    labels_BS[:, -1] = IGNORED_LABEL
+    return labels_BS != IGNORED_LABEL
 
 
 class ModelReader:
@@ -186,19 +140,18 @@ class ModelReader:
     separated, the model's logits are used.
     """
 
-    def __init__(self, model: Any, batches: Sequence[Batch], *, name: str) -> None:
+    def __init__(self, model: Any, *, name: str) -> None:
         self.name = name
         self._model = model
-        self._batches = batches
         self.head: Head | None = None
         """The head as a function; `None` where it cannot be taken out of the model."""
         with suppress(UsageError):
             self.head = output_head(model).logits
 
-    def answers(self, index: int) -> Answers:
+    def answers(self, batch: Batch, mask_BS: torch.Tensor) -> Answers:
+        """Return the answers at the positions of a mask."""
         import torch
 
-        batch = self._batches[index]
         read = {name: batch[name].to(self._model.device) for name in ("input_ids", "attention_mask")}
         with torch.inference_mode():
             if self.head is not None:
@@ -208,12 +161,12 @@ class ModelReader:
                     captured.check(self.name, outputs.logits)
                     if len(captured.inputs) == 1:
                         (states_BSD,) = captured.inputs
-                        return states_BSD[:, :-1][judged(batch).to(states_BSD.device)], self.head
+                        return states_BSD[mask_BS.to(states_BSD.device)], self.head
                 except UsageError:
                     pass
                 self.head = None
             logits = self._model(**read, use_cache=False).logits
-            return logits[:, :-1][judged(batch).to(logits.device)], lambda rows: rows
+            return logits[mask_BS.to(logits.device)], lambda rows: rows
 
 
 def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswersOf:
@@ -224,10 +177,10 @@ def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswersOf:
     inputs: list[torch.Tensor] = []
     device: Any = None
     for index in range(len(batches)):
-        rows_ND, head = reader.answers(index)
+        rows_ND, head = reader.answers(batches[index], judged(batches[index]))
         if reader.head is None:
             logger.info(f"{reader.name}: its output head cannot run separately, so both models stay in memory")
-            return reader.answers
+            return lambda index: reader.answers(batches[index], judged(batches[index]))
         inputs.append(rows_ND.cpu())
         device = rows_ND.device
         log_progress("reading by the baseline", index + 1, len(batches))
@@ -275,9 +228,9 @@ def measure_tokens(
     measured: dict[str, list[torch.Tensor]] = {}
     vocabulary = None
     for index, batch in enumerate(batches):
-        rows_ND, head = model.answers(index)
+        rows_ND, head = model.answers(batch, judged(batch))
         other_rows_ND, other_head = (None, head) if baseline is None else baseline(index)
-        labels_N = batch["labels"][:, 1:][judged(batch)]
+        labels_N = batch["labels"].roll(-1, dims=1)[judged(batch)]
         parts: dict[str, list[torch.Tensor]] = {}
         start, count = 0, 1
         while start < len(labels_N):

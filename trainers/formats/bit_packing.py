@@ -51,8 +51,6 @@ def damaged(where: str, rule: str) -> RefusedInputError:
 
 _FEWEST_COLUMNS = 128
 """Smallest number of columns between two updates of all later columns; it affects results only by rounding."""
-# From here on the inverse is close to that of the diagonal, which is used instead.
-_LARGEST_DAMPENING = 1.0
 
 
 def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> float:
@@ -63,53 +61,48 @@ def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None)
     return float(((difference_OI @ hessian_II.double()) * difference_OI).sum())
 
 
-def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, *, where: str = "weight") -> None:
+def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> None:
     """Check a matrix before quantization.
 
     Raises:
         RefusedInputError: not two-dimensional, empty, NaN or infinite, or a Hessian of another shape.
     """
-    errors = []
+    errors, size = [], weight_OI.shape[-1]
     if weight_OI.ndim != 2 or not weight_OI.numel():
-        errors.append(ConfigError(where=where, value=tuple(weight_OI.shape), rule="must be a matrix that is not empty"))
+        rule = "must be a matrix that is not empty"
+        errors.append(ConfigError(where="weight", value=tuple(weight_OI.shape), rule=rule))
     elif not bool(weight_OI.isfinite().all()):
         rule, fix = "contains NaN or infinity", "train it again, or download an intact copy"
-        errors.append(ConfigError(where=where, rule=rule, fix=fix))
-    if hessian_II is not None:
-        size = weight_OI.shape[-1]
-        if tuple(hessian_II.shape) != (size, size):
-            rule = f"must be [{size}, {size}]"
-            errors.append(ConfigError(where=f"{where}: Hessian", value=tuple(hessian_II.shape), rule=rule))
-        elif not bool(hessian_II.isfinite().all()):
-            rule, fix = "contains NaN or infinity: the layer's inputs overflow", "load the model in bf16 or fp32"
-            errors.append(ConfigError(where=f"{where}: Hessian", rule=rule, fix=fix))
+        errors.append(ConfigError(where="weight", rule=rule, fix=fix))
+    if hessian_II is not None and tuple(hessian_II.shape) != (size, size):
+        errors.append(ConfigError(where="Hessian", value=tuple(hessian_II.shape), rule=f"must be [{size}, {size}]"))
+    elif hessian_II is not None and not bool(hessian_II.isfinite().all()):
+        rule, fix = "contains NaN or infinity: the layer's inputs overflow", "load the model in bf16 or fp32"
+        errors.append(ConfigError(where="Hessian", rule=rule, fix=fix))
     if errors:
         raise RefusedInputError(errors)
 
 
-def damped(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
-    """Return the fp32 Hessian with 1 for channels that are always zero, plus `dampening` of its mean diagonal."""
+def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
+    """Return the upper triangular U with `(H + λ)⁻¹ = Uᵀ U`, where H has 1 for channels that are always zero.
+
+    λ is `dampening` times the mean diagonal, and is multiplied by 10 until the factor exists. Row j of U is the
+    correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323, section 3.3).
+    """
     hessian_II = hessian_II.float().clone()
     diagonal_I = hessian_II.diagonal()
     diagonal_I[diagonal_I <= 0] = 1.0
-    diagonal_I += dampening * diagonal_I.mean()
-    return hessian_II
-
-
-def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
-    """Return the upper triangular U with `(H + λ)⁻¹ = Uᵀ U`; λ is multiplied by 10 until the factor exists.
-
-    Row j of U is the correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323,
-    section 3.3).
-    """
     while True:
-        factor_II, failed = torch.linalg.cholesky_ex(damped(hessian_II, dampening))
+        damped_II = hessian_II.clone()
+        damped_II.diagonal().add_(dampening * diagonal_I.mean())
+        factor_II, failed = torch.linalg.cholesky_ex(damped_II)
         if not int(failed):
             upper_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor_II), upper=True)
             if not int(failed):
                 return upper_II
-        if dampening >= _LARGEST_DAMPENING:
-            return torch.diag(damped(hessian_II, 0.0).diagonal().rsqrt())
+        # From here on the inverse is close to that of the diagonal.
+        if dampening >= 1:
+            return torch.diag(diagonal_I.rsqrt())
         dampening = max(10 * dampening, 1e-4)
 
 

@@ -34,13 +34,11 @@ _SMALLEST_RANGE = 1e-30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PackedMatrix:
-    """What the matrices of both methods have in common."""
+    """What the matrices of both methods have in common: tensors, and settings that are stored as JSON."""
 
     kind: ClassVar[str]
     prefix: ClassVar[str]
     """Start of the names of stored tensors."""
-    own_settings: ClassVar[tuple[str, ...]]
-    """Settings of one kind of matrix, besides the fields below."""
     shape: tuple[int, int]
     """Output and input channels."""
     bits: int
@@ -52,16 +50,6 @@ class _PackedMatrix:
     codes: torch.Tensor
     """Codes of the weights, packed, row by row."""
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits divided by the number of weights."""
-        return 8 * self.stored_bytes / (self.shape[0] * self.shape[1])
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -69,12 +57,9 @@ class _PackedMatrix:
 
     def settings(self) -> dict[str, Any]:
         """Return the JSON settings that `read_matrix` needs."""
-        return {
-            "kind": self.kind,
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            **{name: getattr(self, name) for name in ("bits", "group_size", *self.own_settings)},
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        numbers = {name: value for name, value in values.items() if isinstance(value, int)}
+        return {"kind": self.kind, "shape": self.shape, "dtype": str(self.dtype).removeprefix("torch."), **numbers}
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes that follow from the settings, without those that depend on the number of outliers."""
@@ -84,6 +69,11 @@ class _PackedMatrix:
         """Return the codes of the weights, uint8 [O, I]."""
         return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
 
+    def values(self, scale_OG: torch.Tensor, zero_OG: torch.Tensor) -> torch.Tensor:
+        """Return `scale·(code - zero)` in fp32 [O, I]."""
+        group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
+        return scale_OG[:, group_I] * (self.weight_codes().float() - zero_OG[:, group_I])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpQRMatrix(_PackedMatrix):
@@ -91,7 +81,6 @@ class SpQRMatrix(_PackedMatrix):
 
     kind: ClassVar[str] = "spqr"
     prefix: ClassVar[str] = "spqr_"
-    own_settings: ClassVar[tuple[str, ...]] = ("scale_bits", "scale_group_size")
     scale_bits: int
     """Bits of the code of a scale or a zero."""
     scale_group_size: int
@@ -141,11 +130,8 @@ class SpQRMatrix(_PackedMatrix):
             codes_OG = unpack_bits(packed, self.scale_bits, rows * groups).view(rows, groups)
             return _from_level(codes_OG, low_BG, step_BG, self.scale_group_size)
 
-        scale_OG = values(self.scale_codes, *self.levels[:2])
-        zero_OG = values(self.zero_codes, *self.levels[2:])
-        group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
-        codes_OI = self.weight_codes().float()
-        dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
+        scale_OG, zero_OG = values(self.scale_codes, *self.levels[:2]), values(self.zero_codes, *self.levels[2:])
+        dense_OI = self.values(scale_OG, zero_OG).to(self.dtype)
         dense_OI[self.outlier_positions()] = self.outlier_values.to(self.dtype)
         return dense_OI
 
@@ -183,93 +169,76 @@ def spqr_quantize(
     """
     options = options or settings_of(SpQROptions, {})
     check_matrix(weight_OI, hessian_II)
-    weight_OI = weight_OI.detach()
-    size = weight_OI.shape[1]
+    weight_OI, dtype, (rows, size) = weight_OI.detach(), weight_OI.dtype, weight_OI.shape
     if hessian_II is None:
         upper_II = torch.eye(size, device=weight_OI.device)
     else:
         hessian_II = hessian_II.to(weight_OI.device)
         weight_OI = weight_OI.masked_fill(hessian_II.diagonal() <= 0, 0)
         upper_II = inverse_factor(hessian_II, options.dampening)
-    return _Quantization(weight_OI, upper_II, options).run()
+    stored_dtype = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    feedback = ErrorFeedback(weight_OI, upper_II, group_size=options.group_size)
+    cost_I = upper_II.diagonal().square().reciprocal()
+    # Cost of a rounding error from which a weight is an outlier.
+    threshold = float("inf")
+    if options.outlier_threshold is not None:
+        threshold = options.outlier_threshold * float((weight_OI.float().var(dim=0, correction=0) * cost_I).mean())
+    codes_IO = torch.empty(size, rows, dtype=torch.uint8, device=cost_I.device)
+    mask_IO = torch.zeros_like(codes_IO, dtype=torch.bool)
+    scale_codes, zero_codes, levels = [], [], []
+    scale_O = zero_O = cost_I
+    for column in feedback.columns():
+        if column % options.group_size == 0:
+            group = slice(column, min(column + options.group_size, size))
+            weight_CO, likely_CO = feedback.weight_IO[group], None
+            if options.outlier_threshold is not None:
+                likely_CO = _removal_gain(weight_CO, cost_I[group], options.bits) > threshold
+            low_O, high_O = _range(weight_CO, likely_CO)
+            scale_O, _ = _scale_and_zero(low_O, high_O, options.bits)
+            scale_O, *scale = _to_level(scale_O, options.scale_bits, options.scale_group_size)
+            # Zeros are multiples of the scale, so they depend on its stored value.
+            zero_O = (-low_O / scale_O).clamp(0, 2**options.bits - 1)
+            zero_O, *zero = _to_level(zero_O, options.scale_bits, options.scale_group_size)
+            scale_codes.append(scale[0])
+            zero_codes.append(zero[0])
+            levels.append(torch.stack([*scale[1:], *zero[1:]]))
+        weight_O = feedback.weight_IO[column]
+        codes_O = _round(weight_O, scale_O, zero_O, options.bits)
+        stored_O = (scale_O * (codes_O - zero_O)).to(dtype).float()
+        mask_IO[column] = (weight_O - stored_O).square() * cost_I[column] > threshold
+        stored_O = torch.where(mask_IO[column], weight_O.to(stored_dtype).float(), stored_O)
+        codes_IO[column] = codes_O.to(torch.uint8)
+        feedback.settle(column, stored_O)
+    rows_N, columns_N = mask_IO.t().nonzero(as_tuple=True)
+    counts_O = torch.bincount(rows_N, minlength=rows)
+    return SpQRMatrix(
+        shape=(rows, size),
+        bits=options.bits,
+        group_size=options.group_size,
+        scale_bits=options.scale_bits,
+        scale_group_size=options.scale_group_size,
+        dtype=dtype,
+        codes=pack_bits(codes_IO.t(), options.bits),
+        scale_codes=pack_bits(torch.stack(scale_codes, dim=1), options.scale_bits),
+        zero_codes=pack_bits(torch.stack(zero_codes, dim=1), options.scale_bits),
+        levels=torch.stack(levels, dim=2),
+        outlier_offsets=torch.nn.functional.pad(counts_O.cumsum(0), (1, 0)).int(),
+        outlier_columns=stored_columns(columns_N, size),
+        outlier_values=feedback.weight_IO.t()[rows_N, columns_N].to(stored_dtype),
+    )
 
 
-class _Quantization:
-    """State of one matrix during SpQR."""
-
-    def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, options: SpQROptions) -> None:
-        self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
-        self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
-        self.feedback = ErrorFeedback(weight_OI, upper_II, group_size=options.group_size)
-        self.cost_I = upper_II.diagonal().square().reciprocal()
-        self.threshold: float | None = None
-        """Cost of a rounding error from which a weight is an outlier."""
-        if options.outlier_threshold is not None:
-            variance_I = weight_OI.float().var(dim=0, correction=0)
-            self.threshold = options.outlier_threshold * float((variance_I * self.cost_I).mean())
-
-    def run(self) -> SpQRMatrix:
-        options, (rows, size) = self.options, self.shape
-        codes_IO = torch.empty(size, rows, dtype=torch.uint8, device=self.cost_I.device)
-        mask_IO = torch.zeros_like(codes_IO, dtype=torch.bool)
-        scale_codes, zero_codes, levels = [], [], []
-        scale_O = zero_O = self.cost_I
-        for column in self.feedback.columns():
-            if column % options.group_size == 0:
-                columns = range(column, min(column + options.group_size, size))
-                weight_CO, likely_CO = self.feedback.weight_IO[column : columns.stop], None
-                if self.threshold is not None:
-                    likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
-                low_O, high_O = _range(weight_CO, likely_CO)
-                scale_O, _ = _scale_and_zero(low_O, high_O, options.bits)
-                scale_O, *scale = _to_level(scale_O, options.scale_bits, options.scale_group_size)
-                # Zeros are multiples of the scale, so they depend on its stored value.
-                zero_O = (-low_O / scale_O).clamp(0, 2**options.bits - 1)
-                zero_O, *zero = _to_level(zero_O, options.scale_bits, options.scale_group_size)
-                scale_codes.append(scale[0])
-                zero_codes.append(zero[0])
-                levels.append(torch.stack([*scale[1:], *zero[1:]]))
-            weight_O = self.feedback.weight_IO[column]
-            codes_O = _round(weight_O, scale_O, zero_O, options.bits)
-            stored_O = (scale_O * (codes_O - zero_O)).to(self.dtype).float()
-            if self.threshold is not None:
-                mask_O = (weight_O - stored_O).square() * self.cost_I[column] > self.threshold
-                mask_IO[column] = mask_O
-                stored_O = torch.where(mask_O, weight_O.to(self.stored_dtype).float(), stored_O)
-            codes_IO[column] = codes_O.to(torch.uint8)
-            self.feedback.settle(column, stored_O)
-        rows_N, columns_N = mask_IO.t().nonzero(as_tuple=True)
-        counts_O = torch.bincount(rows_N, minlength=rows)
-        return SpQRMatrix(
-            shape=self.shape,
-            bits=options.bits,
-            group_size=options.group_size,
-            scale_bits=options.scale_bits,
-            scale_group_size=options.scale_group_size,
-            dtype=self.dtype,
-            codes=pack_bits(codes_IO.t(), options.bits),
-            scale_codes=pack_bits(torch.stack(scale_codes, dim=1), options.scale_bits),
-            zero_codes=pack_bits(torch.stack(zero_codes, dim=1), options.scale_bits),
-            levels=torch.stack(levels, dim=2),
-            outlier_offsets=torch.nn.functional.pad(counts_O.cumsum(0), (1, 0)).int(),
-            outlier_columns=stored_columns(columns_N, size),
-            outlier_values=self.feedback.weight_IO.t()[rows_N, columns_N].to(self.stored_dtype),
-        )
-
-    def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
-        """Return by how much the group's cost decreases if a weight is removed from it, [C, O]."""
-        cost_C = self.cost_I[columns.start : columns.stop].unsqueeze(1)
-        bits = self.options.bits
-        error_CO = _rounding_error(weight_CO, *_range(weight_CO, None), bits) * cost_C
-        gain_CO = torch.empty_like(weight_CO)
-        all_O = error_CO.sum(dim=0)
-        removed_CO = torch.zeros_like(weight_CO, dtype=torch.bool)
-        for index in range(len(weight_CO)):
-            removed_CO[index] = True
-            without_CO = _rounding_error(weight_CO, *_range(weight_CO, removed_CO), bits) * cost_C
-            gain_CO[index] = all_O - (without_CO.sum(dim=0) - without_CO[index])
-            removed_CO[index] = False
-        return gain_CO
+def _removal_gain(weight_CO: torch.Tensor, cost_C: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return by how much the cost of a group decreases if a weight is removed from it, [C, O]."""
+    cost_C1, gain_CO = cost_C.unsqueeze(1), torch.empty_like(weight_CO)
+    all_O = (_rounding_error(weight_CO, *_range(weight_CO, None), bits) * cost_C1).sum(dim=0)
+    removed_CO = torch.zeros_like(weight_CO, dtype=torch.bool)
+    for index in range(len(weight_CO)):
+        removed_CO[index] = True
+        without_CO = _rounding_error(weight_CO, *_range(weight_CO, removed_CO), bits) * cost_C1
+        gain_CO[index] = all_O - (without_CO.sum(dim=0) - without_CO[index])
+        removed_CO[index] = False
+    return gain_CO
 
 
 def stored_columns(columns_N: torch.Tensor, width: int) -> torch.Tensor:
@@ -330,7 +299,6 @@ class LowRankMatrix(_PackedMatrix):
 
     kind: ClassVar[str] = "low-rank"
     prefix: ClassVar[str] = "low_rank_"
-    own_settings: ClassVar[tuple[str, ...]] = ("symmetric",)
     symmetric: bool
     """Without zero points: the code `2^(bits-1)` means 0."""
     scales: torch.Tensor
@@ -354,13 +322,10 @@ class LowRankMatrix(_PackedMatrix):
 
     def quantized(self) -> torch.Tensor:
         """Return Q, fp32 [O, I]."""
-        codes_OI = self.weight_codes().float()
-        if self.symmetric:
-            zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=codes_OI.device)
-        else:
+        zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=self.scales.device)
+        if not self.symmetric:
             zeros_OG = unpack_bits(self.zeros, self.bits, self.scales.numel()).view(self.scales.shape).float()
-        group_I = torch.arange(self.shape[1], device=codes_OI.device) // self.group_size
-        return self.scales.float()[:, group_I] * (codes_OI - zeros_OG[:, group_I])
+        return self.values(self.scales.float(), zeros_OG)
 
     def dequantize(self) -> torch.Tensor:
         """Return the dense matrix: `Q + L·R` in fp32, converted to `dtype`."""
@@ -398,21 +363,19 @@ def low_rank_residual(
     options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
-    rows, columns = fit.weight_OI.shape
+    rows, columns = weight_OI.shape
     best = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns))
     least, starts = fit.error(best), [best]
     if options.rank:
         # If the weight has large terms of low rank, remove them before rounding: codes would lose precision to them.
         starts.append(fit.assemble(*fit.product(fit.weight_OI)))
-    for start in starts:
-        latest = start
+    for latest in starts:
         for _ in range(options.iterations):
             left_OK, right_KI = fit.product(fit.weight_OI - latest.quantized())
             corrected = replace(latest, left=left_OK, right=right_KI)
             latest = fit.assemble(left_OK, right_KI)
             for candidate in (corrected, latest):
-                error = fit.error(candidate)
-                if error < least:
+                if (error := fit.error(candidate)) < least:
                     best, least = candidate, error
     return best
 
@@ -421,35 +384,32 @@ class _Fit:
     """One matrix with the constants of fitting Q and L·R."""
 
     def __init__(self, weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions) -> None:
-        self.options, self.dtype = options, weight_OI.dtype
+        self.options, self.dtype, size = options, weight_OI.dtype, weight_OI.shape[1]
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.weight_OI = weight_OI.float()
-        self.hessian_II = self.root_II = self.upper_II = None
-        self.group_size = (
-            weight_OI.shape[1] if options.group_size == -1 else min(options.group_size, weight_OI.shape[1])
-        )
-        if hessian_II is not None:
-            self.hessian_II = hessian_II.to(weight_OI.device).float()
+        self.group_size = size if options.group_size == -1 else min(options.group_size, size)
+        self.hessian_II = None if hessian_II is None else hessian_II.to(weight_OI.device).float()
+        self.upper_II = None
+        if self.hessian_II is not None:
             self.upper_II = inverse_factor(self.hessian_II, options.dampening)
-            # (UᵀU)⁻¹ = U⁻¹U⁻ᵀ, so U⁻¹ is a root of the damped Hessian.
-            eye_II = torch.eye(len(self.upper_II), device=weight_OI.device)
-            self.root_II = torch.linalg.solve_triangular(self.upper_II, eye_II, upper=True)
 
     def error(self, matrix: LowRankMatrix) -> float:
         """Return the error of a candidate after storing and reading it."""
         return weighted_error(matrix.dequantize().float() - self.weight_OI, self.hessian_II)
 
     def product(self, rest_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the L and R that minimize `‖(rest - L·R)·root‖`."""
+        """Return the L and R that minimize `‖(rest - L·R)·root‖` for a root of the damped Hessian."""
         rank = min(self.options.rank, *rest_OI.shape)
-        weighted_OI = rest_OI if self.root_II is None else rest_OI @ self.root_II
+        if self.upper_II is not None:
+            # (UᵀU)⁻¹ = U⁻¹U⁻ᵀ, so U⁻¹ is a root of the damped Hessian.
+            rest_OI = torch.linalg.solve_triangular(self.upper_II, rest_OI, upper=True, left=False)
         if min(rest_OI.shape) <= _EXACT_SVD_SIZE:
-            left_OK, values_K, right_KI = torch.linalg.svd(weighted_OI, full_matrices=False)
+            left_OK, values_K, right_KI = torch.linalg.svd(rest_OI, full_matrices=False)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 columns = min(rank + _OVERSAMPLING, *rest_OI.shape)
-                left_OK, values_K, right_IK = torch.svd_lowrank(weighted_OI, q=columns, niter=4)
+                left_OK, values_K, right_IK = torch.svd_lowrank(rest_OI, q=columns, niter=4)
             right_KI = right_IK.t()
         share_K = values_K[:rank].sqrt()
         left_OK, right_KI = left_OK[:, :rank] * share_K, right_KI[:rank] * share_K.unsqueeze(1)
@@ -458,10 +418,34 @@ class _Fit:
         return left_OK.to(self.stored_dtype), right_KI.to(self.stored_dtype)
 
     def assemble(self, left_OK: torch.Tensor, right_KI: torch.Tensor) -> LowRankMatrix:
-        """Return a candidate: the given product, and codes of the remaining difference."""
-        device, options = self.weight_OI.device, self.options
+        """Return a candidate: the given product, and codes of the remaining difference.
+
+        Scales are those of the range before error feedback.
+        """
+        device, options, most = self.weight_OI.device, self.options, 2**self.options.bits - 1
         left_OK, right_KI = left_OK.to(device, self.stored_dtype), right_KI.to(device, self.stored_dtype)
-        codes_OI, scales_OG, zeros_OG = self._round(self.weight_OI - left_OK.float() @ right_KI.float())
+        target_OI = self.weight_OI - left_OK.float() @ right_KI.float()
+        groups = target_OI.split(self.group_size, dim=1)
+        low_OG = torch.stack([group.amin(dim=1) for group in groups], dim=1).clamp(max=0)
+        high_OG = torch.stack([group.amax(dim=1) for group in groups], dim=1).clamp(min=0)
+        if options.symmetric:
+            high_OG = torch.maximum(-low_OG, high_OG)
+            low_OG = -high_OG
+        scales_OG = ((high_OG - low_OG).clamp(min=_SMALLEST_RANGE) / most).to(torch.bfloat16)
+        zeros_OG = torch.full_like(low_OG, 2 ** (options.bits - 1))
+        if not options.symmetric:
+            zeros_OG = (-low_OG / scales_OG.float()).round().clamp(0, most)
+        group_I = torch.arange(target_OI.shape[1], device=device) // self.group_size
+        scale_OI, zero_OI = scales_OG.float()[:, group_I], zeros_OG[:, group_I]
+        if self.upper_II is None:
+            codes_OI = _round(target_OI, scale_OI, zero_OI, options.bits)
+        else:
+            codes_OI, feedback = torch.empty_like(target_OI), ErrorFeedback(target_OI, self.upper_II)
+            for column in feedback.columns():
+                scale_O, zero_O = scale_OI[:, column], zero_OI[:, column]
+                codes_O = _round(feedback.weight_IO[column], scale_O, zero_O, options.bits)
+                codes_OI[:, column] = codes_O
+                feedback.settle(column, scale_O * (codes_O - zero_O))
         return LowRankMatrix(
             shape=(codes_OI.shape[0], codes_OI.shape[1]),
             bits=options.bits,
@@ -474,33 +458,6 @@ class _Fit:
             left=left_OK,
             right=right_KI,
         )
-
-    def _round(self, target_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return codes, scales and zeros; scales are those of the range before error feedback."""
-        most = 2**self.options.bits - 1
-        groups = target_OI.split(self.group_size, dim=1)
-        low_OG = torch.stack([group.amin(dim=1) for group in groups], dim=1).clamp(max=0)
-        high_OG = torch.stack([group.amax(dim=1) for group in groups], dim=1).clamp(min=0)
-        if self.options.symmetric:
-            high_OG = torch.maximum(-low_OG, high_OG)
-            low_OG = -high_OG
-        scales_OG = ((high_OG - low_OG).clamp(min=_SMALLEST_RANGE) / most).to(torch.bfloat16)
-        middle = 2 ** (self.options.bits - 1)
-        zeros_OG = torch.full_like(low_OG, middle)
-        if not self.options.symmetric:
-            zeros_OG = (-low_OG / scales_OG.float()).round().clamp(0, most)
-        group_I = torch.arange(target_OI.shape[1], device=target_OI.device) // self.group_size
-        scale_OI, zero_OI = scales_OG.float()[:, group_I], zeros_OG[:, group_I]
-        if self.upper_II is None:
-            return (target_OI / scale_OI + zero_OI).round().clamp(0, most), scales_OG, zeros_OG
-        codes_IO = torch.empty_like(target_OI.t())
-        feedback = ErrorFeedback(target_OI, self.upper_II)
-        scale_IO, zero_IO = scale_OI.t(), zero_OI.t()
-        for column in feedback.columns():
-            codes_O = (feedback.weight_IO[column] / scale_IO[column] + zero_IO[column]).round().clamp(0, most)
-            codes_IO[column] = codes_O
-            feedback.settle(column, scale_IO[column] * (codes_O - zero_IO[column]))
-        return codes_IO.t(), scales_OG, zeros_OG
 
 
 QUANT_METHOD = "shardwright_small"
@@ -563,10 +520,21 @@ def load_spqr(directory: str | Path) -> Any:
     directory = Path(directory)
     if (directory / SMALL_DIRECTORY).is_dir():
         directory = directory / SMALL_DIRECTORY
-    layers = small_layers(directory)
-    if layers is None:
-        rule = f"has no quantization_config of {QUANT_METHOD}"
-        raise RefusedInputError(ConfigError(where=str(directory / _CONFIG), rule=rule))
+    path = directory / _CONFIG
+    try:
+        section = json.loads(path.read_bytes()).get("quantization_config") or {}
+        is_small = section.get("quant_method") == QUANT_METHOD
+    except OSError as error:
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"cannot be read ({error.strerror})")) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
+    if not is_small:
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"has no quantization_config of {QUANT_METHOD}"))
+    version, layers = section.get("schema_version"), section.get("layers")
+    if version != _SCHEMA_VERSION:
+        raise damaged(str(path), f"has schema_version {version}; this version reads {_SCHEMA_VERSION}")
+    if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
+        raise damaged(str(path), "contains no settings of layers")
     config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     # With it, Transformers would expect packed tensors.
     del config.quantization_config
@@ -598,7 +566,9 @@ def read_matrix(
     names = [name for name in tensors if name.startswith(f"{layer}.{kind.prefix}")]
     parts = {name.removeprefix(f"{layer}.{kind.prefix}"): tensors.pop(name) for name in names}
     try:
-        numbers: dict[str, Any] = {name: int(settings[name]) for name in ("bits", "group_size", *kind.own_settings)}
+        numbers: dict[str, Any] = {
+            name: int(value) for name, value in settings.items() if name not in ("kind", "shape", "dtype")
+        }
         matrix = kind(
             shape=(int(settings["shape"][0]), int(settings["shape"][1])),
             dtype=getattr(torch, _FLOATS[_FLOATS.index(settings["dtype"])]),
@@ -618,29 +588,3 @@ def read_matrix(
     if isinstance(matrix, SpQRMatrix) and not matrix.has_valid_outliers():
         raise damaged(where, f"offsets or columns of outliers are invalid for a matrix {list(matrix.shape)}")
     return matrix
-
-
-def small_layers(directory: Path) -> dict[str, Any] | None:
-    """Return the settings of every matrix by module name; `None` for another format.
-
-    Raises:
-        RefusedInputError: `config.json` is damaged, or this version cannot read the format.
-    """
-    path = directory / _CONFIG
-    if not path.exists():
-        return None
-    try:
-        section = json.loads(path.read_bytes()).get("quantization_config") or {}
-        is_small = section.get("quant_method") == QUANT_METHOD
-    except OSError as error:
-        raise RefusedInputError(ConfigError(where=str(path), rule=f"cannot be read ({error.strerror})")) from None
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
-    if not is_small:
-        return None
-    version, layers = section.get("schema_version"), section.get("layers")
-    if version != _SCHEMA_VERSION:
-        raise damaged(str(path), f"has schema_version {version}; this version reads {_SCHEMA_VERSION}")
-    if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
-        raise damaged(str(path), "contains no settings of layers")
-    return layers

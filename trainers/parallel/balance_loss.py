@@ -54,8 +54,6 @@ class RoutedTokens:
     """Before softmax or sigmoid, with their graph."""
     selected_TK: Tensor
     """The experts of each token."""
-    sent: Tensor
-    """Number of assignments that were sent to experts, including those of padding."""
 
 
 def assigned_to(routed: RoutedTokens, mask_T: Tensor | None) -> Tensor:
@@ -99,17 +97,6 @@ def balance_loss_share(
     sum_over_ranks(tokens_and_assigned)
     tokens, assigned_E = tokens_and_assigned[0], tokens_and_assigned[1:]
     return first.shape[1] * (assigned_E / tokens * probability_E / tokens).sum()
-
-
-def entropy_sum(routed: RoutedTokens, mask_T: Tensor | None, *, sigmoid: bool) -> Tensor:
-    """Return the router's entropy in nats, summed over its tokens; sigmoid scores are normalized to a sum of 1."""
-    import torch
-
-    logits_TE = routed.logits_TE.detach().float()
-    log_TE = torch.nn.functional.logsigmoid(logits_TE) if sigmoid else logits_TE
-    log_TE = torch.log_softmax(log_TE, dim=-1)
-    entropy_T = -(log_TE.exp() * log_TE).sum(-1)
-    return (entropy_T if mask_T is None else entropy_T * mask_T).sum()
 
 
 def loads(assigned_LE: Tensor) -> tuple[float, float]:
@@ -277,7 +264,7 @@ def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:
     for logits_TE in gate_logits if isinstance(gate_logits, tuple) else ():
         with torch.no_grad():
             selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
-        layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK, sent=logits_TE.new_zeros(())))
+        layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
     return layers
 
 

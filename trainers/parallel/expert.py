@@ -14,7 +14,7 @@ from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
-from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, entropy_sum, loads, sum_over_ranks
+from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, loads, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,8 @@ class ExpertParallelCallback(TrainerCallback):
     """Shard the experts of every layer over ranks that train on different samples.
 
     Works with ZeRO-0, 1, 2 and 3 on Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3. No token is dropped. Checkpoints
-    and `save_model` contain all experts under the model's own parameter names.
+    and `save_model` contain all experts under the model's own parameter names. The log has `expert_load` (tokens of the
+    fullest expert divided by the mean per expert, averaged over layers) and `expert_load_max` (of the worst layer).
 
     >>> callback = ExpertParallelCallback(2)  # doctest: +SKIP
     >>> callback.prepare(arguments, model)  # doctest: +SKIP
@@ -35,19 +36,17 @@ class ExpertParallelCallback(TrainerCallback):
     Args:
         expert_parallel_size: Number of ranks that share the experts of a layer; it must divide the number of experts
             and of ranks.
-        log_routing: Whether to log `expert_load` (tokens of the fullest expert divided by the mean per expert, averaged
-            over layers), `expert_load_max` (the same of the worst layer), `router_entropy` (nats) and `dropped_tokens`.
 
     Raises:
         UsageError: the size is below 2.
     """
 
-    def __init__(self, expert_parallel_size: int, *, log_routing: bool = True) -> None:
+    def __init__(self, expert_parallel_size: int) -> None:
         if expert_parallel_size < 2:
             rule, fix = "must be at least 2", "omit the callback to train without expert parallelism"
             raise UsageError(ConfigError(where="expert_parallel_size", value=expert_parallel_size, rule=rule, fix=fix))
         self.expert_parallel_size = expert_parallel_size
-        self._axis = ExpertAxis(expert_parallel_size, log_routing=log_routing)
+        self._axis = ExpertAxis(expert_parallel_size)
         self._shapes: auto_ep.Shapes | None = None
         self._trainer: Trainer | None = None
 
@@ -141,8 +140,8 @@ class ExpertParallelCallback(TrainerCallback):
 class ExpertAxis(Axis):
     """Marks the parameter groups of experts, and records the routing of AutoEP's layers."""
 
-    def __init__(self, size: int, *, log_routing: bool) -> None:
-        self._size, self._log_routing = size, log_routing
+    def __init__(self, size: int) -> None:
+        self._size = size
         self.watch: RouterWatch | None = None
         """The routers of the engine, once training has begun."""
 
@@ -160,12 +159,12 @@ class ExpertAxis(Axis):
         mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
         with self.watch.recording():
             yield
-            if self._log_routing and model.training:
+            if model.training:
                 self.watch.add(self.watch.latest(), mask_T)
 
     def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
         """Add the figures of the routing since the last log."""
-        return logs if self.watch is None or not self._log_routing else logs | self.watch.report(sum_over_ranks)
+        return logs if self.watch is None else logs | self.watch.report()
 
 
 class RouterWatch:
@@ -180,8 +179,7 @@ class RouterWatch:
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._records: list[RoutedTokens] | None = None
         self._logits: Tensor | None = None
-        self._sigmoid = any(layer.router.score_func == "sigmoid" for layer in layers.values())
-        self._sums: Tensor | None = None
+        self._assigned_LE: Tensor | None = None
         self._returned = 0
         self._handles = []
 
@@ -192,8 +190,7 @@ class RouterWatch:
             if self._records is None:
                 return
             assert self._logits is not None, "the gate runs inside the router"
-            _, selected_TK, sent_E = output
-            self._records.append(RoutedTokens(logits_TE=self._logits, selected_TK=selected_TK, sent=sent_E.sum()))
+            self._records.append(RoutedTokens(logits_TE=self._logits, selected_TK=output[1]))
 
         for layer in layers.values():
             self._handles.append(layer.router.gate.register_forward_hook(keep_logits))
@@ -233,27 +230,15 @@ class RouterWatch:
             return
         if mask_T is not None and len(mask_T) != records[0].logits_TE.shape[0]:
             mask_T = None
-        with torch.no_grad():
-            assigned = [assigned_to(routed, mask_T) for routed in records]
-            entropy = sum(entropy_sum(routed, mask_T, sigmoid=self._sigmoid) for routed in records)
-            tokens = sum(routed.logits_TE.shape[0] if mask_T is None else mask_T.sum() for routed in records)
-            dropped = sum(routed.selected_TK.numel() - routed.sent for routed in records)
-            scalars = [torch.as_tensor(value, device=assigned[0].device) for value in (entropy, tokens, dropped)]
-            # fp64 keeps the counts between two distant logs exact.
-            sums = torch.cat([torch.stack([value.double() for value in scalars]), *(own.double() for own in assigned)])
-            self._sums = sums if self._sums is None else self._sums + sums
+        # fp64 keeps the counts between two distant logs exact.
+        assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
+        self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE
 
-    def report(self, sum_over_ranks: Callable[[Tensor], None]) -> dict[str, float]:
+    def report(self) -> dict[str, float]:
         """Return the figures to log since the last call; every rank must call it."""
-        if self._sums is None:
+        if self._assigned_LE is None:
             return {}
-        sums, self._sums = self._sums, None
-        sum_over_ranks(sums)
-        entropy, tokens, dropped = sums[:3].tolist()
-        mean_load, worst_load = loads(sums[3:].view(len(self._handles) // 2, -1))
-        return {
-            "expert_load": mean_load,
-            "expert_load_max": worst_load,
-            "router_entropy": entropy / max(tokens, 1.0),
-            "dropped_tokens": dropped,
-        }
+        assigned_LE, self._assigned_LE = self._assigned_LE, None
+        sum_over_ranks(assigned_LE)
+        mean_load, worst_load = loads(assigned_LE)
+        return {"expert_load": mean_load, "expert_load_max": worst_load}

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
-    from ...ds_configs.specs.job import TrainingJob
-    from ...ds_configs.specs.layout import Layout
-
 _LIGER_MLPS = ("swiglu", "geglu")
 _LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
@@ -70,18 +67,43 @@ class LongSequenceCallback(TrainerCallback):
 
     def errors(self, trainer: Trainer) -> list[ConfigError]:
         """Return why the model, the arguments or the class of a Trainer do not support it."""
-        arguments = trainer.args
-        errors = tiling_errors(trainer.model, arguments, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss)
-        if self.tiled_loss and computes_own_loss(trainer):
-            rule = "computes only the model's own loss, but this Trainer computes another one from logits"
-            errors.append(ConfigError(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="omit it"))
+        arguments, inner = trainer.args, base_model(trainer.model)
+        tiles = {"tiled_mlp": self.tiled_mlp, "tiled_loss": self.tiled_loss}
+        values = tiles | {"offloaded_checkpoints": self.offloaded_checkpoints}
+        errors: list[ConfigError] = []
+
+        def reject(where: str, rule: str, fix: str) -> None:
+            errors.append(ConfigError(where=where, value=values[where], rule=rule, fix=fix))
+
+        for name, value in tiles.items():
+            if not isinstance(value, bool) and value < 2:
+                reject(name, "must be True, False or a number of tiles above 1", "use True")
+        if self.tiled_mlp:
+            if experts := untiled_experts(inner):
+                block = type(experts[0]).__name__
+                reject("tiled_mlp", f"cannot tile {block}, whose forward gets no routed tokens", "omit it")
+            elif not mlps(inner):
+                reject("tiled_mlp", f"finds no MLP in the layers of {type(inner).__name__}", "omit it")
+            if ((deepspeed_configuration(arguments) or {}).get("expert_parallel") or {}).get("enabled"):
+                rule = "is not supported with expert_parallel: DeepSpeed replaces blocks after they were tiled"
+                reject("tiled_mlp", rule, "omit it, or remove expert_parallel from the DeepSpeed configuration")
+            if _liger_replaces(arguments, _LIGER_MLPS):
+                fix = f"set {' and '.join(_LIGER_MLPS)} to False in liger_kernel_config, or omit tiled_mlp"
+                reject("tiled_mlp", "and use_liger_kernel both replace MLPs", fix)
+        if self.tiled_loss:
+            if not accepts_shifted_labels(inner):
+                reject("tiled_loss", f"needs a causal language model, not {type(inner).__name__}", "omit it")
+            if arguments.label_smoothing_factor:
+                rule = "computes the model's own loss, and label smoothing needs its logits"
+                reject("tiled_loss", rule, "set label_smoothing_factor to 0")
+            if computes_own_loss(trainer):
+                rule = "computes only the model's own loss, but this Trainer computes another one from logits"
+                reject("tiled_loss", rule, "omit it")
         if self.offloaded_checkpoints < 0:
-            where, value = "offloaded_checkpoints", self.offloaded_checkpoints
-            errors.append(ConfigError(where=where, value=value, rule="must be a number of layers", fix="omit it"))
+            reject("offloaded_checkpoints", "must be a number of layers", "omit it")
         if self.offloaded_checkpoints and not arguments.gradient_checkpointing:
-            rule, fix = "needs gradient checkpointing, which is off", "set gradient_checkpointing in TrainingArguments"
-            where, value = "offloaded_checkpoints", self.offloaded_checkpoints
-            errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+            rule = "needs gradient checkpointing, which is off"
+            reject("offloaded_checkpoints", rule, "set gradient_checkpointing in TrainingArguments")
         return errors
 
     def attach(self, trainer: Trainer) -> None:
@@ -92,11 +114,6 @@ class LongSequenceCallback(TrainerCallback):
         """
         if errors := self.errors(trainer):
             raise UsageError(errors)
-        self.tile(trainer)
-        trainer.add_callback(self)
-
-    def tile(self, trainer: Trainer) -> None:
-        """Tile the model's MLPs and its loss, without checks."""
         model = base_model(trainer.model)
         untile_mlps(model)
         if self.tiled_mlp:
@@ -105,6 +122,7 @@ class LongSequenceCallback(TrainerCallback):
             loss = TiledLoss(model, _tile_count(self.tiled_loss))
             make_exact(trainer).tiled_loss = loss
         self._attached = True
+        trainer.add_callback(self)
 
     def on_train_begin(
         self,
@@ -125,20 +143,6 @@ class LongSequenceCallback(TrainerCallback):
         if model is not None:
             share_tiled_mlps(base_model(model))
             offload_checkpoints(model, self.offloaded_checkpoints)
-
-
-def long_sequence_callback(layout: Layout, job: TrainingJob, model: PreTrainedModel) -> LongSequenceCallback | None:
-    """Return the callback that a layout needs, to be attached after those of its axes; `None` if it needs none.
-
-    With a teacher, the distillation's own loss is computed in chunks, so that nothing is tiled here.
-    """
-    tiled_loss = job.loss == "chunked" and job.teacher is None and layout.pp == 1 and layout.tp == 1
-    tiled_loss = tiled_loss and accepts_shifted_labels(base_model(model))
-    if not (layout.tiled_mlp or tiled_loss or layout.offloaded_checkpoints):
-        return None
-    return LongSequenceCallback(
-        tiled_mlp=layout.tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=layout.offloaded_checkpoints
-    )
 
 
 class TiledLoss:
@@ -230,35 +234,3 @@ def computes_own_loss(trainer: Trainer) -> bool:
 def _liger_replaces(arguments: TrainingArguments, kernels: tuple[str, ...]) -> bool:
     configuration = arguments.liger_kernel_config or {}
     return bool(arguments.use_liger_kernel) and any(configuration.get(name, True) for name in kernels)
-
-
-def tiling_errors(
-    model: PreTrainedModel, arguments: TrainingArguments, *, tiled_mlp: bool | int, tiled_loss: bool | int
-) -> list[ConfigError]:
-    """Return why MLPs or the loss cannot be computed in tiles."""
-    tiles = {"tiled_mlp": tiled_mlp, "tiled_loss": tiled_loss}
-    errors: list[ConfigError] = []
-
-    def reject(where: str, rule: str, fix: str) -> None:
-        errors.append(ConfigError(where=where, value=tiles[where], rule=rule, fix=fix))
-
-    for name, value in tiles.items():
-        if not isinstance(value, bool) and value < 2:
-            reject(name, "must be True, False or a number of tiles above 1", "use True")
-    inner = base_model(model)
-    if tiled_mlp and (experts := untiled_experts(inner)):
-        reject("tiled_mlp", f"cannot tile {type(experts[0]).__name__}, whose forward gets no routed tokens", "omit it")
-    elif tiled_mlp and not mlps(inner):
-        reject("tiled_mlp", f"finds no MLP in the layers of {type(inner).__name__}", "omit it")
-    if tiled_mlp and ((deepspeed_configuration(arguments) or {}).get("expert_parallel") or {}).get("enabled"):
-        rule = "is not supported with expert_parallel: DeepSpeed replaces the blocks of experts after they were tiled"
-        reject("tiled_mlp", rule, "omit it, or remove expert_parallel from the DeepSpeed configuration")
-    if tiled_mlp and _liger_replaces(arguments, _LIGER_MLPS):
-        fix = f"set {' and '.join(_LIGER_MLPS)} to False in liger_kernel_config, or omit tiled_mlp"
-        reject("tiled_mlp", "and use_liger_kernel both replace MLPs", fix)
-    if tiled_loss and not accepts_shifted_labels(inner):
-        reject("tiled_loss", f"needs a causal language model, not {type(inner).__name__}", "omit it")
-    if tiled_loss and arguments.label_smoothing_factor:
-        rule = "computes the model's own loss, and label smoothing needs its logits"
-        reject("tiled_loss", rule, "set label_smoothing_factor to 0")
-    return errors

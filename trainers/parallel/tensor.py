@@ -19,7 +19,6 @@ from ...plugins.deepspeed.auto_tp import (
     allow_frozen_norms,
     forget_tensor_parallel,
     gather_heads_for_losses,
-    gather_vocabulary,
     keep_whole_attention,
     layers_without_rule,
     seed_workers_by_group,
@@ -28,7 +27,7 @@ from ...plugins.deepspeed.auto_tp import (
 )
 from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers import run_settings
+from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
 
@@ -95,31 +94,6 @@ def section_errors(section: Mapping[str, Any], required: Mapping[str, object]) -
     return errors
 
 
-def tensor_trainer_errors(trainer: Trainer, *, vocabulary_parallel_head: bool) -> list[ConfigError]:
-    """Return what a Trainer does that tensor parallelism does not support.
-
-    Seen with deepspeed 0.19.8 and trl 1.16.0: DeepSpeed compares the arguments of the first forward pass between ranks,
-    and fails where TRL's `DistillationTrainer` passes a function to it.
-    """
-    from transformers import Trainer
-
-    name = type(trainer).__name__
-    if hasattr(trainer, "_forward_redirection"):
-        rule = "passes functions to the forward pass of the model, which DeepSpeed cannot compare between ranks"
-        fix = "use ZeRO or FSDP2, or shardwright.trainers.DistillationTrainer"
-        return [ConfigError(where="trainer", value=name, rule=rule, fix=fix)]
-    if not vocabulary_parallel_head:
-        return []
-    uses_logits = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "label_smoothing_factor": trainer.args.label_smoothing_factor > 0,
-        f"{name}.compute_loss": run_settings.own_class(trainer).compute_loss is not Trainer.compute_loss,
-    }
-    rule = "computes a loss from logits, of which each rank has only a shard of the vocabulary"
-    fix = "use vocabulary_parallel_head=False"
-    return [ConfigError(where=where, rule=rule, fix=fix) for where, is_used in uses_logits.items() if is_used]
-
-
 class TensorParallelCallback(TrainerCallback):
     """Shard attention heads, MLPs and the output head over the ranks of a group, with ZeRO 0 to 2 between groups.
 
@@ -134,20 +108,17 @@ class TensorParallelCallback(TrainerCallback):
 
     Args:
         tensor_parallel_size: Number of ranks that share each layer; keep a group within a node.
-        vocabulary_parallel_head: Whether each rank keeps only the logits of its shard of the vocabulary, which the
-            model's own loss supports. A tied token embedding is sharded in the same way.
 
     Raises:
         UsageError: the size is below 1.
     """
 
-    def __init__(self, tensor_parallel_size: int, *, vocabulary_parallel_head: bool = False) -> None:
+    def __init__(self, tensor_parallel_size: int) -> None:
         if tensor_parallel_size < 1:
             raise UsageError(
                 ConfigError(where=_WHERE, value=tensor_parallel_size, rule="must be at least 1", fix="use 2")
             )
         self.tensor_parallel_size = tensor_parallel_size
-        self.vocabulary_parallel_head = vocabulary_parallel_head
         self._prepared: TrainingArguments | None = None
         self._trainer: Trainer | None = None
 
@@ -190,7 +161,6 @@ class TensorParallelCallback(TrainerCallback):
             world_size=training_arguments.world_size,
             ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", training_arguments.world_size)),
             method="lora" if hasattr(model, "peft_config") else "full",
-            vocabulary_parallel_head=self.vocabulary_parallel_head,
             where=_WHERE,
         )
         errors += layout_errors(model, training_arguments)
@@ -198,7 +168,7 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(errors)
         assert configuration is not None, "a missing configuration is an error"
         section = configuration.get("tensor_parallel") or {}
-        required = tensor_parallel_section(model, size, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        required = tensor_parallel_section(model, size)
         if errors := section_errors(section, required):
             raise UsageError(errors)
         configuration["tensor_parallel"] = {**section, **required}
@@ -238,8 +208,12 @@ class TensorParallelCallback(TrainerCallback):
         size = self.tensor_parallel_size
         if size == 1:
             return
-        errors = tensor_trainer_errors(trainer, vocabulary_parallel_head=self.vocabulary_parallel_head)
-        errors += run_settings.trainer_errors(trainer)
+        errors = trainer_errors(trainer)
+        if hasattr(trainer, "_forward_redirection"):
+            # DeepSpeed compares the arguments of the first forward pass between ranks (deepspeed 0.19.8, trl 1.16.0).
+            rule = "passes functions to the forward pass of the model, which DeepSpeed cannot compare between ranks"
+            fix = "use ZeRO or FSDP2, or shardwright.trainers.DistillationTrainer"
+            errors.append(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
         if errors:
             raise UsageError(errors)
         # Dispatching from the first rank would give every group the same batch.
@@ -248,7 +222,7 @@ class TensorParallelCallback(TrainerCallback):
         patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
         trainer.gather_function = once
         count_as_one_process(trainer, ranks_of_a_sample=size)
-        make_exact(trainer).shared_axis = TensorAxis(size, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        make_exact(trainer).shared_axis = TensorAxis(size)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -263,7 +237,7 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(ConfigError(where="TensorParallelCallback.attach", rule=rule, fix=fix))
         if self.tensor_parallel_size == 1:
             return
-        errors = run_settings.trainer_errors(self._trainer)
+        errors = trainer_errors(self._trainer)
         errors += unpartitioned_layers(self._trainer.model, self.tensor_parallel_size)
         if errors:
             raise UsageError(errors)
@@ -288,20 +262,11 @@ class TensorParallelCallback(TrainerCallback):
 
 
 class TensorAxis(Axis):
-    """Makes the ranks of a group read the same samples, and joins the logits of a vocabulary-parallel head."""
+    """Makes the ranks of a group read the same samples."""
 
-    def __init__(self, size: int, *, vocabulary_parallel_head: bool = False) -> None:
+    def __init__(self, size: int) -> None:
         self.ranks_of_a_sample = size
-        self._vocabulary_parallel_head = vocabulary_parallel_head
 
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Seed data workers by group."""
         seed_workers_by_group(trainer, loader, self.ranks_of_a_sample)
-
-    def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
-        """Gather the logits of the complete vocabulary."""
-        if not self._vocabulary_parallel_head:
-            return logits
-        if isinstance(logits, tuple):
-            return (gather_vocabulary(logits[0]), *logits[1:])
-        return gather_vocabulary(logits)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.legality.combinations import (
     AXES,
@@ -28,7 +28,7 @@ from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_re
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
-from ...plugins.transformers.output_heads import base_model
+from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.own_optimizers import (
     OwnOptimizer,
     model_errors,
@@ -45,7 +45,7 @@ from ..exact import count_as_one_process, exact_class
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
     from ...ds_configs.plan.plan import Plan
     from ...ds_configs.specs.job import TrainingJob
@@ -54,54 +54,37 @@ _PIPELINE_PARAMETERS = ("attn_implementation",)
 """Parameters that `PipelineTrainer` has and the Trainer does not."""
 
 
-class ParallelCallback(Protocol):
-    """Interface of the callbacks for sequence, expert and tensor parallelism."""
-
-    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
-        """Check and configure everything that the Trainer's accelerator reads when it is created."""
-
-    def attach(self, trainer: Trainer) -> None:
-        """Attach the callback to a Trainer right after the Trainer is created."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedParallelism:
     """What runs the axes of a layout beyond data parallelism."""
 
-    callbacks: tuple[ParallelCallback, ...] = ()
-    """One per axis that a callback of the stock Trainer runs."""
-    pipeline_stages: int | tuple[PipelineStage, ...] = 1
-    """Number of pipeline stages, or the layers of each stage; 1 without a pipeline."""
-    tensor_parallel_size: int = 1
-    """Ranks that share one pipeline stage; without a pipeline a callback runs tensor parallelism."""
-    context_parallel_size: int = 1
-    """Ranks that exchange keys and values of a sequence (ring attention)."""
-    axes: tuple[str, ...] = ()
-    """Axes in use, as columns of the table of combinations."""
-    tensor_ranks: int = 1
-    """Ranks that read the same samples and hold shards of each layer."""
-    planned: tuple[Layout, TrainingJob] | None = None
-    """What decides about tiles and checkpoints in host memory; `None` for neither."""
+    layout: Layout
+    callbacks: tuple[Any, ...]
+    """One for each axis that the stock Trainer runs, with `prepare` and `attach`."""
+    stages: tuple[PipelineStage, ...] = ()
+    """The layers of each pipeline stage; empty for stages that `PipelineTrainer` balances."""
+    job: TrainingJob | None = None
+    """With the layout decides about tiles and checkpoints in host memory; `None` for neither."""
 
     @property
     def is_pipeline(self) -> bool:
         """Whether the layers are split into pipeline stages."""
-        return self.pipeline_stages != 1
+        return self.layout.pp > 1
 
     def columns(self, args: TrainingArguments) -> tuple[str, ...]:
         """Return the columns of a run in the tables of combinations; none for one process."""
-        axes: dict[str, Any] = dict.fromkeys(self.axes, 2)
+        axes: dict[str, Any] = dict.fromkeys(self.layout.axes, 2)
         return columns_of(replace(layout_of(args, pipeline=self.is_pipeline), **axes))
 
     def class_errors(self, kind: type, args: TrainingArguments) -> list[ConfigError]:
         """Return why the layout would train a trainer class with this configuration other than one process does."""
         columns = self.columns(args)
         # With a `parallelism_config` in its arguments, a class runs sequence parallelism itself.
-        shares = getattr(kind, "shares_sequences", False) and "sp" not in self.axes
+        shares = getattr(kind, "shares_sequences", False) and self.layout.sp == 1
         errors = incompatibility_errors(
             table_rows(kind, args), [each for each in columns if each != "sp" or not shares]
         )
-        errors += batch_loss_errors(classes_of_trl(kind), args, data_ranks=args.world_size // self.tensor_ranks)
+        errors += batch_loss_errors(classes_of_trl(kind), args, data_ranks=args.world_size // self.layout.tp)
         axes = [column for column in columns if column in AXES]
         if axes and not errors and (own := own_steps(kind)):
             rule = f"is not supported with {', '.join(COLUMNS[axis] for axis in axes)}: {own}"
@@ -145,21 +128,8 @@ class PlannedParallelism:
         if attaches_optimizer := optimizer is not None and replaces_optimizers(columns):
             # Transformers would drop it or reject it.
             del settings["optimizers"]
-        if self.context_parallel_size > 1 and trainer_class is not None:
-            from .context.callback import check_context_parallel_class
-
-            check_context_parallel_class(trainer_class)
         for callback in self.callbacks:
             callback.prepare(args, model)
-        if self.context_parallel_size > 1:
-            from transformers import default_data_collator
-
-            from .context.callback import ContextParallelCollator, prepare_context_parallel
-
-            prepare_context_parallel(args, model, self.context_parallel_size)
-            settings["data_collator"] = ContextParallelCollator(
-                settings.get("data_collator") or default_data_collator, self.context_parallel_size, reports_tokens=True
-            )
         if self.is_pipeline:
             from .pipeline.trainer import PipelineTrainer
 
@@ -170,20 +140,16 @@ class PlannedParallelism:
             trainer: Any = exact_class(trainer_class or PipelineTrainer)(
                 model=model,
                 args=args,
-                pipeline_stages=self.pipeline_stages,
-                tensor_parallel_size=self.tensor_parallel_size,
+                pipeline_stages=self.stages or self.layout.pp,
+                tensor_parallel_size=self.layout.tp,
                 revision=revision,
                 **settings,
             )
         else:
             kind = trainer_class or Trainer
-            with pairs_of_a_micro_step(kind, args.world_size // self.tensor_ranks):
+            with pairs_of_a_micro_step(kind, args.world_size // self.layout.tp):
                 trainer = exact_class(kind)(model=model, args=args, **settings)
         trainer.checked_checkpoint = checked_checkpoint
-        if self.context_parallel_size > 1:
-            from .context.callback import check_context_parallel_trainer
-
-            check_context_parallel_trainer(trainer)
         if optimizer is not None:
             trainer.has_own_optimizer = True
             note_hidden_shapes(optimizer)
@@ -201,12 +167,12 @@ class PlannedParallelism:
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
-            count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size, weighs_own_losses=not self.axes)
+            count_as_one_process(trainer, weighs_own_losses=not self.layout.axes)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
             attend_by_document(base_model(trainer.model))
-            if not self.callbacks and self.context_parallel_size == 1:
+            if not self.callbacks:
                 from .balance_loss import balance_over_ranks, check_balance_loss, has_balance_loss
 
                 if balances_experts(trainer.model):
@@ -215,8 +181,8 @@ class PlannedParallelism:
                     balance_over_ranks(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
-        if self.planned is not None and not self.is_pipeline:
-            attach_long_sequences(trainer, *self.planned)
+        if self.job is not None and not self.is_pipeline:
+            attach_long_sequences(trainer, self.layout, self.job)
         trainer.repeated_samples = RepeatedSamples()
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
@@ -356,53 +322,57 @@ def engine_logits(trainer: Any, input_ids_BT: torch.Tensor) -> torch.Tensor:
     return logits_BTV.detach().float().contiguous()
 
 
-def parallelism_of(strategy: Layout, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
-    """Return what runs the axes of a layout; `stages` lists the layers of each of its `pp` stages."""
-    callbacks: list[ParallelCallback] = []
-    if strategy.sp > 1:
+def parallelism_of(
+    layout: Layout, *, stages: tuple[PipelineStage, ...] = (), job: TrainingJob | None = None
+) -> PlannedParallelism:
+    """Return what runs the axes of a layout."""
+    callbacks: list[Any] = []
+    if layout.sp > 1:
         from .sequence.callback import SequenceParallelCallback
 
-        callbacks.append(SequenceParallelCallback(strategy.sp))
-    if strategy.ep > 1:
+        callbacks.append(SequenceParallelCallback(layout.sp))
+    if layout.cp > 1:
+        from .context.callback import ContextParallelism
+
+        callbacks.append(ContextParallelism(layout.cp))
+    if layout.ep > 1:
         from .expert import ExpertParallelCallback
 
-        callbacks.append(ExpertParallelCallback(strategy.ep))
-    if strategy.tp > 1 and strategy.pp == 1:
+        callbacks.append(ExpertParallelCallback(layout.ep))
+    if layout.tp > 1 and layout.pp == 1:
         from .tensor import TensorParallelCallback
 
-        callbacks.append(TensorParallelCallback(strategy.tp))
-    assert len(stages) in (0, strategy.pp), "stages belong to the layout"
-    return PlannedParallelism(
-        callbacks=tuple(callbacks),
-        pipeline_stages=tuple(stages) or strategy.pp,
-        tensor_parallel_size=strategy.tp if strategy.pp > 1 else 1,
-        context_parallel_size=strategy.cp,
-        axes=tuple(strategy.axes),
-        tensor_ranks=strategy.tp,
-    )
+        callbacks.append(TensorParallelCallback(layout.tp))
+    assert len(stages) in (0, layout.pp), "stages belong to the layout"
+    return PlannedParallelism(layout=layout, callbacks=tuple(callbacks), stages=stages, job=job)
 
 
 def planned_parallelism(plan: Plan) -> PlannedParallelism:
     """Return what runs a plan's axes; the plan's cost terms balance the pipeline."""
-    strategy = plan.chosen.strategy
+    layout = plan.chosen.strategy
     stages: tuple[PipelineStage, ...] = ()
-    if strategy.pp > 1:
-        stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
-    return replace(parallelism_of(strategy, stages=stages), planned=(strategy, plan.job))
+    if layout.pp > 1:
+        stages = pipeline_stages(plan.model, plan.job, layout.pp, tensor_parallel_size=layout.tp)
+    return parallelism_of(layout, stages=stages, job=plan.job)
 
 
 def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> None:
     """Attach the tiles and the checkpoints in host memory of a layout, unless a Trainer has them already.
 
+    With a teacher, the distillation's own loss is computed in chunks, so that no loss is tiled here.
+
     Raises:
         UsageError: the model or the Trainer does not support them; lists all errors.
     """
-    from .long_sequences import LongSequenceCallback, long_sequence_callback
+    from .long_sequences import LongSequenceCallback
 
-    callback = long_sequence_callback(layout, job, trainer.model)
+    tiled_loss = job.loss == "chunked" and job.teacher is None and layout.pp == 1 and layout.tp == 1
+    tiled_loss = tiled_loss and accepts_shifted_labels(base_model(trainer.model))
     attached = any(isinstance(other, LongSequenceCallback) for other in trainer.callback_handler.callbacks)
-    if callback is not None and not attached:
-        callback.attach(trainer)
+    if not attached and (layout.tiled_mlp or tiled_loss or layout.offloaded_checkpoints):
+        LongSequenceCallback(
+            tiled_mlp=layout.tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=layout.offloaded_checkpoints
+        ).attach(trainer)
 
 
 MULTIPLY_BY_RANKS = frozenset({"AsyncGRPOTrainer", "DistillationTrainer", "SFTTrainer"})

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
 
 from ...ds_configs.quantization.layers import scheme_warnings
 from ...ds_configs.quantization.scheme import QuantizationScheme
@@ -21,8 +20,7 @@ from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import run_errors
 from ...plugins.transformers.zero3_modules import share_with_zero3
-from ..checkpoints.record import RECORD, on_first_rank
-from ..checkpoints.resume import checkpoints, newest_whole
+from ..checkpoints.resume import checkpoints
 from .rounding.attach import Attachment, attach, attachment_of
 from .rounding.config import QATOptions
 from .rounding.observers import synchronise
@@ -30,7 +28,7 @@ from .rounding.observers import synchronise
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from .export.checkpoint import ExportResult
+    from .export import ExportResult
 
 
 def training_errors(
@@ -44,27 +42,28 @@ def training_errors(
         steps: Optimizer steps at the end of the training.
         optimizer: The optimizer, wrapped or not.
     """
-    config, errors = attachment.config, []
-    errors += step_errors(attachment, steps)
+    config, errors = attachment.config, step_errors(attachment, steps)
+
+    def reject(where: str, value: object, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+
     learned = attachment.parameters
     optimized = {id(each) for group in getattr(optimizer, "param_groups", []) for each in group["params"]}
     # DeepSpeed's optimizers hold flat partitions of all parameters, from which none can be identified.
-    inner = getattr(optimizer, "optimizer", optimizer)
-    is_flat = type(inner).__module__.startswith("deepspeed")
+    is_flat = type(getattr(optimizer, "optimizer", optimizer)).__module__.startswith("deepspeed")
     if optimized and not is_flat and not all(id(parameter) in optimized for parameter in learned):
         errors += foreign_optimizer_errors(attachment)
     changing = {"start_step": config.start_step, "ranges": bool(attachment.ranges)}
-    used = [name for name, value in changing.items() if value]
+    used = ", ".join(name for name, value in changing.items() if value)
     if arguments.load_best_model_at_end and used:
-        rule = f"may restore weights of a step whose number formats differ from the last step's ({', '.join(used)})"
+        rule = f"may restore weights of a step whose number formats differ from the last step's ({used})"
         fix = "turn it off, and export the checkpoint that you want in a separate run"
-        errors.append(ConfigError(where="load_best_model_at_end", value=True, rule=rule, fix=fix))
+        reject("load_best_model_at_end", True, rule, fix)
     dtypes = {module.weight.dtype for module in attachment.modules.values() if hasattr(module, "weight")}
     for name, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
         if getattr(arguments, name) and dtypes - {dtype}:
             rule = "changes the trained weights in place, and therefore the exported codes"
-            fix = "turn it off; bf16=True also evaluates in bf16"
-            errors.append(ConfigError(where=name, value=True, rule=rule, fix=fix))
+            reject(name, True, rule, "turn it off; bf16=True also evaluates in bf16")
     # Before start_step no forward pass uses the learned scales, and DDP would wait for their gradients.
     has_engine = arguments.deepspeed or arguments.fsdp or engine_from_environment() != "ddp"
     is_ddp = arguments.parallel_mode.name == "DISTRIBUTED" and not has_engine
@@ -72,9 +71,8 @@ def training_errors(
     if finds_unused is None:
         finds_unused = not arguments.gradient_checkpointing
     if is_ddp and not finds_unused and learned and config.start_step:
-        where, rule = "ddp_find_unused_parameters", "must be true: learned scales are not used before start_step"
-        fix = "set it to true, or use start_step 0"
-        errors.append(ConfigError(where=where, value=finds_unused, rule=rule, fix=fix))
+        rule = "must be true: learned scales are not used before start_step"
+        reject("ddp_find_unused_parameters", finds_unused, rule, "set it to true, or use start_step 0")
     return errors
 
 
@@ -94,18 +92,6 @@ def step_errors(attachment: Attachment, steps: int) -> list[ConfigError]:
         return []
     rule = f"training ends at step {steps}, before anything is rounded"
     return [ConfigError(where="start_step", value=first, rule=rule, fix="use a smaller step")]
-
-
-def checkpoint_record(attachment: Attachment) -> dict[str, object]:
-    """Return number formats, progress and ranges for a checkpoint; JSON represents fp32 numbers exactly."""
-    dtypes = {quantizer.forward_dtype for quantizer in attachment.quantizers()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return {
-        "formats": _formats(attachment),
-        "trained_steps": attachment.state.trained_steps,
-        "ranges": {name: input_range.bounds for name, input_range in attachment.ranges.items()},
-        "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-    }
 
 
 def _formats(attachment: Attachment) -> dict[str, Any]:
@@ -167,23 +153,6 @@ def record_errors(attachment: Attachment, record: Mapping[str, Any]) -> list[Con
     ]
 
 
-def restore(attachment: Attachment, record: Mapping[str, Any]) -> None:
-    """Restore progress and ranges from a checkpoint's record.
-
-    Raises:
-        UsageError: the checkpoint was trained with other number formats; all differences together.
-    """
-    _raise(record_errors(attachment, record))
-    attachment.state.trained_steps = record["trained_steps"]
-    for name, bounds in record["ranges"].items():
-        if bounds is not None:
-            attachment.ranges[name].set_bounds(*bounds)
-    if name := record.get("forward_dtype"):
-        # A run that resumes after its last step exports without a forward pass.
-        for quantizer in attachment.quantizers():
-            quantizer.forward_dtype = getattr(torch, name)
-
-
 class QATCallback(TrainerCallback, ExportableState):
     """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
 
@@ -220,16 +189,10 @@ class QATCallback(TrainerCallback, ExportableState):
     """Record of the checkpoint from which the Trainer recreated this callback; `None` otherwise."""
 
     def __init__(
-        self,
-        scheme: str | QuantizationScheme = "W4A16",
-        *,
-        stored_dtype: str | None = None,
-        **options: Any,
+        self, scheme: str | QuantizationScheme = "W4A16", *, stored_dtype: str | None = None, **options: Any
     ) -> None:
-        named = {"scheme": scheme} if isinstance(scheme, str) else {}
-        self.config = settings_of(QATOptions, options | named).config(
-            scheme=None if isinstance(scheme, str) else scheme, stored_dtype=stored_dtype
-        )
+        named, other = ({"scheme": scheme}, None) if isinstance(scheme, str) else ({}, scheme)
+        self.config = settings_of(QATOptions, options | named).config(scheme=other, stored_dtype=stored_dtype)
         self.attachment: Attachment | None = None
 
     def prepare(self, training_arguments: TrainingArguments, model: Any) -> Attachment:
@@ -272,8 +235,9 @@ class QATCallback(TrainerCallback, ExportableState):
         if is_new and optimizer is not None:
             _raise(foreign_optimizer_errors(attachment))
         checkpoint = args.resume_from_checkpoint
-        if isinstance(checkpoint, bool) and checkpoint:
-            checkpoint = on_first_rank(lambda: _newest(Path(args.output_dir)))
+        if checkpoint is True:
+            # All checkpoints of a run have the same number formats.
+            checkpoint = next(reversed(checkpoints(Path(args.output_dir)).values()), None)
         if checkpoint:
             _raise(resume_errors(attachment, Path(checkpoint), type(self).__name__))
 
@@ -292,7 +256,15 @@ class QATCallback(TrainerCallback, ExportableState):
         name = type(self).__name__
         if state.global_step:
             if record := record_in(state.stateful_callbacks.get(name)):
-                restore(attachment, record)
+                _raise(record_errors(attachment, record))
+                attachment.state.trained_steps = record["trained_steps"]
+                for matrix, bounds in record["ranges"].items():
+                    if bounds is not None:
+                        attachment.ranges[matrix].set_bounds(*bounds)
+                # A run that resumes after its last step exports without a forward pass.
+                if dtype := record.get("forward_dtype"):
+                    for quantizer in attachment.quantizers():
+                        quantizer.forward_dtype = getattr(torch, dtype)
             else:
                 note_on_first_rank("the checkpoint was trained without rounding; training continues with rounding")
         # transformers 5.17 `_save_checkpoint` fails (KeyError) if a resumed checkpoint lacks the callback.
@@ -323,7 +295,17 @@ class QATCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, which the Trainer writes into `trainer_state.json`."""
-        record = {} if self.attachment is None else checkpoint_record(self.attachment)
+        record: dict[str, Any] = {}
+        if (attachment := self.attachment) is not None:
+            dtypes = {quantizer.forward_dtype for quantizer in attachment.quantizers()}
+            dtype = dtypes.pop() if len(dtypes) == 1 else None
+            # JSON represents fp32 numbers exactly.
+            record = {
+                "formats": _formats(attachment),
+                "trained_steps": attachment.state.trained_steps,
+                "ranges": {name: input_range.bounds for name, input_range in attachment.ranges.items()},
+                "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+            }
         return {"args": {}, "attributes": {"resumed": record}}
 
     def export(self, trainer: Any, output_dir: str | Path, *, tokenizer: Any = None, **options: Any) -> ExportResult:
@@ -333,13 +315,13 @@ class QATCallback(TrainerCallback, ExportableState):
             trainer: The Trainer after training.
             output_dir: Directory of the checkpoint.
             tokenizer: Tokenizer to write; default: the Trainer's `processing_class`.
-            options: `source`, `dtype`, `verify`, `probe`, `tolerance` and `force`, as for `export`.
+            options: `source`, `verify`, `probe` and `force`, as for `export`.
 
         Raises:
             UsageError: the model was not trained with these number formats, or the directory is in use.
             RefusedInputError: weights or scales are NaN or infinite.
         """
-        from .export.checkpoint import export
+        from .export import export
 
         tokenizer = tokenizer or getattr(trainer, "processing_class", None)
         return export(trainer.model, self._attached(), output_dir, tokenizer=tokenizer, **options)
@@ -351,21 +333,11 @@ class QATCallback(TrainerCallback, ExportableState):
         return self.attachment
 
     def _set_state(self, step: int) -> None:
-        attachment = self._attached()
-        config, current = attachment.config, attachment.state
+        config, current = self._attached().config, self._attached().state
         current.enabled = step >= config.start_step
-        frozen = config.freeze_step is not None and step >= config.freeze_step
-        current.observing = not frozen
+        current.observing = config.freeze_step is None or step < config.freeze_step
 
 
 def _raise(errors: list[ConfigError]) -> None:
     if errors:
         raise UsageError(errors)
-
-
-def _newest(output_dir: Path) -> str | None:
-    """Return the newest complete checkpoint; without records of `CheckpointCallback`, the Trainer's choice."""
-    if any((path / RECORD).is_file() for path in checkpoints(output_dir).values()):
-        return str(newest_whole(output_dir).path)
-    last: str | None = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-    return last

@@ -12,12 +12,10 @@ from typing import Any
 from ...ds_configs.plan.output import disk_errors, output_errors
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
-from ...ds_configs.quantization.settings import (
-    QuantizeSettings,
-    ResolvedQuantization,
-)
+from ...ds_configs.quantization.settings import QuantizeSettings, ResolvedQuantization
 from ...ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.hub import split_revision
 from ...plugins.transformers.quantized_model import QuantizationSource, open_source
@@ -158,16 +156,6 @@ def prepare(
     return prepared
 
 
-_SUGGESTED: tuple[dict[str, Any], ...] = (
-    {"scheme": "W4A16"},
-    # Groups for which vLLM has kernels.
-    {"scheme": "W4A16", "group_size": 64},
-    {"scheme": "W4A16", "group_size": 32},
-    {"scheme": "W8A16", "group_size": -1},
-    {"scheme": "NF4"},
-)
-
-
 def suggested_command(directory: Path) -> list[str]:
     """Return the command that quantizes the model in a directory, to 4 bits if its widths allow it; empty if none does.
 
@@ -177,14 +165,15 @@ def suggested_command(directory: Path) -> list[str]:
         source = open_source(str(directory))
     except ShardwrightError:
         return []
-    for values in _SUGGESTED:
-        resolved = QuantizeSettings(**values).resolved()
+    # vLLM has kernels for these groups.
+    for scheme, group_size in (("W4A16", None), ("W4A16", 64), ("W4A16", 32), ("W8A16", -1), ("NF4", None)):
+        resolved = settings_of(QuantizeSettings, {"scheme": scheme, "group_size": group_size}).resolved()
         resolved = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
         unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in resolved.layers)
         missing = missing_engine_errors(resolved.method, resolved.scheme, resolved.layers)
         if not unpacked and not missing and not resolved.errors():
-            flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-            output_dir = f"{directory}-{'w8' if values['scheme'].startswith('W8') else 'w4'}"
+            flags = ["--scheme", scheme, *(() if group_size is None else ("--group-size", str(group_size)))]
+            output_dir = f"{directory}-{'w8' if scheme == 'W8A16' else 'w4'}"
             return ["shardwright", "quantize", str(directory), *flags, "--output-dir", output_dir]
     return []
 

@@ -98,28 +98,16 @@ QUANTIZATION_FILES = (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE)
 """Files of a quantization, in addition to weights, configuration and tokenizer."""
 
 
-def quantization_files(outcome: QuantizationOutcome) -> dict[str, str | bytes]:
-    """Return report, numbers and model card by name."""
-    numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
-    return {
-        REPORT_FILE: markdown(quantization_report(json.loads(numbers))),
-        RESULT_FILE: numbers,
-        CARD_FILE: quantized_card(outcome),
-    }
-
-
-def quantized_card(outcome: QuantizationOutcome) -> str:
+def _card(prepared: Prepared) -> str:
     """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
-    source, scheme, method = outcome.prepared.source, outcome.prepared.scheme, outcome.prepared.resolved.method
+    source, scheme, method = prepared.source, prepared.scheme, prepared.resolved.method
     commit = f" at {code(source.revision)}" if source.revision else ""
-    name = code(shown_name(source.name))
+    lead = (
+        f"Quantized from {code(shown_name(source.name))}{commit} by {method}. [REPORT.md](REPORT.md) shows the change"
+    )
     return card_text(
         f"{title_of(source.name)}, {scheme.name}",
-        [
-            f"Quantized from {name}{commit} by {method}. [REPORT.md](REPORT.md) shows the change in quality.",
-            serving_text(method, scheme.storage),
-            usage(),
-        ],
+        [f"{lead} in quality.", serving_text(method, scheme.storage), usage()],
         f"{license_line(source.name)} Read its card before you publish this one.",
         base=source.name,
         relation="quantized",
@@ -133,8 +121,7 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
     Raises:
         ShardwrightError: the model cannot be loaded, or the engine rejects it.
     """
-    settings, source, scheme = prepared.settings, prepared.source, prepared.scheme
-    method = prepared.resolved.method
+    settings, source, scheme, method = prepared.settings, prepared.source, prepared.scheme, prepared.resolved.method
     engine = METHODS[method].engine
     if engine == "bitsandbytes":
         from ...plugins.bitsandbytes import quantize_with_bitsandbytes
@@ -149,17 +136,13 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
             device=device,
         )
     model = load_for_quantization(source)
+    calibrated: dict[str, Any] = {"calibration": prepared.calibration, "batch_size": settings.batch_size}
     if engine == "shardwright":
         from .spqr import quantize_to_small_format
 
+        layers = [layer.name for layer in prepared.layers]
         return quantize_to_small_format(
-            model,
-            scheme,
-            method=method,
-            layers=[layer.name for layer in prepared.layers],
-            calibration=prepared.calibration,
-            batch_size=settings.batch_size,
-            options=settings.method_options,
+            model, scheme, method=method, layers=layers, options=settings.method_options, **calibrated
         )
     if not engine_packages(method, scheme, prepared.layers):
         from ...plugins.compressed_tensors.compressed_model import round_to_nearest
@@ -171,11 +154,10 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
         model,
         scheme,
         method,  # type: ignore[arg-type]
-        calibration=prepared.calibration,
-        batch_size=settings.batch_size,
         method_options=settings.method_options,
         seed=settings.seed,
         stored_names=source.tensors.keys(),
+        **calibrated,
     )
 
 
@@ -237,23 +219,31 @@ def run_prepared(
         ShardwrightError: a step failed; the message names it and the cause.
     """
     seconds: dict[str, float] = {}
-    engine = METHODS[prepared.resolved.method].engine
+
+    @contextmanager
+    def timed(stage: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        seconds[stage] = time.monotonic() - began
 
     with reserved(output_dir, force=force):
         with without_bars(), appearing_directory(output_dir) as staging:
-            with _timed(seconds, "quantizing"):
+            with timed("quantizing"):
                 quantized = quantize_in_memory(prepared, device=device or default_device())
-            with _timed(seconds, "writing"):
-                reference = reference_logits(quantized.model, verification_tokens(prepared))
-                layers = quantized.quantized_layers
+            with timed("writing"):
+                samples = prepared.samples
+                rows = arbitrary_rows(len(prepared.tokenizer), prepared.source.longest)
+                if samples is not None and (held_out := samples.evaluation or samples.train):
+                    rows = [list(sample["input_ids"][:PROBE_TOKENS]) for sample in held_out[:PROBE_ROWS]]
+                reference, layers = reference_logits(quantized.model, rows), quantized.quantized_layers
                 quantized.save(staging)
                 copy_companions(prepared.source.directory, staging)
                 if prepared.settings.chat_template is not None:
                     (staging / CHAT_TEMPLATE).write_text(prepared.tokenizer.chat_template, encoding="utf-8")
                 del quantized
-            with _timed(seconds, "verifying"):
+            with timed("verifying"):
                 # SpQR and low-rank checkpoints also contain a dense export, which is what loaders read.
-                is_own = engine == "shardwright"
+                is_own = METHODS[prepared.resolved.method].engine == "shardwright"
                 verification = reference.verify(
                     staging,
                     layers=prepared.layers,
@@ -266,10 +256,10 @@ def run_prepared(
                     f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}, and "
                     f"nothing was written to {output_dir}"
                 )
-        discard_failed(output_dir, logger.info)
+        discard_failed(output_dir)
         evaluation = None
         if evaluate:
-            with _timed(seconds, "evaluating"):
+            with timed("evaluating"):
                 evaluation = _evaluation(prepared, output_dir, device)
         outcome = QuantizationOutcome(
             prepared=prepared,
@@ -279,21 +269,16 @@ def run_prepared(
             seconds=seconds,
             command=command,
         )
-        write_files(quantization_files(outcome), output_dir, force=True)
+        numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
+        report = markdown(quantization_report(json.loads(numbers)))
+        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: _card(prepared)}
+        write_files(files, output_dir, force=True)
         try:
             write_html(output_dir)
         except ShardwrightError as error:
             # The checkpoint is written and verified: a report that cannot be drawn is no reason to fail.
             logger.info(f"{HTML_FILE} was not written: {error}")
     return outcome
-
-
-def verification_tokens(prepared: Prepared) -> list[list[int]]:
-    """Return rows of token ids for comparing logits: from the held-out samples, else arbitrary ones."""
-    if prepared.samples is not None and (prepared.samples.evaluation or prepared.samples.train):
-        samples = prepared.samples.evaluation or prepared.samples.train
-        return [list(sample["input_ids"][:PROBE_TOKENS]) for sample in samples[:PROBE_ROWS]]
-    return arbitrary_rows(len(prepared.tokenizer), prepared.source.longest)
 
 
 def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Evaluation | None:
@@ -304,7 +289,6 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
             windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
             source=f"{samples.statistics.source}, rows not used for calibration",
             seq_len_tokens=prepared.seq_len,
-            stride_tokens=prepared.seq_len,
             available_windows=len(samples.evaluation),
         )
     packed = output_dir / SMALL_DIRECTORY
@@ -318,12 +302,3 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
     except ShardwrightError as error:
         logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         return None
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    try:
-        yield
-    finally:
-        seconds[name] = time.monotonic() - began

@@ -20,9 +20,6 @@ from ..formats.spqr import (
     spqr_quantize,
 )
 
-_FROM_SCHEME, _SCHEME_OPTIONS = ("bits", "group_size", "symmetric"), "use --scheme, --group-size or symmetric"
-Options = SpQROptions | LowRankOptions
-
 
 @dataclass(kw_only=True)
 class SmallFormatModel:
@@ -87,37 +84,28 @@ def quantize_to_small_format(
             matrices[name] = low_rank_residual(weight_OI, hessian_II, selected)
         return matrices[name].dequantize()
 
-    visit_layers(
-        model,
-        layers,
-        calibration=calibration,
-        batch_size=batch_size,
-        visit=visit,
-    )
+    visit_layers(model, layers, calibration=calibration, batch_size=batch_size, visit=visit)
     return SmallFormatModel(model=model, matrices={name: matrices[name] for name in layers})
 
 
-def _options(scheme: QuantizationScheme, method: MethodName, options: Mapping[str, Any]) -> Options:
+def _options(
+    scheme: QuantizationScheme, method: MethodName, options: Mapping[str, Any]
+) -> SpQROptions | LowRankOptions:
     """Return the options of a method, from the scheme and `method_options`."""
     weights = scheme.weights
-    kind: type[SpQROptions] | type[LowRankOptions]
-    from_scheme: dict[str, Any]
-    if method == "spqr":
-        kind, from_scheme = SpQROptions, {"bits": weights.bits}
-        if weights.group_size not in (None, 128):
-            from_scheme["group_size"] = weights.group_size
-    else:
-        kind = LowRankOptions
-        group_size = weights.group_size if weights.strategy == "group" else -1
-        from_scheme = {"bits": weights.bits, "group_size": group_size, "symmetric": weights.symmetric}
+    kind: type[SpQROptions] | type[LowRankOptions] = LowRankOptions
+    from_scheme = {"bits": weights.bits, "group_size": weights.group_size or -1, "symmetric": weights.symmetric}
+    rule, fix = "is set by the scheme", "use --scheme, --group-size or symmetric"
     errors = [
-        ConfigError(where=name, value=options[name], rule="is set by the scheme", fix=_SCHEME_OPTIONS)
-        for name in _FROM_SCHEME
-        if name in options
+        ConfigError(where=name, value=options[name], rule=rule, fix=fix) for name in from_scheme if name in options
     ]
-    selected: Options | None = None
+    if method == "spqr":
+        kind = SpQROptions
+        del from_scheme["symmetric"]
+        if weights.group_size in (None, 128):
+            del from_scheme["group_size"]
     with collecting(errors):
         selected = settings_of(kind, {**options, **from_scheme})
-    if errors or selected is None:
+    if errors:
         raise UsageError(errors)
     return selected

@@ -92,7 +92,6 @@ def _verdict(name: CheckName, errors: Sequence[str], detail: str) -> Check:
 
 
 def rehearsal_argument_errors(file: Path) -> list[str]:
-    """Return the errors of a file of `TrainingArguments` keys."""
     from ...plugins.transformers.training_arguments import unknown_argument_errors
 
     try:
@@ -171,7 +170,6 @@ def check_optimizer(deepspeed: Mapping[str, Any] | None, arguments: Mapping[str,
 
 
 def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: int, vocab_size: int) -> list[Check]:
-    """Check the ranks' records of the training."""
     import math
 
     losses = list(records[0]["losses"])
@@ -203,7 +201,6 @@ def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: i
 
 
 def check_checkpoint(directory: Path) -> Check:
-    """Check that the middle checkpoint was saved."""
     if (directory / "trainer_state.json").is_file():
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
         return passed("checkpoint", f"{directory.name}: {size / 1e6:.1f} MB")

@@ -78,19 +78,8 @@ def cpu_arguments(scaled: Rewriting, *, layout: Layout, steps: int, save_step: i
 
 
 def cpu_deepspeed(scaled: Rewriting) -> None:
-    """Remove fp16, which CPU ranks do not train, ZenFlow and SuperOffload from a DeepSpeed configuration.
-
-    SuperOffload requires CUDA. ZenFlow steps in a process of its own, whose memory no rank measures.
-    """
+    """Replace fp16, which CPU ranks do not train, by bf16 in a DeepSpeed configuration."""
     scaled.values.pop("_shardwright", None)
-    zero = scaled.inside("zero_optimization")
-    if zero is not None and "zenflow" in zero.values:
-        zero.drop("zenflow")
-        scaled.drop("optimizer")
-    offload = zero.inside("offload_optimizer") if zero is not None else None
-    if offload is not None and offload.get("super_offload"):
-        offload.drop("super_offload")
-        offload.drop("cpuadam_cores_perc")
     section = scaled.get("fp16")
     if isinstance(section, dict) and section.get("enabled") is not False:
         scaled.drop("fp16")

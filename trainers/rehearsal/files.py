@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,14 +19,13 @@ from ...ds_configs.shrink.config import Change, Rewriting, rehearsed_sequence, s
 from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
-    shrink_strategy,
+    shrink_layout,
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.hardware import parse_hardware
-from ...ds_configs.specs.job import TrainingJob, without_kernels
+from ...ds_configs.specs.job import without_kernels
 from ...ds_configs.specs.layout import Layout
-from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.texts import strict_json
 from ..runs.settings import RankJob
 from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
@@ -36,8 +37,6 @@ MOST_RANKS = 64
 
 
 class RehearsalJob(RankJob):
-    """Job of every rank."""
-
     task: Literal["rehearse"] = "rehearse"
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments, scaled")
     stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
@@ -54,7 +53,6 @@ class RehearsedScriptJob(RankJob):
     script: str = Field(description="Python file, in a copy of its directory")
     arguments: list[str] = Field(description="arguments of the script")
     model_name: str = Field(description="name of the model in the plan")
-    model_directory: str = Field(description="directory of the small model that replaces it")
     steps: int = Field(description="optimizer steps of a trainer, at most")
     working_directory: str = Field(description="copy of the user's working directory")
 
@@ -89,76 +87,62 @@ class PlanFiles:
 class Rehearsed:
     """A plan with the sizes of its rehearsal."""
 
-    model: ModelSpec
-    """Of the shrunken model."""
-    strategy: Layout
-    """The layout on the rehearsal's ranks."""
-    job: TrainingJob
-    """The job with the rehearsed sequence and precision."""
+    plan: Plan
+    """Of the shrunken model on CPU ranks, with the rehearsed layout, sequence and precision."""
     accelerate: dict[str, Any]
     """`accelerate.yaml` to launch with."""
-    deepspeed: dict[str, Any] | None
-    """`ds_config.json` to launch with; `None` without DeepSpeed."""
     worker: RehearsalJob
     """What the ranks read."""
+    offloads_optimizer: bool
+    """Whether DeepSpeed steps on the host."""
     changes: tuple[Change, ...]
     """Every value that differs from the plan's."""
 
-    def offload_device(self, what: Literal["optimizer", "param"]) -> str:
-        """Return where the files send optimizer states or parameters: `none`, `cpu` or `nvme`."""
-        section = (self.deepspeed or {}).get("zero_optimization", {}).get(f"offload_{what}") or {}
-        return str(section.get("device", "none"))
 
-
-def choose_ranks(strategy: Layout, *, nodes: int, ranks: int | None) -> int:
-    """Return the number of ranks: the requested one, else 2 (or one per node) or the smallest legal count.
+def choose_ranks(layout: Layout, ranks: int | None) -> int:
+    """Return the number of ranks: the requested one, else 2 or the smallest legal count.
 
     Raises:
         UsageError: the number of ranks does not fit the layout.
     """
-    if ranks is not None:
-        shrink_strategy(strategy, ranks=ranks, nodes=nodes)
-        return ranks
-    preferred = max(2, nodes)
-    counts: list[int] = [preferred, *range(nodes, MOST_RANKS + 1, nodes)]
+    counts: list[int] = [2, *range(1, MOST_RANKS + 1)] if ranks is None else []
     for count in counts:
-        try:
-            shrink_strategy(strategy, ranks=count, nodes=nodes)
-        except UsageError:
-            continue
-        return count
-    shrink_strategy(strategy, ranks=preferred, nodes=nodes)
-    raise AssertionError("the last call raises")
+        with contextlib.suppress(UsageError):
+            shrink_layout(layout, ranks=count)
+            return count
+    shrink_layout(layout, ranks=ranks or 2)
+    return ranks or 2
 
 
 def scale_plan(
-    plan: Plan, files: PlanFiles, config: Mapping[str, Any], *, ranks: int, nodes: int, steps: int, work: Path
+    plan: Plan, files: PlanFiles, config: Mapping[str, Any], *, ranks: int, steps: int, work: Path
 ) -> Rehearsed:
-    """Return the plan's own files with scaled values, for `ranks` CPU ranks on `nodes` launchers.
+    """Return the plan's own files with scaled values for `ranks` CPU ranks, and write all of them into `work`.
 
-    It writes `config.json` of the shrunken model to the work directory.
+    Ranks read them there, with `config.json` of the shrunken model.
 
     Raises:
         UsageError: the number of ranks does not fit the layout.
     """
     from ...plugins.planning.models import load_model_spec
 
-    strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
-    shrunken, model_changes = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
+    planned = plan.chosen.strategy
+    layout, layout_changes = shrink_layout(planned, ranks=ranks)
+    shrunken, model_changes = shrink_model_config(config, layout=layout, seq_len_tokens=plan.job.seq_len_tokens)
     changes = [*layout_changes, *model_changes]
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(shrunken, indent=1), encoding="utf-8")
     model = load_model_spec(str(work / "model")).spec
-    zero, _ = shrink_zero_options(
-        strategy.zero,
+    zero = shrink_zero_options(
+        layout.zero,
         original=plan.model,
         shrunken=model,
-        shards_before=plan.chosen.strategy.shard_size,
-        shards=strategy.shard_size,
+        shards_before=planned.shard_size,
+        shards=layout.shard_size,
     )
-    strategy = replace(strategy, zero=zero, offload_variant="none")
+    layout = replace(layout, zero=zero)
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
-    seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
+    seq_len = rehearsed_sequence(plan.job.seq_len_tokens, layout)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
     loss = plan.job.loss if plan.job.teacher is None else "eager"
     job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
@@ -168,49 +152,58 @@ def scale_plan(
             changes.append(Change(where=f"job: {name}", before=before, after=after))
     if plan.job.teacher is not None:
         changes.append(Change(where="job: teacher", before=plan.job.teacher.name, after=None))
-    deepspeed, deepspeed_file = None, None
+    offload: dict[str, Any] = {}
+    deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
+    nvme.mkdir()
     if files.deepspeed is not None:
-        deepspeed_file = str(work / "ds_config.json")
         deepspeed = Rewriting(files.deepspeed, path="ds_config.json: ")
-        nvme_path, planned = str(work / "nvme"), plan.chosen.strategy
-        shrink_deepspeed_config(deepspeed, zero=strategy.zero, nvme_path=nvme_path, before=planned, after=strategy)
+        shrink_deepspeed_config(deepspeed, zero=zero, nvme_path=str(nvme), before=planned, after=layout)
         cpu_deepspeed(deepspeed)
         changes += deepspeed.changes
+        offload = deepspeed.values.get("zero_optimization", {}).get("offload_optimizer") or {}
+        deepspeed_file.write_text(json.dumps(deepspeed.values, indent=1), encoding="utf-8")
     accelerate = Rewriting(files.accelerate, path="accelerate.yaml: ")
-    shrink_accelerate_config(accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=deepspeed_file)
+    shrink_accelerate_config(accelerate, ranks=ranks, deepspeed_config_file=str(deepspeed_file))
     cpu_accelerate(accelerate)
-    if strategy.engine == "fsdp2":
-        strategy = replace(strategy, offload_optimizer="none", offload_param="none")
+    (work / "accelerate.yaml").write_text(yaml.safe_dump(accelerate.values, sort_keys=False), encoding="utf-8")
+    if layout.engine == "fsdp2":
+        layout = replace(layout, offload_optimizer="none", offload_param="none")
     arguments = Rewriting(files.arguments, path="training_arguments.json: ")
-    cpu_arguments(arguments, layout=strategy, steps=steps, save_step=steps // 2)
+    cpu_arguments(arguments, layout=layout, steps=steps, save_step=steps // 2)
     changes += [*accelerate.changes, *arguments.changes]
     if plan.job.precision == "fp8":
         arguments.values["bf16"] = True
     worker = RehearsalJob(
         training_arguments=arguments.values,
-        samples=strategy.micro_batch_size * strategy.gradient_accumulation_steps * ranks * steps,
+        samples=layout.micro_batch_size * layout.gradient_accumulation_steps * ranks * steps,
         save_step=steps // 2,
     )
+    chosen, hardware = replace(plan.chosen, strategy=layout), parse_hardware(f"{ranks}xCPU")
+    small = replace(plan, model=model, job=job, hardware=hardware, chosen=chosen)
+    (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     return Rehearsed(
-        model=model,
-        strategy=strategy,
-        job=job,
+        plan=small,
         accelerate=accelerate.values,
-        deepspeed=None if deepspeed is None else deepspeed.values,
         worker=worker,
+        offloads_optimizer=offload.get("device", "none") != "none",
         changes=tuple(changes),
     )
 
 
-def write_rehearsal(plan: Plan, rehearsed: Rehearsed, work: Path, *, ranks: int) -> None:
-    """Write what the launchers and ranks read, but for the job: among it the plan with the sizes of the rehearsal."""
-    (work / "nvme").mkdir()
-    chosen = replace(plan.chosen, strategy=rehearsed.strategy)
-    small = replace(
-        plan, model=rehearsed.model, job=rehearsed.job, hardware=parse_hardware(f"{ranks}xCPU"), chosen=chosen
-    )
-    (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
-    accelerate = yaml.safe_dump(rehearsed.accelerate, sort_keys=False)
-    (work / "accelerate.yaml").write_text(accelerate, encoding="utf-8")
-    if rehearsed.deepspeed is not None:
-        (work / "ds_config.json").write_text(json.dumps(rehearsed.deepspeed, indent=1), encoding="utf-8")
+def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:
+    """Return the shrunken model: with weights in `work` if it is `saved`, else on the meta device.
+
+    `settings` are those of `AutoModelForCausalLM.from_config`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
+    set_seed(0)
+    with torch.device("cpu" if saved else "meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+    if saved:
+        # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            model.save_pretrained(work / "model")
+    return model

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...ds_configs.memory.estimate import cpu_rank_terms
 from ...ds_configs.plan.output import output_errors, reserved
@@ -32,8 +31,8 @@ from .checks import (
     passed,
     with_unreached,
 )
-from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan, write_rehearsal
-from .launch import LaunchSettings, launch_stage, prepare_launch, rank_records
+from .files import PlanFiles, Rehearsed, choose_ranks, make_model, scale_plan
+from .launch import STAGES, LaunchSettings, launch_rehearsal, rank_records
 from .report import (
     OFFLOADED,
     PHASES,
@@ -58,7 +57,6 @@ def rehearse(
     *,
     ranks: int | None = None,
     steps: int = DEFAULT_STEPS,
-    nodes_as_ranks: bool = False,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
     output_dir: str | Path | None = None,
     force: bool = False,
@@ -120,16 +118,10 @@ def rehearse(
         if loaded.model.task != "causal_lm":
             rule = f"is a {loaded.model.task} model; rehearse supports only causal language models"
             raise UsageError(ConfigError(where="model", value=loaded.model.architecture, rule=rule))
-        nodes = loaded.hardware.nodes if nodes_as_ranks else 1
-        if nodes_as_ranks and nodes == 1:
-            rule = "the plan has one node"
-            raise UsageError(ConfigError(where="nodes_as_ranks", value=True, rule=rule, fix="omit it"))
-        ranks = choose_ranks(loaded.chosen.strategy, nodes=nodes, ranks=ranks)
         settings = LaunchSettings(
             directory=directory,
             work=Path(temporary) / "work",
-            ranks=ranks,
-            nodes=nodes,
+            ranks=choose_ranks(loaded.chosen.strategy, ranks),
             steps=steps,
             time_limit_seconds=time_limit_seconds,
         )
@@ -152,9 +144,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
     from ...plugins.planning.models import load_model_spec
     from ...plugins.transformers.sound_model import refuse_code
 
-    rehearsal = Rehearsal(
-        plan=plan, source=None, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, checks=()
-    )
+    rehearsal = Rehearsal(plan=plan, source=None, ranks=settings.ranks, steps=settings.steps, checks=())
     checks = check_files(settings.directory, plan)
     if any(check.name == "files" and not check.passed for check in checks):
         return replace(rehearsal, checks=with_unreached(checks))
@@ -166,77 +156,67 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
         rule, fix = f"the plan's model {plan.model.name!r} must still exist", "plan again with its current location"
         raise UsageError([*error.errors, ConfigError(where="plan.json: model", rule=rule, fix=fix)]) from None
     refuse_code(config, plan.model.name)
-    rehearsed = scale_plan(
-        plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
-    )
-    write_rehearsal(plan, rehearsed, settings.work, ranks=settings.ranks)
+    rehearsed = scale_plan(plan, files, config, ranks=settings.ranks, steps=settings.steps, work=settings.work)
     if script is not None:
         more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
     checks.append(check_optimizer(files.deepspeed, files.arguments))
-    checks.append(check_layer_classes(files.accelerate, plan, _make_model(rehearsed, settings.work)))
+    # The ranks load the base weights of adapters.
+    model = make_model(settings.work, saved=plan.job.method != "full")
+    class_names = {type(module).__name__ for module in model.modules()}
+    checks.append(check_layer_classes(files.accelerate, plan, class_names))
     if all(check.passed for check in checks):
         rehearsal, more = _launch_all(rehearsal, rehearsed, settings)
         checks += more
     return replace(rehearsal, checks=with_unreached(checks), changes=rehearsed.changes)
 
 
-def _make_model(rehearsed: Rehearsed, work: Path) -> set[str]:
-    """Return the names of the model's module classes; for adapters also save base weights for the ranks."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
-
-    config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
-    full = rehearsed.job.method == "full"
-    set_seed(0)
-    with torch.device("meta" if full else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if not full:
-        # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            model.save_pretrained(work / "model")
-    return {type(module).__name__ for module in model.modules()}
-
-
 def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSettings) -> tuple[Rehearsal, list[Check]]:
-    work, worker = settings.work, rehearsed.worker
+    work, worker, layout = settings.work, rehearsed.worker, rehearsed.plan.chosen.strategy
+
+    def launch(stage: Literal["train", "resume"], steps_before: int = 0) -> None:
+        job = worker.model_copy(update={"stage": stage})
+        try:
+            launch_rehearsal(job, rehearsed, settings, STAGES[stage], steps_before=steps_before)
+        except ShardwrightError as error:
+            raise ShardwrightError(f"{stage}: {error}") from None
+
     try:
-        prepare_launch(rehearsed)
-        launch_stage("train", rehearsed, settings)
+        launch("train")
     except ShardwrightError as error:
         return rehearsal, [failed("launch", str(error))]
     records = rank_records(work, "train", settings.ranks)
     losses = list(records[0]["losses"])
     rehearsal = replace(rehearsal, losses=tuple(losses), measured=_measured(records), predicted=_predicted(rehearsed))
-    if rehearsed.strategy.offloaded_checkpoints:
-        terms_by_phase = cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job).values()
+    if layout.offloaded_checkpoints:
+        terms_by_phase = cpu_rank_terms(layout, rehearsed.plan.model, rehearsed.plan.job).values()
         predicted = max(terms.get(OFFLOADED, 0) for terms in terms_by_phase)
         measured = max(record["host_bytes"] for record in records)
         rehearsal = replace(rehearsal, host={"measured": measured, "predicted": predicted})
-    vocab_size = rehearsed.model.dimensions.vocab_size
+    vocab_size = rehearsed.plan.model.dimensions.vocab_size
     checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size)
     checks.append(check_checkpoint(work / "checkpoints" / f"checkpoint-{worker.save_step}"))
-    launch = passed("launch", f"{settings.ranks} ranks trained and ended")
+    launched = passed("launch", f"{settings.ranks} ranks trained and ended")
     if not all(check.passed for check in checks):
-        return rehearsal, [launch, *checks]
+        return rehearsal, [launched, *checks]
     try:
-        launch_stage("resume", rehearsed, settings)
+        launch("resume", settings.steps)
     except ShardwrightError as error:
-        return rehearsal, [launch, *checks, failed("resume", str(error))]
-    launch = passed("launch", f"{settings.ranks} ranks trained, ended, and resumed in a second launch")
+        return rehearsal, [launched, *checks, failed("resume", str(error))]
+    launched = passed("launch", f"{settings.ranks} ranks trained, ended, and resumed in a second launch")
     resumed = rank_records(work, "resume", settings.ranks)
     checks.append(
         check_resumed(
             losses,
             resumed[0]["losses"],
             save_step=worker.save_step,
-            cpu_optimizer=rehearsed.offload_device("optimizer") != "none",
+            cpu_optimizer=rehearsed.offloads_optimizer,
         )
     )
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
-    checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.job.precision))
-    return rehearsal, [launch, *checks]
+    checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.plan.job.precision))
+    return rehearsal, [launched, *checks]
 
 
 def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -253,8 +233,8 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
 
 
 def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
-    predictions = {}
-    for phase, terms in cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job).items():
+    plan, predictions = rehearsed.plan, {}
+    for phase, terms in cpu_rank_terms(plan.chosen.strategy, plan.model, plan.job).items():
         if phase in PHASES:
             # CPU ranks have both in the same memory, but the meter counts the host's apart.
             terms = {name: count for name, count in terms.items() if name != OFFLOADED}

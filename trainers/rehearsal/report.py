@@ -37,14 +37,10 @@ class PredictedPhase:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Rehearsal:
-    """Result of a rehearsal."""
-
     plan: Plan
     source: str | None
     """Directory of the plan; `None` for a plan without files."""
     ranks: int
-    nodes: int
-    """Number of launchers."""
     steps: int
     checks: tuple[Check, ...]
     changes: tuple[Change, ...] = ()
@@ -100,7 +96,6 @@ class Rehearsal:
                 "precision": plan.job.precision,
             },
             "ranks": self.ranks,
-            "nodes": self.nodes,
             "steps": self.steps,
             "changes": [asdict(change) for change in self.changes],
             "losses": list(self.losses),

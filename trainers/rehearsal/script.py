@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 import os
@@ -16,8 +14,8 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
-from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob
-from .launch import LaunchSettings, launch_job, prepare_launch, rank_records
+from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob, make_model
+from .launch import LaunchSettings, launch_rehearsal, rank_records
 
 MOST_FILES, MOST_BYTES = 20_000, 4 * 2**30
 """Maximum of a copied directory."""
@@ -56,13 +54,11 @@ def rehearse_script(
         script=str(_in_copy(script, copies)),
         arguments=exchanged_arguments(with_plan_flags(arguments, plan), plan, settings.directory, work, copies),
         model_name=plan.model.name,
-        model_directory=str(work / "model"),
         steps=settings.steps,
         working_directory=str(_in_copy(here, copies)),
     )
     try:
-        prepare_launch(rehearsed)
-        launch_job(job, rehearsed, settings, f"running {script.name}")
+        launch_rehearsal(job, rehearsed, settings, f"running {script.name}")
     except ShardwrightError as error:
         hint = _NOT_COPIED if "FileNotFoundError" in str(error) else ""
         return [failed("launch", f"{error}{hint}")], ()
@@ -98,41 +94,40 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
         UsageError: it has too many files or bytes.
         ShardwrightError: it cannot be copied, such as to a full disk.
     """
-    files: list[tuple[Path, Path]] = []
-    total = 0
-    for name, directories, names in os.walk(source, followlinks=True):
-        directory, target = Path(name), copy / Path(name).relative_to(source)
-        target.mkdir()
-        for entry in list(directories):
-            path = directory / entry
-            if path in exchanged:
-                shutil.copytree(exchanged[path], target / entry)
-            elif not (
-                entry.startswith(".")
-                or entry in _OMITTED
-                or path == apart
-                or (path / "pyvenv.cfg").is_file()
-                or (path.is_symlink() and source.resolve().is_relative_to(path.resolve()))
-            ):
-                continue
-            directories.remove(entry)
-        for path in (directory / entry for entry in names):
-            size = path.stat().st_size if path.is_file() and os.access(path, os.R_OK) else None
-            if size is not None and not (path.suffix in _WEIGHTS and size > _LARGEST_WEIGHTS_BYTES):
-                files.append((exchanged.get(path, path), target / path.name))
-                total += size
-        if len(files) > MOST_FILES or total > MOST_BYTES:
+    sizes: list[int] = []
+
+    def omitted(directory: str, names: list[str]) -> list[str]:
+        paths = [Path(directory) / name for name in names]
+        skipped = [path.name for path in paths if path in exchanged or not _is_copied(path, source, apart)]
+        sizes.extend(path.stat().st_size for path in paths if path.name not in skipped and path.is_file())
+        if len(sizes) > MOST_FILES or sum(sizes) > MOST_BYTES:
             rule = f"has over {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB; a rehearsed script runs in a copy of it"
             fix = "start in a directory with the script's files, and pass data outside it by absolute paths"
             raise UsageError(ConfigError(where="script", value=str(source), rule=rule, fix=fix))
+        return skipped
+
     try:
-        for path, target in files:
-            shutil.copy(path, target)
+        shutil.copytree(source, copy, ignore=omitted, copy_function=shutil.copy)
+        for path, small in exchanged.items():
+            target = copy / path.relative_to(source) if path.is_relative_to(source) else copy
+            if path.exists() and target != copy and target.parent.is_dir():
+                (shutil.copytree if small.is_dir() else shutil.copy)(small, target)
     except OSError as error:
+        # `copytree` collects the errors of all files.
+        reason = error.strerror or str(error.args[0][0][-1])
         raise ShardwrightError(
-            f"{source} cannot be copied for a rehearsed script ({error.strerror}); free space, or set TMPDIR to "
-            "another directory"
+            f"{source} cannot be copied for a rehearsed script ({reason}); free space, or set TMPDIR to another "
+            "directory"
         ) from None
+
+
+def _is_copied(path: Path, source: Path, apart: Path) -> bool:
+    if path.is_dir():
+        is_loop = path.is_symlink() and source.resolve().is_relative_to(path.resolve())
+        is_hidden = path.name.startswith(".") or path.name in _OMITTED
+        return not (is_hidden or is_loop or path == apart or (path / "pyvenv.cfg").is_file())
+    is_readable = path.is_file() and os.access(path, os.R_OK)
+    return is_readable and not (path.suffix in _WEIGHTS and path.stat().st_size > _LARGEST_WEIGHTS_BYTES)
 
 
 def _in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
@@ -174,21 +169,17 @@ def exchanged_arguments(
 def _write_small(files: PlanFiles, rehearsed: Rehearsed, work: Path) -> None:
     """Write the shrunken weights, a tokenizer of bytes, and the arguments that ranks scale."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoConfig
 
-    model = work / "model"
-    set_seed(0)
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
-    dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float32) else torch.float32
-    if rehearsed.strategy.engine == "deepspeed":
-        dtype = torch.bfloat16 if rehearsed.job.precision == "bf16" else torch.float32
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        made.save_pretrained(model)
-    tokenizer = byte_tokenizer(rehearsed.model.dimensions.vocab_size)
+    dtype = AutoConfig.from_pretrained(work / "model", trust_remote_code=False).dtype
+    dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+    if rehearsed.plan.chosen.strategy.engine == "deepspeed":
+        dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
+    make_model(work, saved=True, dtype=dtype)
+    tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)
     tokenizer.chat_template = _CHAT_TEMPLATE
     # Collators of scripts pad.
     tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save_pretrained(model)
+    tokenizer.save_pretrained(work / "model")
     (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")

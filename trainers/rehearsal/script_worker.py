@@ -29,7 +29,7 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
     def run(self, work: Path) -> None:
         """Run the script on this rank, and write a record."""
         record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
-        _exchange_model(self.model_name, self.model_directory)
+        _exchange_model(self.model_name, str(work / "model"))
         _scale_arguments(self, work, record)
         plan = Plan.load(work)
         os.chdir(self.working_directory)
@@ -100,8 +100,6 @@ def _recorder(record: dict[str, Any], plan: Plan) -> type:
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
-        """Records losses, and makes the model recompute as `launch` does."""
-
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             record["trainers"] += 1
             lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)

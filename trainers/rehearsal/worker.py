@@ -13,24 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
-from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from ...plugins.deepspeed.engine import prepare_nvme_offload
-from ...plugins.peft import add_lora
-from ...plugins.transformers.gradient_checkpointing import (
-    partial_checkpointing_callback,
-    selective_checkpointing_callback,
-)
-from ...plugins.transformers.training_arguments import (
-    prepare_model_directory_save,
-    save_model_directory,
-    training_arguments,
-    weights_dtype,
-)
+from ...plugins.accelerate.cpu_ranks import Engine
+from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..data.models import StartingModel, load_config, load_model
-from ..parallel.trainer_for import engine_logits, planned_parallelism
-from ..runs.clock import ProgressSender, StepLosses
-from ..runs.ranks import check_upstream, chosen_engine, write_json
+from ..parallel.trainer_for import engine_logits
+from ..runs.plan_callback import keep_planned_memory
+from ..runs.ranks import chosen_engine, rank_arguments, write_json
 from ..runs.settings import RankTask
+from ..runs.synthetic import synthetic_trainer
 from .files import RehearsalJob
 
 DISTINCT_TOKENS = 16
@@ -38,8 +28,6 @@ PROBE_SEED = 7
 
 
 class RehearsalTask(RehearsalJob, RankTask):
-    """One of the two launches of a rehearsal."""
-
     def run(self, work: Path) -> None:
         {"train": train_shrunken, "resume": resume}[self.stage](self, Plan.load(work), work)
 
@@ -49,21 +37,20 @@ def train_shrunken(job: RehearsalJob, plan: Plan, work: Path) -> None:
     from ...plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
     from ...plugins.metering import meter_trainer, start_meter
 
-    arguments = _arguments(job, plan, work)
+    arguments, engine = _arguments(job, plan, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
-        trainer, recorder = _trainer(job, plan, work, arguments)
+        trainer = _trainer(job, plan, arguments, engine)
         (meter_pipeline_trainer if plan.chosen.strategy.pp > 1 else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()
     logits_BTV = engine_logits(trainer, probe_tokens(plan))
-    losses = recorder.mean_over_ranks()
     if arguments.process_index == 0:
         _save_logits(logits_BTV, work / "trained_logits.safetensors")
     save_model_directory(trainer, str(work / "export"))
     record = {
         "world_size": arguments.world_size,
-        "losses": losses,
+        "losses": _losses(trainer),
         "probe_mean": logits_BTV.double().mean().item(),
         "probe_digest": hashlib.sha256(logits_BTV.numpy().tobytes()).hexdigest(),
         "roles": reading.roles,
@@ -82,64 +69,36 @@ def resume(job: RehearsalJob, plan: Plan, work: Path) -> None:
         except Exception as error:
             record["export_error"] = f"{type(error).__name__}: {error}"
     # With NVMe offload DeepSpeed 0.19.8 cannot save a step again where the first launch saved it.
-    arguments = _arguments(job, plan, work, output_dir=str(work / "resumed"), save_strategy="no")
-    trainer, recorder = _trainer(job, plan, work, arguments)
+    arguments, engine = _arguments(job, plan, work, output_dir=str(work / "resumed"), save_strategy="no")
+    trainer = _trainer(job, plan, arguments, engine)
     trainer.train(resume_from_checkpoint=str(work / "checkpoints" / f"checkpoint-{job.save_step}"))
-    record |= {"world_size": arguments.world_size, "losses": recorder.mean_over_ranks()}
+    record |= {"world_size": arguments.world_size, "losses": _losses(trainer, after=job.save_step)}
     write_json(record, work / f"resume-rank{arguments.process_index}.json")
 
 
-def _arguments(job: RehearsalJob, plan: Plan, work: Path, **changes: Any) -> Any:
-    """ZeRO-3 partitions weights while they are made, for which `TrainingArguments` must exist before them."""
+def _arguments(job: RehearsalJob, plan: Plan, work: Path, **changes: Any) -> tuple[Any, Engine]:
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
-    engine = chosen_engine(settings)
-    arguments = training_arguments(settings, configure_cpu_ranks(engine))
-    check_upstream(engine, method=plan.job.method)
-    prepare_nvme_offload(arguments)
-    return arguments
+    return rank_arguments(settings, method=plan.job.method)
 
 
-def _trainer(job: RehearsalJob, plan: Plan, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
-    from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
+def _losses(trainer: Any, *, after: int = 0) -> list[float]:
+    """Return the logged loss of each step after a step: its mean over the ranks."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > after]
 
-    set_seed(arguments.seed)
-    planned, layout = plan.job, plan.chosen.strategy
-    dtype = weights_dtype(arguments, method=planned.method, trained=planned.weights_dtype)
-    if planned.method == "full":
-        config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    else:
-        engine = chosen_engine(job.training_arguments)
-        base = _load_base(plan, work, dtype, engine=engine)
-        targets, fp32 = ",".join(planned.lora_targets), engine != "deepspeed"
-        model = add_lora(base, rank=planned.lora_rank, targets=targets, fp32_adapters=fp32)
-    length = planned.seq_len_tokens
+
+def _trainer(job: RehearsalJob, plan: Plan, arguments: Any, engine: Engine) -> Any:
+    from transformers import TrainerCallback
+
+    class PlannedMemory(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            keep_planned_memory(plan, args, kwargs["model"])
+
+    length = plan.job.seq_len_tokens
     stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
     samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]
-    trainer = planned_parallelism(plan).make_trainer(
-        model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
-    )
-    recorder = StepLosses(trainer)
-    trainer.add_callback(ProgressSender())
-    if layout.checkpointed_layers is not None:
-        trainer.add_callback(partial_checkpointing_callback(layout.checkpointed_layers))
-    if layout.keeps_products:
-        trainer.add_callback(selective_checkpointing_callback())
-    return trainer, recorder
-
-
-def _load(directory: Path, dtype: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-
-
-def _load_base(plan: Plan, work: Path, dtype: Any, *, engine: str | None = None) -> Any:
-    """Return the base model of adapters, for QLoRA in 4 bit as a training run loads it; `engine` shards it."""
-    if plan.job.method != "qlora":
-        return _load(work / "model", dtype)
-    source = StartingModel(model=str(work / "model"), method=plan.job.method)
-    return load_model(source, load_config(source), dtype, seed=0, engine=engine)
+    trainer = synthetic_trainer(plan, arguments, engine, samples, random_weights=plan.job.method == "full")
+    trainer.add_callback(PlannedMemory())
+    return trainer
 
 
 def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:
@@ -164,17 +123,21 @@ def probe_tokens(plan: Plan) -> Any:
 def _exported_logits(plan: Plan, work: Path, engine: str | None) -> Any:
     """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
     import torch
+    from transformers import AutoModelForCausalLM
 
     bf16, is_full = plan.job.precision == "bf16", plan.job.method == "full"
     autocast = bf16 and engine == "ddp"
     dtype = torch.bfloat16 if bf16 and not (autocast and is_full) else torch.float32
+    export = str(work / "export")
     if is_full:
-        model = _load(work / "export", dtype)
+        loading = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
+        model = AutoModelForCausalLM.from_pretrained(export, **loading)
     else:
         from peft import PeftModel
 
-        base = _load_base(plan, work, dtype)
-        model = PeftModel.from_pretrained(base, str(work / "export"), autocast_adapter_dtype=autocast)
+        source = StartingModel(model=plan.model.name, method=plan.job.method)
+        base = load_model(source, load_config(source), dtype, seed=0)
+        model = PeftModel.from_pretrained(base, export, autocast_adapter_dtype=autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
         return model.eval()(input_ids=probe_tokens(plan), use_cache=False).logits.float().contiguous()
 

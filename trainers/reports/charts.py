@@ -1,4 +1,4 @@
-"""Charts of reports: a PNG file for Markdown, SVG in HTML pages."""
+"""Charts of reports, as SVG in HTML pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Draw = Callable[["Axes"], None]
 """Draws one chart."""
@@ -21,16 +20,18 @@ COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#99
 GREY = COLOURS[6]
 
 
-def panels(*draws: Draw, stacked: bool = False) -> Figure:
-    """Return a figure with charts side by side, or one below the other."""
+def svg(*draws: Draw, title: str) -> str:
+    """Return charts one below the other as an SVG element whose text is text, identical for identical values.
+
+    `title` is for screen readers.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows, columns = (len(draws), 1) if stacked else (1, len(draws))
-    drawn = Figure(figsize=(4.6 * columns, 3.8 * rows), layout="constrained")
+    figure, output = Figure(figsize=(4.6, 3.8 * len(draws)), layout="constrained"), io.StringIO()
     # A dollar in the name of a model must not begin a formula.
-    with rc_context({"text.parse_math": False}):
-        for axes, draw in zip(drawn.subplots(rows, columns, squeeze=False).flat, draws, strict=True):
+    with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
+        for axes, draw in zip(figure.subplots(len(draws), squeeze=False).flat, draws, strict=True):
             draw(axes)
             axes.grid(alpha=0.25)
             axes.set_axisbelow(True)
@@ -40,26 +41,8 @@ def panels(*draws: Draw, stacked: bool = False) -> Figure:
                 # Above the chart it covers nothing; a chart is about 66 characters of a legend wide.
                 in_a_row = max(1, min(3, 66 // (6 + max(map(len, labels)))))
                 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=in_a_row, fontsize=8, frameon=False)
-    return drawn
-
-
-def png(*draws: Draw) -> bytes:
-    """Return charts side by side as a PNG file."""
-    output = io.BytesIO()
-    panels(*draws).savefig(output, format="png", dpi=120)
-    return output.getvalue()
-
-
-def svg(*draws: Draw, title: str) -> str:
-    """Return charts one below the other as an SVG element whose text is text, identical for identical values.
-
-    `title` is for screen readers.
-    """
-    from matplotlib import rc_context
-
-    output, omitted = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
-        panels(*draws, stacked=True).savefig(output, format="svg", metadata=omitted)
+        omitted = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(output, format="svg", metadata=omitted)
     drawn = output.getvalue()
     return drawn[drawn.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).rstrip()
 
@@ -87,5 +70,4 @@ def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[fl
 
 
 def points(metrics: Metrics, key: str) -> Points:
-    """Return steps and logged values of a name."""
     return [(entry["step"], entry[key]) for entry in metrics if key in entry]

@@ -1,4 +1,4 @@
-"""Renderings of a report: Markdown (`REPORT.md`), HTML of the same text, the picture; and model cards (`README.md`)."""
+"""Renderings of a report: Markdown (`REPORT.md`), HTML of the same text with charts; and model cards (`README.md`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from ...plugins.huggingface_hub.push import Relation, license_of, model_card, shown_name
-from .charts import png, svg
+from .charts import svg
 from .report import Report, Table
 
 _LINE_ENDS = re.compile(r"[\r\n]+")
@@ -25,11 +25,6 @@ _PAGE = """<!doctype html>
 """
 
 
-def markdown(report: Report, picture_file: str = "") -> str:
-    """Return the report as Markdown, with the file of `picture` where its charts are."""
-    return _document(report, f"![{_titles(report)}]({picture_file})" if picture_file else "")
-
-
 def html(report: Report) -> str:
     """Return the same Markdown as one HTML file without network access; every text is escaped."""
     from markdown_it import MarkdownIt
@@ -38,10 +33,11 @@ def html(report: Report) -> str:
 
     # Without links, pictures and emphasis: a name with an asterisk is shown as it is.
     parser = MarkdownIt("zero").enable(["table", "heading", "backticks", "escape"])
-    body = parser.render(_document(report, "\ue000"))
+    body = parser.render(markdown(report, charts="\ue000"))
     body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
     if report.charts:
-        drawn = svg(*(chart.draw for chart in report.charts), title=_titles(report))
+        titles = "; ".join(chart.title for chart in report.charts)
+        drawn = svg(*(chart.draw for chart in report.charts), title=titles)
         body = body.replace("<p>\ue000</p>", f"<figure>{drawn}</figure>")
     return _PAGE.format(
         title=escape(f"{report.title}: {report.kind.lower()}"),
@@ -52,20 +48,12 @@ def html(report: Report) -> str:
     )
 
 
-def picture(report: Report) -> bytes:
-    """Return the PNG file that `markdown` shows."""
-    return png(*(chart.draw for chart in report.charts))
-
-
-def _titles(report: Report) -> str:
-    return _text("; ".join(chart.title for chart in report.charts))
-
-
-def _document(report: Report, drawn: str) -> str:
+def markdown(report: Report, *, charts: str = "") -> str:
+    """Return the report as Markdown, with the text `charts` and the charts' notes where they are."""
     blocks = [f"# {report.kind} report", ": ".join(filter(None, (code(report.title), _text(report.subtitle))))]
     blocks += _tables(report.summary)
-    if report.charts and drawn:
-        blocks += [drawn, *(_text(f"{chart.title}. {chart.note}") for chart in report.charts)]
+    if report.charts and charts:
+        blocks += [charts, *(_text(f"{chart.title}. {chart.note}") for chart in report.charts)]
     for section in report.sections:
         blocks += [f"## {section.heading}", *map(_text, section.texts)]
         blocks += _tables(section.tables)
@@ -109,21 +97,16 @@ def code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def usage(adapter: str | None = None) -> str:
-    """Return a Python example that loads the model of a card.
-
-    Args:
-        adapter: `None` for a complete model, `.` for a directory that is a PEFT adapter, or its subdirectory.
-    """
-    auto_class = "AutoPeftModelForCausalLM" if adapter == "." else "AutoModelForCausalLM"
-    imports = {
-        None: ["from transformers import AutoModelForCausalLM, AutoTokenizer"],
-        ".": ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer"],
-    }.get(adapter, ["from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"])
-    lines = [*imports, "", f'model = {auto_class}.from_pretrained(".")']
-    if adapter not in (None, "."):
-        lines.append(f'model = PeftModel.from_pretrained(model, ".", subfolder="{adapter}")')
-    lines += [
+def usage(*, adapter: bool = False) -> str:
+    """Return a Python example that loads the model of a card, which is complete or a PEFT adapter."""
+    auto_class = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
+    if adapter:
+        imports = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer"]
+    lines = [
+        *imports,
+        "",
+        f'model = {auto_class}.from_pretrained(".")',
         'tokenizer = AutoTokenizer.from_pretrained(".")',
         'inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))",

@@ -40,8 +40,6 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Report of a run."""
-
     kind: str
     title: str
     subtitle: str = ""

@@ -112,18 +112,12 @@ def scheme_text(scheme: Data) -> str:
     return f"{text}; inputs {inputs['bits']} bit, {'by token' if inputs['dynamic'] else 'with stored ranges'}"
 
 
-def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
-    """Return the speeds of tokens with padding and of labelled tokens; `None` if unknown, or without either.
-
-    Each is the speed of tokens times the ratio of the logged speeds.
-    """
-    names = ("positions_per_second", "labelled_tokens_per_second", "tokens_per_second")
-    logged = [[step[name] for name in names] for step in metrics if all(name in step for name in names)]
-    positions, labelled, tokens = (sum(values) for values in zip(*logged, strict=True)) if logged else (0, 0, 0)
+def _padded_share(metrics: Metrics) -> float:
+    """Return the positions that the model read, padding included, per token; 1 if unknown, or without padding."""
+    counted = [step for step in metrics if "positions_per_second" in step and "tokens_per_second" in step]
+    positions, tokens = (sum(step[f"{what}_per_second"] for step in counted) for what in ("positions", "tokens"))
     # Tokens of a step are those of an average sample, so small differences mean nothing.
-    if not tokens or (positions < 1.02 * tokens and labelled > 0.9 * tokens):
-        return None
-    return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
+    return positions / tokens if positions > 1.02 * tokens else 1.0
 
 
 def _speeds(data: Data, metrics: Metrics, plan: Plan) -> list[tuple[str, str, str]]:
@@ -134,13 +128,10 @@ def _speeds(data: Data, metrics: Metrics, plan: Plan) -> list[tuple[str, str, st
     speed = with_error(data["tokens_per_second"], error)
     predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
     rows = [("Tokens/s of all ranks", speed, predicted)]
-    if (apart := _speeds_apart(data, metrics)) is not None:
+    if (share := _padded_share(metrics)) > 1:
         # A plan counts every position of a row.
-        rows = [
-            ("Tokens/s of all ranks, with padding", significant(apart[0]), predicted),
-            ("Tokens/s without padding", speed, ""),
-            ("Tokens/s with a label", significant(apart[1]), ""),
-        ]
+        padded = significant(share * data["tokens_per_second"])
+        rows = [("Tokens/s of all ranks, with padding", padded, predicted), ("Tokens/s without padding", speed, "")]
     steps, peak = [value for _, value in points(metrics, "step_seconds")], result["peak_bytes"]
     mean = result["step_seconds"] / data["steps"] if data["steps"] else 0.0
     return [
@@ -170,7 +161,7 @@ def _training_charts(data: Data, metrics: Metrics, plan: Plan) -> list[Chart]:
     end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
     note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
     charts = [Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)]
-    counted = "tokens_per_second" if _speeds_apart(data, metrics) is None else "positions_per_second"
+    counted = "tokens_per_second" if _padded_share(metrics) == 1 else "positions_per_second"
     if speeds := points(metrics, counted):
         expected = (plan.chosen.time.tokens_per_second, *speed_interval(plan))
         draw = curves({"measured": speeds}, "tokens/s", expected=expected)
@@ -195,7 +186,6 @@ def _training_settings(data: Data, plan: Plan) -> Section:
 
 
 def evaluation_report(data: Data) -> Report:
-    """Return the report of `evaluation.json`."""
     text, baseline = data["text"], data["baseline"]
     against = "" if baseline is None else f"against {short_name(baseline['name'])}, "
     return Report(
@@ -295,7 +285,6 @@ def verdict(data: Data) -> str:
 
 
 def _evaluation_settings(data: Data) -> Section:
-    text = data["text"]
     models = [
         (m["name"], m["architecture"], plain(m["quantization"]), m["dtype"], plain(m["revision"]))
         for m in (data["model"], data["baseline"])
@@ -303,7 +292,6 @@ def _evaluation_settings(data: Data) -> Section:
     ]
     headings = ("model", "class", "quantization", "computes in", "commit")
     settings = [
-        ("stride, tokens", f"{text['stride_tokens']:,}"),
         ("seconds total", f"{data['seconds']:.0f}"),
         *((name.replace("_", " "), value) for name, value in data["settings"].items()),
     ]
@@ -327,7 +315,6 @@ def serving_text(method: str, storage: str) -> str:
 
 
 def quantization_report(data: Data) -> Report:
-    """Return the report of `quantization.json`."""
     evaluation, scheme, verification = data["evaluation"], data["scheme"], data["verification"]
     difference = verification["largest_logit_difference"]
     name = plain(scheme.get("name"))

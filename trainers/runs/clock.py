@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...plugins.launching.messages import Figures, Progress, send
 from ...plugins.metering import AcceleratorMeter, Meter, MeterPhase
-from ..data.chat import IGNORED_LABEL
 from ..exact import StepEvents, make_exact
 from .settings import METRICS_FILE
 
@@ -36,15 +34,12 @@ class StepClock(StepEvents, TrainerCallback):
     steps since the last one:
 
     - `step_seconds`, wall-clock time per step of the slowest rank, with data loading, without logging, evaluation and
-      saving. All ranks end a step together, because they exchange gradients, and begin it together, because they count
-      the labels of all ranks (transformers 5.17, `get_batch_samples`).
-    - `slowest_rank`, and `slowest_rank_ratio` to the median rank: a slow rank shows only in its own work, which is
-      loading samples and the first forward pass of a step. The first step of a training is omitted.
+      saving.
     - `peak_allocated_gb`, the peak that torch allocated for tensors since the clock was made.
-    - `positions_per_second` counts what the model reads, padding included, as plans do, and
-      `labelled_tokens_per_second` the tokens with a label; both are omitted where ranks share sequences.
+    - `positions_per_second` counts what the model reads, padding included, as plans do. It is omitted where ranks share
+      sequences.
 
-    Ranks gather five numbers once per logged step.
+    Ranks gather three numbers once per logged step.
 
     Args:
         plan: Its predictions are added to the figures.
@@ -71,7 +66,6 @@ class StepClock(StepEvents, TrainerCallback):
             self.meter.reset_peaks()
         self.plan, self._tokens_of = plan, tokens_of
         self._trainer: Any = None
-        self._hook: Any = None
         self._begin_training()
 
     def follow(self, trainer: Any) -> None:
@@ -80,20 +74,16 @@ class StepClock(StepEvents, TrainerCallback):
         trainer.add_callback(self)
 
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count and time the batches that a step loads."""
-        while True:
-            began = time.monotonic()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self._loading += time.monotonic() - began
-            self._count(batch)
+        """Count the positions of the batches that a step loads."""
+        import torch
+
+        for batch in batches:
+            # Collators of some trainers return a list of samples.
+            ids = batch.get("input_ids") if hasattr(batch, "get") else None
+            self._positions += ids.numel() if isinstance(ids, torch.Tensor) else 0
             yield batch
 
     def log_values(self) -> dict[str, float]:
-        """Return the figures of a logged step."""
         return self.figures
 
     def peak_bytes(self) -> int | None:
@@ -114,57 +104,26 @@ class StepClock(StepEvents, TrainerCallback):
 
     def _begin_log(self) -> None:
         self._began = self._resumed = time.monotonic()
-        self._paused, self._loading, self._logged_steps, self._positions = 0.0, 0.0, 0, 0
-        self._own_work = Intervals()
-        self._labelled: Any = 0
-
-    def _count(self, batch: Any) -> None:
-        import torch
-
-        ids: Any = None
-        labels: Any = None
-        # Collators of some trainers return a list of samples.
-        if hasattr(batch, "get"):
-            ids, labels = batch.get("input_ids"), batch.get("labels")
-        if torch.is_tensor(ids) and torch.is_tensor(labels):
-            self._positions += ids.numel()
-            # Read later, without synchronizing. The first token of a row is never predicted.
-            self._labelled = self._labelled + (labels[..., 1:] != IGNORED_LABEL).sum()
+        self._paused, self._logged_steps, self._positions = 0.0, 0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Discard the steps of an earlier run, which an exception may have ended."""
-        self._remove_hook()
-        model = kwargs.get("model")
-        if self._trainer is not None and model is not None and hasattr(model, "register_forward_hook"):
-            self._hook = model.register_forward_hook(lambda *_: self._own_work.stop(point()))
         self._begin_training()
         self.first_step = state.global_step
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._remove_hook()
-
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # The first step compiles and allocates, so its time is not representative.
         if self._second_step is None and state.global_step > self.first_step:
             self._second_step = state.global_step, time.monotonic()
-        begin = point()
-        self.steps.start(begin)
-        self._own_work.start(begin)
+        self.steps.start(point())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step; if it is logged, gather the figures of all ranks."""
         self.steps.stop(point())
         self.steps.read()
         self._logged_steps += 1
-        if self._second_step is None:
-            self._own_work, self._loading = Intervals(), 0.0
-            if self.meter is not None:
-                self.meter.enter(LATER_STEPS)
+        if self._second_step is None and self.meter is not None:
+            self.meter.enter(LATER_STEPS)
         if self._trainer is not None and control.should_log:
             self.figures = self._gather(state.global_step)
             self._begin_log()
@@ -181,52 +140,31 @@ class StepClock(StepEvents, TrainerCallback):
     def _gather(self, step: int) -> dict[str, float]:
         import torch
 
-        work = self._own_work.read(waits=True)
+        # The host is ahead of the accelerator.
+        self.steps.read(waits=True)
         seconds = (time.monotonic() - self._began - self._paused) / max(1, self._logged_steps)
         peak = self.peak_bytes()
-        mine = [
-            seconds,
-            statistics.fmean(work) + self._loading / len(work) if work else math.nan,
-            math.nan if peak is None else peak / 1e9,
-            self._positions,
-            int(self._labelled),
-        ]
+        mine = [seconds, math.nan if peak is None else peak / 1e9, self._positions]
         numbers = torch.tensor([mine], dtype=torch.float32, device=self._trainer.args.device)
         ranks = self._trainer.accelerator.gather(numbers).tolist()
-        slowest = max(seconds for seconds, *_ in ranks)
+        slowest = max(seconds for seconds, _, _ in ranks)
         chosen, layout = self.plan.chosen, self.plan.chosen.strategy
-        figures = {"step_seconds": slowest} | lag(own for _, own, *_ in ranks)
-        figures["planned_step_seconds"] = chosen.time.seconds
+        figures = {"step_seconds": slowest, "planned_step_seconds": chosen.time.seconds}
         if self._tokens_of is not None and slowest > 0:
             tokens = self._tokens_of(step) - self._tokens_of(step - self._logged_steps)
             figures["tokens_per_second"] = tokens / (slowest * self._logged_steps)
             figures["planned_tokens_per_second"] = chosen.time.tokens_per_second
-            positions, labels = (sum(rank[index] for rank in ranks) for index in (3, 4))
+            positions = sum(positions for _, _, positions in ranks)
             if positions and layout.sp == layout.cp == layout.pp == 1:
                 # The ranks of a tensor-parallel group read the same samples.
-                seconds_of_one = slowest * self._logged_steps * layout.tp
-                figures["positions_per_second"] = positions / seconds_of_one
-                figures["labelled_tokens_per_second"] = labels / seconds_of_one
-        peaks = [peak for _, _, peak, *_ in ranks if not math.isnan(peak)]
+                figures["positions_per_second"] = positions / (slowest * self._logged_steps * layout.tp)
+        peaks = [peak for _, peak, _ in ranks if not math.isnan(peak)]
         if peaks:
             figures |= {
                 "peak_allocated_gb": max(peaks),
                 "planned_allocated_gb": chosen.memory.gpu.allocated_bytes / 1e9,
             }
         return figures
-
-
-def lag(own_seconds: Iterable[float]) -> dict[str, float]:
-    """Return the slowest rank and its time relative to the median; empty for one rank.
-
-    >>> lag([0.2, 0.2, 0.3])
-    {'slowest_rank': 2, 'slowest_rank_ratio': 1.5}
-    """
-    seconds = list(own_seconds)
-    if len(seconds) < 2 or any(map(math.isnan, seconds)):
-        return {}
-    slowest, middle = max(range(len(seconds)), key=seconds.__getitem__), statistics.median(seconds)
-    return {"slowest_rank": slowest, "slowest_rank_ratio": round(seconds[slowest] / middle, 4)} if middle > 0 else {}
 
 
 class Intervals:
@@ -288,17 +226,14 @@ class ProgressSender(TrainerCallback):
         figures = Figures(loss=losses[-1] if losses else None)
         if self._clock is not None:
             speed, last = self._clock.tokens_per_second(state.global_step), self._clock.figures
-            speeds = {}
-            if speed is not None and last.get("tokens_per_second"):
-                names = ("positions_per_second", "labelled_tokens_per_second")
-                speeds = {name: speed * last[name] / last["tokens_per_second"] for name in names if name in last}
+            positions = None
+            if speed is not None and last.get("tokens_per_second") and "positions_per_second" in last:
+                positions = speed * last["positions_per_second"] / last["tokens_per_second"]
             figures = Figures(
                 loss=figures.loss,
                 tokens_per_second=speed,
-                **speeds,
+                positions_per_second=positions,
                 peak_allocated_gb=last.get("peak_allocated_gb"),
-                slowest_rank=None if "slowest_rank" not in last else int(last["slowest_rank"]),
-                slowest_rank_ratio=last.get("slowest_rank_ratio"),
             )
         send(Progress(what="step", done=state.global_step, total=state.max_steps, figures=figures))
 
@@ -322,28 +257,3 @@ class MetricsWriter(TrainerCallback):
             write_files({METRICS_FILE: text}, self._output_dir, force=True)
 
     on_train_begin = on_log
-
-
-class StepLosses(StepEvents, TrainerCallback):
-    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = make_exact(trainer)
-        self._losses: list[Any] = []
-        self._accumulated: Any = 0.0
-        trainer.add_callback(self)
-
-    def on_loss(self, loss: Any) -> None:
-        self._accumulated = self._accumulated + loss.detach().float()
-        if self._trainer.accelerator.sync_gradients:
-            self._losses.append(self._accumulated)
-            self._accumulated = 0.0
-
-    def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order; every rank must call it."""
-        import torch
-
-        if not self._losses:
-            return []
-        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
-        return losses

@@ -18,7 +18,7 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints.record import Reader, read_complete, read_whole
 from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
-from ..data.samples import Samples, stated_samples, streamed_samples
+from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
 
@@ -31,7 +31,6 @@ AnySettings = TypeVar("AnySettings", bound=LaunchedSettings)
 
 
 def default_hardware() -> str:
-    """Return this machine's accelerators, or two CPU ranks."""
     import torch
 
     return "local" if torch.cuda.is_available() else "2xCPU"
@@ -92,20 +91,12 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None) -> Samples:
-    """Return the training samples and the evaluation samples, held out or from another split or file.
-
-    `train_samples` limits how much of the dataset is read; its first rows are then held out.
+def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
+    """Return the training samples and at most `evaluation_samples`, held out or from another split or file.
 
     Raises:
         UsageError: there is no text, or the evaluation split is empty.
     """
-
-    def read(settings: LaunchedSettings, evaluation_samples: int) -> Samples:
-        if train_samples is None:
-            return stated_samples(settings, tokenizer)
-        return streamed_samples(settings, tokenizer, train_samples=train_samples, evaluation_samples=evaluation_samples)
-
     other, other_split = settings.evaluation_dataset, settings.evaluation_split
     if other is not None or other_split is not None:
         if other_split is not None and parse_source(other or settings.dataset).is_local:
@@ -117,21 +108,17 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: 
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        samples = read(unsplit, 0)
-        held_out = list(stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train)
-        statistics = replace(samples.statistics, evaluation_samples=len(held_out))
-        return replace(samples, evaluation=held_out, statistics=statistics)
-    samples = read(settings, settings.evaluation_samples)
-    if not samples.evaluation:
+        samples = stated_samples(unsplit, tokenizer)
+        held_out = stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train
+    else:
+        samples = stated_samples(settings, tokenizer)
+        held_out = samples.evaluation
+    if not held_out:
         share = f"{100 * settings.evaluation_fraction:.0f} %"
         rule = f"the evaluation split ({share}) is empty: duplicate rows always go to the same split"
         fix = "add data, raise --evaluation-fraction, or lower --seq-len"
         raise UsageError(ConfigError(where="dataset", value=settings.dataset, rule=rule, fix=fix))
-    return samples
-
-
-def limited_held_out(samples: Samples, settings: LaunchedSettings) -> Samples:
-    kept = samples.evaluation[: settings.evaluation_samples]
+    kept = held_out[: settings.evaluation_samples]
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
 
 

@@ -54,6 +54,7 @@ def launch_job(
     plan_directory: Path,
     work: Path,
     *,
+    launcher: Sequence[str] | None = None,
     place: NodePlace | None = None,
     check_nodes: bool = True,
     **waiting: Any,
@@ -65,6 +66,7 @@ def launch_job(
         plan: Operators that it needs on CPU ranks are compiled first.
         plan_directory: The plan's files.
         work: Temporary directory of this machine.
+        launcher: Command of the launcher; by default the plan's.
         place: This machine's place among several.
         check_nodes: Whether to compare several machines first.
         **waiting: Further arguments of `launch_ranks`.
@@ -78,7 +80,8 @@ def launch_job(
         compile_operators((layout.offload_optimizer, layout.offload_param), plan.job.optimizer)
     if place is not None and check_nodes:
         compare_nodes(plan, plan_directory, place)
-    command = [*launch_arguments(plan, directory=str(plan_directory.absolute()), node=place), *rank_words(job, work)]
+    launcher = launcher or launch_arguments(plan, directory=str(plan_directory.absolute()), node=place)
+    command = [*launcher, *rank_words(job, work)]
     port = None
     if place is None:
         command, port = at_free_port(command)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
 
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
-from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
+from ...ds_configs.specs.errors import DoesNotFitError
 
 LIMIT_VARIABLE = "SHARDWRIGHT_CPU_TENSOR_BYTES"
 """Environment variable with the bytes of tensors that a CPU rank may have: it stands in for an accelerator's memory."""
-logger = logging.getLogger(__name__)
-
-FILE_NAME = "out_of_memory.md"
 _HOST_ERRORS = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory")
 
 _EVALUATION = ("evaluation_loop", "prediction_step", "held_out_cross_entropy", "evaluate")
@@ -31,18 +25,9 @@ class RunOutOfMemoryError(DoesNotFitError):
     """A run that needed more memory than its plan predicted, or than there is."""
 
 
-def kernel_oom_kills() -> int:
-    """Return how many processes the kernel has ended for lack of memory since boot; 0 if it does not count."""
-    file = Path("/proc/vmstat")
-    counters = dict(line.split() for line in file.read_text().splitlines()) if file.is_file() else {}
-    return int(counters.get("oom_kill", 0))
-
-
 @contextmanager
-def memory_errors(
-    plan: Plan, *, command: str = "", options: Collection[str] = (), report: Path | None = None
-) -> Iterator[None]:
-    """Raise `RunOutOfMemoryError` for a failed allocation inside the block, and write its text to the file `report`.
+def memory_errors(plan: Plan, *, command: str = "", options: Collection[str] = ()) -> Iterator[None]:
+    """Raise `RunOutOfMemoryError` for a failed allocation inside the block.
 
     `command` and `options` are those of `out_of_memory_text`. Inner blocks have converted the error already. With
     `SHARDWRIGHT_CPU_TENSOR_BYTES`, a rank without an accelerator fails when its tensors need more bytes.
@@ -79,18 +64,7 @@ def memory_errors(
             limit_bytes=limit_bytes,
             on_host=not on_device,
         )
-        text = out_of_memory_text(plan, failure, command, options)
-        if report is not None:
-            write_report(text, report)
-        raise RunOutOfMemoryError(text) from error
-
-
-def write_report(text: str, file: Path) -> None:
-    """Write the text of an out-of-memory error as a report; log the reason if that fails."""
-    try:
-        write_files({file.name: f"# Out of memory\n\n```text\n{text}\n```\n"}, file.parent, force=True)
-    except ShardwrightError as error:
-        logger.info(f"{file} was not written: {error}")
+        raise RunOutOfMemoryError(out_of_memory_text(plan, failure, command, options)) from error
 
 
 def phase_of(trace: TracebackType | None) -> str:

@@ -29,20 +29,19 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.step_time.learning import part_seconds, published_time
+from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ...plugins.transformers.document_attention import attend_by_document
-from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
+from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..checkpoints.full_disk import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
-from .out_of_memory import FILE_NAME as OUT_OF_MEMORY_FILE
 from .out_of_memory import memory_errors
 
 TRAINED_TYPE = "type of trained weights"
@@ -112,7 +111,7 @@ class PlanCallback(StepClock):
         if self._explained is None:
             yield
             return
-        with full_disk_errors(self._explained), memory_errors(self.plan, report=self._explained / OUT_OF_MEMORY_FILE):
+        with full_disk_errors(self._explained), memory_errors(self.plan):
             yield
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,13 +145,11 @@ class PlanCallback(StepClock):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
-        predicted = published_time(self.plan.chosen.time)
         measurement = RunMeasurement(
             plan=planned_run(self.plan),
             predicted=predicted_memory(self.plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
-            predicted_step_seconds=predicted.seconds,
-            predicted_parts=part_seconds(predicted),
+            predicted_step_seconds=published_time(self.plan.chosen.time).seconds,
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
@@ -216,8 +213,6 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
     attend_by_document(base_model(model))
     if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, strategy.checkpointed_layers)
-    if strategy.keeps_products and args.gradient_checkpointing:
-        keep_products(model)
     if strategy.zero_stage == 3 and plan.job.method == "qlora":
         read_weights_in_backward(model)
 
@@ -258,7 +253,6 @@ def argument_differences(
         "zero_stage": (stage, strategy.zero_stage),
         "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
         "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
-        "offload_variant": (_offload_variant(deepspeed), strategy.offload_variant),
         "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
@@ -291,15 +285,6 @@ def unread_edits(directory: Path) -> list[str]:
     if not keys:
         return []
     return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
-
-
-def _offload_variant(deepspeed: dict[str, Any] | None) -> str | None:
-    """Return the variant of a DeepSpeed configuration's offload; `None`, which compares with nothing, without one."""
-    if deepspeed is None:
-        return None
-    zero = deepspeed.get("zero_optimization", {})
-    is_super = (zero.get("offload_optimizer") or {}).get("super_offload")
-    return "zenflow" if zero.get("zenflow") else "superoffload" if is_super else "none"
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

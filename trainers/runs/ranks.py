@@ -326,7 +326,6 @@ def trained_tokens(global_batch_size: int, steps: int, samples: int, tokens: int
 
 
 def write_json(record: Mapping[str, Any], path: Path) -> None:
-    """Write a JSON file atomically."""
     write_files({path.name: json.dumps(record)}, path.parent, force=True)
 
 

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...plugins.huggingface_hub.push import CARD_FILE
 from ..counting.estimates import Estimate, exponential
 from ..data.samples import SampleStatistics
 from ..reports.make import TRAINING_FILE
-from ..reports.markdown import markdown, picture, table
+from ..reports.markdown import markdown, table
 from ..reports.report import perplexity, with_error
 from ..reports.runs import training_report
 from .settings import METRICS_FILE, REPORT_FILE, LaunchedSettings
@@ -43,11 +43,6 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchedOutcome(ABC):
-    """Result of a successful training run."""
-
-    chart_file: ClassVar[str]
-    """PNG file that `REPORT.md` shows."""
-
     plan: Plan
     statistics: SampleStatistics
     """Samples that were trained and evaluated on."""
@@ -71,7 +66,6 @@ class LaunchedOutcome(ABC):
         """Return the model card, with the metadata that the Hub reads."""
 
     def __repr__(self) -> str:
-        """Return dataset, layout, hardware and the first measure, in one line."""
         headings, rows = self.measures()
         measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
         layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
@@ -100,7 +94,7 @@ class LaunchedOutcome(ABC):
         )
 
     def files(self, kind: str, command: str = "") -> dict[str, str | bytes]:
-        """Return report, figures, model card and chart by name; `command` is the command line."""
+        """Return report, figures and model card by name; `command` is the command line."""
         data = self.to_dict()
         # The default learning rate depends on the method; the report shows the one that ran.
         data["settings"] = data["settings"] | {"learning_rate": self.settings.base_learning_rate()}
@@ -110,9 +104,8 @@ class LaunchedOutcome(ABC):
         data |= {"result": asdict(self.result)}
         report = training_report(data, self.metrics, self.plan)
         return {
-            REPORT_FILE: markdown(report, self.chart_file),
+            REPORT_FILE: markdown(report),
             CARD_FILE: self.card(),
-            self.chart_file: picture(report),
             TRAINING_FILE: json.dumps(data, indent=2) + "\n",
         }
 
@@ -127,7 +120,6 @@ class LaunchedOutcome(ABC):
 
 
 def number(value: float) -> str:
-    """Return nats with four decimals."""
     return f"{value:.4f}"
 
 

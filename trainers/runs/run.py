@@ -19,28 +19,23 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
-from ...ds_configs.plan.out_of_memory import FIRST_WORDS, OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.huggingface_hub.push import pushed
-from ...plugins.launching.launch import LaunchFailedError
-from ...plugins.launching.messages import Message, Progress, log_message
 from ..checkpoints.record import RECORD, planned_facts
 from ..checkpoints.resume import Selection
 from ..data.samples import Samples
 from ..data.templates import end_turns
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
-from .inputs import CHECKPOINTS, check_resumption, common_arguments, job_options, last_checkpoint, optimizer_steps
+from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
 from .launch import launch_job
-from .out_of_memory import RunOutOfMemoryError, kernel_oom_kills, write_report
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
     PLAN_DIRECTORY,
-    REPORT_FILE,
     TOKENIZER,
     TRAIN_SAMPLES,
     LaunchedJob,
@@ -90,7 +85,6 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @property
     def own_arguments(self) -> Mapping[str, Any]:
-        """Further keys of `TrainingArguments`."""
         return {}
 
     @property
@@ -226,41 +220,14 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
 
 def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
     """Write the ranks' inputs to a temporary directory, run the ranks, and return the result of the first one."""
-    request, plan, place = prepared.request, prepared.plan, prepared.request.place
+    request, place = prepared.request, prepared.request.place
     with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
         job = rank_inputs(prepared, work)
         if place is not None:
             job = job.model_copy(update={"digests": _digests(prepared, work)})
-        in_steps = False
-
-        def on_message(message: Message) -> None:
-            nonlocal in_steps
-            in_steps = in_steps or isinstance(message, Progress)
-            log_message(message)
-
-        kills = kernel_oom_kills()
-        try:
-            return launch_job(
-                job,
-                plan,
-                work / PLAN_DIRECTORY,
-                work,
-                place=place,
-                check_nodes=request.check_nodes,
-                on_message=on_message,
-            )
-        except LaunchFailedError as error:
-            report = request.output_dir / REPORT_FILE
-            killed = any(failure.signal == "SIGKILL" for failure in error.failures)
-            if killed and not in_steps and kernel_oom_kills() > kills:
-                failure = OutOfMemory(phase="loading", error=str(error), on_host=True)
-                text = out_of_memory_text(plan, failure, request.full_command, job_options(prepared.settings))
-                write_report(text, report)
-                raise RunOutOfMemoryError(text) from error
-            if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):
-                write_report(str(error), report)
-            raise
+        plan_directory = work / PLAN_DIRECTORY
+        return launch_job(job, prepared.plan, plan_directory, work, place=place, check_nodes=request.check_nodes)
 
 
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
+from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match, pattern_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.engine import named_linear_layers, stages_of
 from ...plugins.deepspeed.parameters import WeightEditor, edit_errors
@@ -110,15 +109,7 @@ def target_layers(
     import torch
 
     layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}
-    errors = []
-    for where, pattern in [*(("targets", target) for target in targets), *(("ignore", pattern) for pattern in ignore)]:
-        if pattern in DEFAULT_IGNORE or any(is_match(name, pattern) for name in layers):
-            continue
-        fix = "the model has none (Conv1D of GPT-2 and quantized layers do not count)"
-        if layers:
-            near = difflib.get_close_matches(pattern, [*layers, "Linear"], n=3, cutoff=0.5)
-            fix = f"did you mean {', '.join(near)}?" if near else f"layers have names such as {next(iter(layers))}"
-        errors.append(ConfigError(where=where, value=pattern, rule="matches no linear layer of the model", fix=fix))
+    errors = pattern_errors(targets, ignore, list(layers))
     embeddings = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
     embedded = {
         id(module.weight)
@@ -136,11 +127,7 @@ def target_layers(
             rule = "shares its weight with the token embedding"
             errors.append(ConfigError(where="targets", value=name, rule=rule, fix="remove it from targets"))
     if not selected and not errors:
-        from transformers.pytorch_utils import Conv1D
-
-        transposed = sum(isinstance(module, Conv1D) for module in model.modules())
-        rule = "selects no linear layer of the model"
-        rule += f", which stores {transposed} matrices in Conv1D" if transposed else ""
+        rule = "selects no linear layer of the model (Conv1D of GPT-2 and quantized layers do not count)"
         errors.append(ConfigError(where="targets", value=", ".join(targets), rule=rule))
     if errors:
         raise UsageError(errors)

@@ -25,10 +25,7 @@ BEFORE = "held_out_cross_entropy_before"
 
 
 class TrainTask(TrainJob, TrainingTask):
-    """Training under the plan's layout."""
-
     def build(self, context: RankContext) -> Any:
-        """Return a Trainer for the plan's layout that evaluates before its first step."""
         prepare_model_directory_save(context.arguments)
         plan = context.plan
         parallelism = planned_parallelism(plan)
@@ -48,7 +45,6 @@ class TrainTask(TrainJob, TrainingTask):
         return trainer
 
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
-        """Evaluate, save, and return the cross-entropy before and after."""
         after = held_out(trainer, context.plan.chosen.strategy)
         save_model_directory(
             trainer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ...plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
 from ..counting.estimates import Estimate
@@ -15,7 +15,6 @@ from .settings import TrainSettings
 
 SCHEMA_VERSION = 1
 """Version of `train --format json`."""
-CHART_FILE = "training.png"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +33,6 @@ class TrainResult(StepResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TrainOutcome(LaunchedOutcome):
-    """Result of a successful training run."""
-
-    chart_file: ClassVar[str] = CHART_FILE
-
     settings: TrainSettings
     model: str
     """Hub id, directory or `config.json` that training started from."""
@@ -72,7 +67,7 @@ class TrainOutcome(LaunchedOutcome):
         lead = f"{code(shown_name(model))} trained on {code(source)}{method}: cross-entropy of the labelled tokens."
         return card_text(
             f"{title_of(model)}, trained on {source}",
-            [lead, usage("." if adapter else None), *self.card_results()],
+            [lead, usage(adapter=adapter), *self.card_results()],
             f"{license_line(model)} The terms of the data may also apply to this model. "
             "Read both before you publish it.",
             base=model,
@@ -87,4 +82,4 @@ def train_file_names(settings: TrainSettings) -> tuple[str, ...]:
     adapter = settings.method != "full"
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")

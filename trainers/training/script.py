@@ -109,7 +109,6 @@ def stated_output(arguments: Sequence[str]) -> str | None:
 
 
 def script_errors(script: Path) -> list[ConfigError]:
-    """Return an error if the script does not exist."""
     if script.is_file():
         return []
     return [ConfigError(where="script", value=str(script), rule="no such file", fix="pass a Python file")]

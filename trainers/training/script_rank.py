@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.check import effect_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
@@ -33,8 +32,6 @@ from ..runs.ranks import check_upstream
 from ..runs.settings import RankTask
 from .settings import ScriptJob
 
-_TRAINERS: list[Any] = []
-"""Arguments of the trainers that the script made; their engines are not compared again."""
 _NOT_PREDICTED = "predicted memory and time do not apply to this run"
 _REPEATED = (
     "Accelerate fills the last batch of each epoch with {} samples from its start, which count twice; "
@@ -64,7 +61,6 @@ def comparison(plan: Plan) -> type:
 
     class Comparison(TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            _TRAINERS.append(args)
             refuse_run_effects(args)
             if kwargs.get("optimizer") is not None and deepspeed_configuration(args) is not None:
                 rule = "is silently replaced by the optimizer of optim under DeepSpeed"
@@ -124,7 +120,7 @@ def carry_axes(plan: Plan) -> None:
             if own_calls:
                 make(trainer, model, args, *rest, **settings)
                 return
-            if parallelism.is_pipeline or parallelism.context_parallel_size > 1:
+            if parallelism.is_pipeline or parallelism.layout.cp > 1:
                 rule = "uses a stock Trainer, which supports no pipeline and no context parallelism"
                 fix = "use shardwright.trainer_for(plan, model=..., args=...), or plan without these axes"
                 raise UsageError(ConfigError(where="script", value=sys.argv[0], rule=rule, fix=fix))
@@ -150,41 +146,9 @@ def carry_axes(plan: Plan) -> None:
     patches.apply("script-axes", carrying)
 
 
-def _follow_engines(plan: Plan) -> None:
-    """Make `deepspeed.initialize` report where the engine of a custom training loop differs from the plan."""
-    strategy = plan.chosen.strategy
-
-    planned = {
-        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
-        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
-        "zero_optimization.stage": strategy.zero_stage,
-    }
-
-    def comparing(initialize: Callable[..., Any]) -> Callable[..., Any]:
-        def initialized(*args: Any, **settings: Any) -> Any:
-            result = initialize(*args, **settings)
-            if errors := effect_errors(result[0]._config._param_dict):
-                raise UsageError(errors)
-            for name, value in () if _TRAINERS else planned.items():
-                # The engine has a method for each key, such as `zero_optimization_stage`.
-                ran = getattr(result[0], name.replace(".", "_"))()
-                if ran != value:
-                    note_on_first_rank(f"{name} is {ran}, but the plan has {value}: {_NOT_PREDICTED}")
-            return result
-
-        return initialized
-
-    patches.apply("script-engine-comparison", comparing)
-
-
 class ScriptTask(ScriptJob, RankTask):
-    """A user's script under the plan's layout."""
-
     def run(self, work: Path) -> None:
-        """Prepare this process for the plan's layout, and run the script."""
         plan = Plan.load(self.plan)
         check_upstream(plan.chosen.strategy.engine)
-        if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
-            _follow_engines(plan)
         with memory_errors(plan):
             run_script(plan, self.script, self.arguments, [comparison(plan)])

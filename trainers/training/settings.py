@@ -12,7 +12,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, adapter_errors
-from ...ds_configs.specs.settings import NamedValues, Settings
+from ...ds_configs.specs.settings import NamedValues
 from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
@@ -43,18 +43,7 @@ _PLANNED = frozenset(JobSettings.model_fields) - {"revision"}
 """Options whose values a plan fixes."""
 
 
-class StreamingSettings(Settings):
-    """How much of a dataset is read."""
-
-    group = "Data"
-
-    streaming: bool = Field(
-        False,
-        description="Read only the rows for --max-steps; the first --evaluation-samples are held out",
-    )
-
-
-class TrainSettings(StreamingSettings, LaunchedSettings, KernelFields, LayoutFields):
+class TrainSettings(LaunchedSettings, KernelFields, LayoutFields):
     """Every setting of `shardwright train`."""
 
     group = "Training"
@@ -76,8 +65,6 @@ class TrainJob(LaunchedJob):
 
 
 class ScriptJob(RankJob):
-    """Job of every rank of a user's script."""
-
     task: Literal["script"] = "script"
     plan: str = Field(description="directory of the plan")
     script: str = Field(description="Python file")
@@ -95,9 +82,6 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
             ConfigError(where=name, value=getattr(settings, name), rule=rule, fix=fix)
             for name in sorted(_PLANNED & settings.model_fields_set)
         ]
-    if settings.streaming and settings.max_steps is None:
-        rule, fix = "requires --max-steps: the length of a stream is unknown", "pass --max-steps"
-        errors.append(ConfigError(where="streaming", value=True, rule=rule, fix=fix))
     errors += unknown_argument_errors(settings.arg)
     for name, value in settings.arg.items():
         if option := _OPTIONS_OF_ARGUMENTS.get(name):

@@ -12,7 +12,6 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
@@ -20,7 +19,6 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.packing import packed_if_possible
-from ..data.samples import Samples
 from ..data.sources import local_place
 from ..data.templates import set_chat_template
 from ..runs.inputs import (
@@ -29,7 +27,6 @@ from ..runs.inputs import (
     as_planned,
     chosen_hardware,
     launch_errors,
-    limited_held_out,
     named_samples,
     run_output_errors,
     training_job,
@@ -73,8 +70,6 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTrain(PreparedTraining[TrainOutcome]):
-    """A training that can be launched; nothing is written yet."""
-
     settings: TrainSettings
     """Settings of the user; with `--plan`, those of the plan."""
     model: str
@@ -142,10 +137,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
             set_chat_template(own_tokenizer, settings.chat_template)
             tokenizer = own_tokenizer
-    if tokenizer is not None and hardware is not None and settings.dataset:
+    if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            count = streamed_count(settings, written_plan, hardware)
-            samples = named_samples(settings, tokenizer, train_samples=count)
+            samples = named_samples(settings, tokenizer)
     if errors:
         raise UsageError(errors)
     assert loaded and hardware and tokenizer and samples, "each failure added an error"
@@ -167,15 +161,12 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         raise UsageError(errors)
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
-        limited_held_out(samples, settings),
+        samples,
         settings,
         plan,
         [(loaded.config, plan.model.attention)],
         obstacle=with_cache if settings.arg.get("use_cache") else None,
-        streaming=settings.streaming,
     )
-    if settings.streaming:
-        logger.info(read_line(samples, settings, plan))
     return PreparedTrain(
         model=model,
         settings=settings,
@@ -208,23 +199,3 @@ def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:
         return []
     rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this model, or omit --plan"
     return [ConfigError(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
-
-
-def streamed_count(settings: TrainSettings, plan: Plan | None, hardware: HardwareSpec) -> int | None:
-    """Return the samples of all optimizer steps of a streamed dataset; `None` if all rows are read."""
-    if not settings.streaming or settings.max_steps is None:
-        return None
-    batch = (
-        training_job(settings, hardware).global_batch_size if plan is None else plan.chosen.strategy.global_batch_size
-    )
-    assert batch is not None, "training_job sets it"
-    return settings.max_steps * batch
-
-
-def read_line(samples: Samples, settings: TrainSettings, plan: Plan) -> str:
-    """Describe how much of the dataset was read, and whether it is too short."""
-    statistics, wanted = samples.statistics, streamed_count(settings, plan, plan.hardware) or 0
-    line = f"read {statistics.rows:,} rows for {settings.max_steps:,} steps"
-    if statistics.train_samples >= wanted:
-        return line
-    return f"{line}: the dataset has {statistics.train_samples:,} of {wanted:,} samples, which are repeated"

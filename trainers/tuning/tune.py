@@ -26,16 +26,13 @@ from ...ds_configs.search.tuning import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.job import JobSettings, TrainingJob
-from ...ds_configs.specs.settings import settings_of
-from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
+from ...ds_configs.step_time.learning import MeasuredStep, published_time
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
 from ...plugins.planning.from_names import detect_hardware, own_release
-from ...plugins.planning.from_names import plan as select_plan
 from ..reports.make import REPORT_FILE, write_html
-from ..runs.inputs import PLANNED_DEVICE_FIX, default_hardware, launch_errors
+from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
 from ..runs.launch import launch_job
 from ..runs.out_of_memory import RunOutOfMemoryError
 from .worker import TrialTask
@@ -48,9 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def tune(
-    subject: str | Path | Plan,
-    hardware: str | HardwareSpec | None = None,
-    job: TrainingJob | JobSettings | None = None,
+    plan: str | Path | Plan,
     *,
     trials: int = DEFAULT_TRIALS,
     steps: int = DEFAULT_STEPS,
@@ -58,7 +53,6 @@ def tune(
     output_dir: str | Path | None = None,
     force: bool = False,
     command: str = "",
-    **fields: object,
 ) -> Plan:
     """Measure the best predicted layouts in short real runs, and return the plan of the fastest.
 
@@ -67,23 +61,19 @@ def tune(
     plans for this kind of accelerator.
 
     Args:
-        subject: A plan, the directory of one, or a model as for `plan`.
-        hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
-        job: The training run of a model, or the settings of a command.
+        plan: A plan, or the directory that `shardwright plan` wrote.
         trials: Maximum number of layouts to measure; the plan's own layout is the first.
         steps: Timed steps of each trial, after two others.
         time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
         output_dir: Directory for the result; `None` writes nothing.
         force: Whether to write into a directory with other files.
         command: Command line for the report.
-        **fields: Options of `plan` for a model, instead of a `job`.
 
     Raises:
         UsageError: a value is invalid, or this machine does not have the planned accelerators.
-        PlanDoesNotFitError: no layout fits.
         ShardwrightError: no trial was measured; has the reason of each.
 
-    >>> tune("Qwen/Qwen3-0.6B", "local", seq_len=2048).trials  # doctest: +SKIP
+    >>> tune("plan").trials  # doctest: +SKIP
     """
     deadline = time.monotonic() + 60 * time_limit_minutes
     target = None if output_dir is None else Path(output_dir)
@@ -95,19 +85,9 @@ def tune(
         errors.append(ConfigError(where="steps", value=steps, rule=rule))
     if not time_limit_minutes > 0:
         errors.append(ConfigError(where="time_limit", value=time_limit_minutes, rule="must be more than 0 minutes"))
-    settings = job if isinstance(job, JobSettings) else settings_of(JobSettings, fields) if fields else None
-    if isinstance(subject, Plan) or is_plan(subject):
-        stated = {"hardware": hardware, **({"job": job} if settings is None else settings.stated())}
-        rule, fix = "is set by the plan", "omit it, or pass a model"
-        errors += [ConfigError(where=name, rule=rule, fix=fix) for name, value in stated.items() if value is not None]
     if errors:
         raise UsageError(errors)
-    if isinstance(subject, Plan):
-        plan = subject
-    elif is_plan(subject):
-        plan = Plan.load(subject)
-    else:
-        plan = select_plan(str(subject), hardware or default_hardware(), settings or job, notify=logger.info)
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
@@ -134,12 +114,6 @@ def tune(
         tuned.write(target, force=True)
         write_html(target)
     return tuned
-
-
-def is_plan(subject: str | Path) -> bool:
-    """Return whether a path is a plan, not a model."""
-    path = Path(subject)
-    return (path / "plan.json").is_file() or (path.name == "plan.json" and path.is_file())
 
 
 def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
@@ -264,7 +238,6 @@ def _learn(plan: Plan, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
     layouts = (plan.chosen, *plan.rejected)
     predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
-    parts = part_seconds(predicted)
     assert trial.step_seconds is not None, "it was measured"
     content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
@@ -276,8 +249,6 @@ def _learn(plan: Plan, trial: Trial) -> None:
         ranks=plan.hardware.world_size,
         predicted_seconds=predicted.seconds,
         measured_seconds=trial.step_seconds,
-        network_seconds=parts["network"],
-        host_seconds=parts["host"],
         flops_per_s=plan.hardware.flops_per_s,
         release=own_release(),
     )

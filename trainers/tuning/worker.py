@@ -14,16 +14,12 @@ from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.search.tuning import WARM_UP_STEPS, cannot_win
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.metering import Meter, start_meter
-from ...plugins.peft import add_lora
 from ...plugins.transformers.sound_model import gathered
-from ...plugins.transformers.training_arguments import weights_dtype
-from ..data.models import StartingModel, load_config, load_model
-from ..parallel.trainer_for import planned_parallelism
-from ..runs.clock import ProgressSender
 from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import PlanCallback
 from ..runs.ranks import rank_arguments, write_json
 from ..runs.settings import RESULT_FILE, RankTask
+from ..runs.synthetic import synthetic_trainer
 
 _NO_OUTPUT: dict[str, Any] = {
     "save_strategy": "no",
@@ -94,7 +90,6 @@ class TrialTask(RankTask):
 
 def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     import torch
-    from transformers import default_data_collator
 
     job = plan.job
     settings = planned_training_arguments(plan) | _NO_OUTPUT
@@ -102,18 +97,7 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     arguments, engine = rank_arguments(settings, method=job.method)
     if arguments.world_size != plan.hardware.world_size:
         raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {plan.hardware.world_size}")
-    parallelism = planned_parallelism(plan)
-    # 4-bit weights are quantized while they are loaded, so that random ones do not exist.
-    random_weights = job.method != "qlora"
-    source = StartingModel(
-        model=plan.model.name, revision=plan.model.revision, random_weights=random_weights, method=job.method
-    )
-    config, dtype = load_config(source), weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
-    model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
-    if job.method != "full":
-        targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
-        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32)
-    vocab_size = config.get_text_config().vocab_size
+    vocab_size = plan.model.dimensions.vocab_size
 
     class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
         def __len__(self) -> int:
@@ -124,14 +108,8 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
             tokens_T = torch.randint(vocab_size, (job.seq_len_tokens,), generator=draw)
             return {"input_ids": tokens_T, "labels": tokens_T}
 
-    trainer = parallelism.make_trainer(
-        model=model,
-        args=arguments,
-        revision=plan.model.revision,
-        train_dataset=RandomTokens(),
-        data_collator=default_data_collator,
-    )
-    trainer.add_callback(ProgressSender())
+    # 4-bit weights are quantized while they are loaded, so that random ones do not exist.
+    trainer = synthetic_trainer(plan, arguments, engine, RandomTokens(), random_weights=job.method != "qlora")
     trainer.add_callback(clock)
     trainer.train()
     # A rank that exits while others communicate makes gloo abort them.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from .reload_worker import FACTS, LOGITS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Largest allowed difference of a logit; both models compute in the checkpoint's dtype on the same device."""
@@ -177,26 +179,22 @@ def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_sec
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
     """Rename a checkpoint that did not pass to `*.failed`, write the reason into it, and return its path."""
-    output = output_dir.resolve()
-    failed = output.with_name(f"{output.name}.failed")
-    number = 2
-    while failed.exists():
-        failed = output.with_name(f"{output.name}.failed-{number}")
-        number += 1
+    discard_failed(output_dir)
     (staging / REASON_FILE).write_text("\n".join(verification.errors) + "\n", encoding="utf-8")
+    output = output_dir.resolve()
     try:
-        staging.rename(failed)
+        failed = staging.rename(output.with_name(f"{output.name}.failed"))
     except OSError:
-        # The output directory is a mount point.
+        # The name is taken, or the output directory is a mount point.
         failed = staging.rename(output / "failed")
     failed.chmod(0o755)
     return failed
 
 
-def discard_failed(output_dir: Path, notify: Callable[[str], None]) -> None:
-    """Remove the failed checkpoints of earlier runs, once one has passed."""
+def discard_failed(output_dir: Path) -> None:
+    """Remove the failed checkpoint of an earlier run."""
     output = output_dir.resolve()
-    for failed in (*output.parent.glob(f"{escape(output.name)}.failed*"), output / "failed"):
+    for failed in (output.with_name(f"{output.name}.failed"), output / "failed"):
         if (failed / REASON_FILE).is_file():
             shutil.rmtree(failed, ignore_errors=True)
-            notify(f"removed {failed}, the failed checkpoint of an earlier run")
+            logger.info(f"removed {failed}, the failed checkpoint of an earlier run")

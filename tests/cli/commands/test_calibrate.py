@@ -94,12 +94,11 @@ def test_a_run_on_cpu_ranks_corrects_later_step_times(shell: Shell, tmp_path: Pa
     assert json.loads(shell("calibrate", "--list", "--format", "json").out)["steps"] == []
 
 
-def steps_of(ratio: float, *, network: float = 0.1, **changes: Any) -> RunMeasurement:
+def steps_of(ratio: float, **changes: Any) -> RunMeasurement:
     """Return a run of the planned layout whose steps took `ratio` times the prediction."""
     measurement = measurement_of(plan_on())
     ranks = tuple(replace(rank, median_step_seconds=ratio) for rank in measurement.measured)
-    parts = {"compute": 0.9 - network, "network": network, "host": 0.1}
-    return replace(measurement, measured=ranks, predicted_step_seconds=1.0, predicted_parts=parts, **changes)
+    return replace(measurement, measured=ranks, predicted_step_seconds=1.0, **changes)
 
 
 def step_time(shell: Shell) -> dict[str, Any]:
@@ -113,17 +112,20 @@ def test_slow_runs_move_the_next_plan_and_explain_lists_them(shell: Shell, tmp_p
         run_directory = write_measurement(steps_of(3.0 + count / 100), tmp_path / f"run{count}")
         assert f"later plans use {count} run" in shell("calibrate", str(run_directory)).out
         time = step_time(shell)
-        assert time["measured_runs"] == count and "learned_factors" not in time
+        assert time["measured_runs"] == count
         widths.append(time["high_seconds"] / time["low_seconds"])
     assert time["learned_scale"] == pytest.approx((1 + 5 * 3.03) / 6) and time["seconds"] > 2 * before["seconds"]
     # The first run is far from the published prediction, which widens the interval; five runs narrow it.
     assert widths[0] > widths[2] > widths[-1] and widths[-1] < before["high_seconds"] / before["low_seconds"]
     assert shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--output-dir", str(tmp_path / "plan")).code == 0
     explained = shell("explain", str(tmp_path / "plan")).out
-    assert "these runs do not separate the parts" in explained and "Runs that corrected the step's time" in explained
+    assert (
+        "times the published prediction, from the runs below" in explained
+        and "Runs that corrected the step's time" in explained
+    )
     learned = json.loads(shell("explain", str(tmp_path / "plan"), "--format", "json").out)["learned"]
     assert [run["ratio"] for run in learned["runs"]] == pytest.approx([3.01, 3.02, 3.03, 3.04, 3.05])
-    assert not learned["separates_parts"] and learned["factors"]["network"] == pytest.approx(time["learned_scale"])
+    assert learned["factor"] == pytest.approx(time["learned_scale"])
 
 
 def test_steps_that_another_release_predicted_are_kept_and_not_used(shell: Shell, tmp_path: Path) -> None:

@@ -99,12 +99,12 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
 def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_path):
     (tmp_path / "file").write_text("x")
     result = shell(
-        tiny_llama, "--dataset", "python-help", "--text", tmp_path / "file", "--limit", 3, "--few-shot", 2,
+        tiny_llama, "--chat-template", "alpaca", "--limit", 3, "--few-shot", 2,
         "--include-path", task_directory, "--output-dir", tmp_path / "file", "--format", "json",
     )  # fmt: skip
     assert result.code == 2
     wrong = [error["where"] for error in json.loads(result.out)["error"]["errors"]]
-    assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "output_dir"]
+    assert wrong == ["--chat-template", "--limit", "--few-shot", "--include-path", "output_dir"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
     [
         (("{empty}",), 2, "has no config.json"),
         (("{model}", "--seq-len", "129"), 2, "has 128 positions; pass at most 128"),
-        (("{model}", "--text", "{empty_text}"), 2, "has no text"),
+        (("{model}", "--dataset", "{empty_text}"), 2, "rows has text"),
         (("{model}", "--baseline", "{empty}/none"), 2, "baseline"),
         (("{model}", "--tasks", " , "), 2, "--tasks: is empty"),
         (("{pickled}",), 4, "weights are read only from safetensors"),

@@ -224,23 +224,6 @@ def test_reports_whatever_the_launcher_rejects(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.trace
-def test_reports_what_the_launcher_silently_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "accelerate.yaml"
-    version_1 = {**_WRAPPED, "fsdp_version": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}
-    version_1 |= {"fsdp_sync_module_states": False, "fsdp_cpu_ram_efficient_loading": False}
-    with monkeypatch.context() as patch:
-        plugin: Any = _start({**_FSDP, "fsdp_config": version_1}, path, patch)
-    assert plugin.sharding_strategy.name == "FULL_SHARD"
-    assert found(check_text(path.read_bytes(), filename="a"), E, "fsdp_config.fsdp_reshard_after_forward", "no effect")
-    nvme = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nvme"}
-    with monkeypatch.context() as patch:
-        plugin = _start({**_ENGINE, "deepspeed_config": nvme}, path, patch)
-    assert plugin.deepspeed_config[ZERO]["offload_optimizer"]["nvme_path"] == "none"
-    findings = check_text(path.read_bytes(), filename="a")
-    assert found(findings, E, "deepspeed_config.offload_optimizer_nvme_path", "never passed")
-
-
-@pytest.mark.trace
 def test_key_files_are_current() -> None:
     from accelerate_keys import accelerate_keys
     from config_keys import DATA_DIRECTORY, as_json, deepspeed_keys

@@ -57,11 +57,6 @@ CASES = {
     "world": (replace(ZERO1, dp_shard=6), {}, "must equal the 8 accelerators; use dp_replicate * dp_shard = 8"),
     "world with tp": (replace(ZERO1, tp=3, dp_shard=2), {}, "choose tp * pp * sp * cp = 3 to divide them"),
     "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
-    "kept products": (
-        replace(ZERO1, tp=2, dp_shard=4, gradient_checkpointing=True, keeps_products=True),
-        {"gradient_checkpointing": "selective"},
-        "supports data parallelism only",
-    ),
     "open micro-batch": (
         replace(ZERO1, micro_batch_size=7),
         {"global_batch_size": 57},
@@ -96,12 +91,6 @@ CASES = {
         "DeepSpeed replaces the optimizer with CPU Adam; supported with one process, ddp, zero1, zero2, zero3",
     ),
     "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "do not support DTensors"),
-    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
-    "layerwise accumulation": (
-        Layout(engine="single", gradient_accumulation_steps=2),
-        {"optimizer": "lomo", "hardware": "1xA100-80GB"},
-        "updates weights after every micro-batch",
-    ),
     "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
     "steps of muon": (ZERO3, {"optimizer": "muon", "optim_args": "ns_steps=3"}, "is not read by DeepSpeed"),
     "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
@@ -115,27 +104,6 @@ CASES = {
     "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "requires ZeRO-3; use 1"),
     "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
     "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),
-    "zenflow stage": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="zenflow"),
-        {},
-        "offload = 'zenflow': is supported with ZeRO-2 only; use --strategy zero2, or --offload cpu",
-    ),
-    "zenflow optimizer": (
-        replace(ZERO1, zero_stage=2, offload_optimizer="cpu", offload_variant="zenflow"),
-        {"optimizer": "adagrad"},
-        "has its own AdamW, which would replace adagrad",
-    ),
-    "zenflow elsewhere": (FSDP2, {"offload": "zenflow"}, "is an offload of DeepSpeed's ZeRO"),
-    "superoffload on cpu": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
-        {"hardware": "8xCPU"},
-        "offload = 'superoffload': needs NVIDIA GPUs, not CPU: DeepSpeed asserts CUDA; use --offload cpu",
-    ),
-    "superoffload adapters": (
-        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
-        {"method": "lora"},
-        "supports full training only, not lora",
-    ),
     "fp8 on ampere": (
         FSDP2,
         {"precision": "fp8"},
@@ -170,11 +138,6 @@ CASES = {
         "tp = 2: replaces the layers that Liger replaces",
     ),
     "compiled zero3": (ZERO3, {"torch_compile": True}, "the compiled backward pass reads parameters that ZeRO-3"),
-    "compiled products": (
-        replace(FSDP2, gradient_checkpointing=True, keeps_products=True),
-        {"torch_compile": True, "gradient_checkpointing": "selective"},
-        "is not supported with torch.compile",
-    ),
     "qwz stage": (
         replace(ZERO1, zero=ZeroOptions(quantized_weights=True)),
         {},

@@ -50,10 +50,7 @@ def test_each_pair_is_honored_by_a_test_or_rejected_with_a_fix() -> None:
         assert not cell.proven_by or (REPOSITORY / cell.proven_by).is_file(), cell
 
 
-def test_one_process_rejects_nothing() -> None:
-    assert table.parameter_errors(table.PARAMETERS, ()) == []
-
-
 def test_rejection_names_parameter_layout_and_fix() -> None:
+    assert table.parameter_errors(table.PARAMETERS, ()) == [], "one process rejects nothing"
     (error,) = table.parameter_errors(["optimizers", "callbacks"], ["pp"])
     assert error.where == "optimizers" and "pipeline" in error.rule and "optimizer_cls_and_kwargs" in error.fix

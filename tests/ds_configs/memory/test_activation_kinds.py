@@ -43,15 +43,15 @@ def deep(architecture: str) -> dict[str, int]:
 def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, checkpointing: bool) -> None:
     shape, depths = fresh_shape(architecture, adapter), deep(architecture)
     attention = KIND_FAMILIES[architecture].attentions[0]
-    how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
-    run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **how).phases()
+    traced: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
+    run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **traced).phases()
     spec = model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
     estimated = estimate_kinds(
         spec,
         micro_batch_size=shape.micro_batch_size,
         seq_len_tokens=shape.seq_len_tokens,
         lora_rank=shape.lora_rank,
-        **how,
+        **traced,
     )
     per_layer = estimated.checkpointed_bytes_per_layer if checkpointing else estimated.saved_bytes_per_layer
     transient = estimated.recompute_backward_transient_bytes if checkpointing else estimated.backward_transient_bytes

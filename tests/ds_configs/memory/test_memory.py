@@ -274,9 +274,6 @@ def test_8_bit_optimizers_keep_32_bit_embedding_states_without_zero():
 
 
 def test_optimizers_of_matrices_keep_what_their_code_allocates():
-    matrices = sum(p.total for p in MODEL.parameters if p.kind == "linear")
-    rest = PARAMETERS - matrices
-
     def states(layout: str, optimizer: str, **settings: str) -> int:
         job = TrainingJob(optimizer=optimizer, **settings)
         name, _, ranks = layout.partition("-")
@@ -285,9 +282,6 @@ def test_optimizers_of_matrices_keep_what_their_code_allocates():
 
     # Rows are sharded, columns are not.
     assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
-    low_rank = {rank: states("ddp", "apollo_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
-    assert 8 * rest < low_rank[1] < low_rank[2] < states("ddp", "adamw_torch")
-    assert low_rank[2] - 8 * rest == pytest.approx(2 * (low_rank[1] - 8 * rest))
     momentum = states("ddp", "sgd", optim_args="momentum=0.9"), states("ddp", "rmsprop", optim_args="centered=true")
     assert momentum == (4 * PARAMETERS, 8 * PARAMETERS)
     assert states("ddp", "stable_adamw", weights_dtype="bf16") == 6 * PARAMETERS
@@ -392,9 +386,6 @@ def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
         again = share_moment_terms(accumulating, share, TrainingJob(), gpu=gpu)["embedding_backward"]
         assert again["gradients"] == 4 * model.parameter_count, "those of the micro-batches before, once"
         assert again["module_gradients"] == (1 + copies * tied) * 4 * 128256 * 2048
-        layerwise = share_moment_terms(Layout(engine="single"), share, TrainingJob(optimizer="lomo"), gpu=gpu)
-        found = layerwise["embedding_backward"]
-        assert found["gradients"] + found.get("module_gradients", 0) == (1 + copies * tied) * 4 * 128256 * 2048
 
 
 def test_recomputed_layers_do_not_keep_casts_for_the_loss():

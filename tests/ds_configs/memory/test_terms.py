@@ -22,7 +22,6 @@ from shardwright.ds_configs.specs.second_models import PLACEMENTS, SecondModel, 
 from shardwright.ds_configs.specs.terms import Term
 from shardwright.ds_configs.step_time import estimate
 from shardwright.ds_configs.step_time.estimate import TERMS, estimate_step_time
-from shardwright.ds_configs.step_time.learning import part_seconds
 from shardwright.trainers.reports.plans import plan_report
 
 SMALL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
@@ -55,7 +54,6 @@ def cases():
     yield zero(2, dp_shard=4, sp=2), SMALL, {}
     yield zero(2, ep=8), MIXTURE, {}
     yield zero(2, offload_optimizer="cpu"), SMALL, {}
-    yield zero(2, offload_optimizer="cpu", offload_variant="zenflow"), SMALL, {}
     yield zero(3, hpz=4, gradient_checkpointing=True), SMALL, {"method": "qlora"}
     yield zero(3, offload_optimizer="nvme", offload_param="nvme"), SMALL, {}
     yield (
@@ -135,7 +133,7 @@ def test_a_new_term_is_in_memory_time_reports_json_and_explain(monkeypatch, caps
     chosen = plan.chosen
     assert chosen.memory.host.terms[term.name] == 8 * 10**9
     assert chosen.memory.host.peak_bytes_per_node == sum(chosen.memory.host.terms.values())
-    assert chosen.time.terms[term.name] == 1.0 and part_seconds(chosen.time)["host"] > 1.0
+    assert chosen.time.terms[term.name] == 1.0
     assert [(t.bytes, t.seconds) for t in chosen.terms if t.name == term.name] == [(8 * 10**9, None), (None, 1.0)]
     rows = [row for section in plan_report(plan).sections for table in section.tables for row in table.rows]
     assert [row[1] for row in rows if row[0] == term.label] == ["8.0 GB", "1.0000 s"]

@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 from planning import public_model
 from shardwright.ds_configs.models import liger
-from shardwright.ds_configs.models.liger import SOURCE_FILE, has_liger_loss, kernels_in
+from shardwright.ds_configs.models.liger import has_liger_loss
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY, planned_training_arguments
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import stored_facts
+from shardwright.tools.liger_kernels import SOURCE_FILE, kernels_in
 
 LLAMA = public_model("meta-llama/Llama-3.1-8B")
 NODE = parse_hardware("8xH200")

@@ -218,21 +218,23 @@ def test_adapted_mixtures_match_peft() -> None:
     assert {name for name, pattern in patterns.items() if pattern in mapped} == adapted_mixtures(RELEASE)
 
 
-def test_lora_freezes_gpt_oss_experts_like_peft() -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
-    more = {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-    assert_adapters_are_counted_as_peft_makes_them("gpt_oss", "GptOssForCausalLM", sizes | more)
-
-
-def test_lora_adapts_subclasses_of_linear_like_peft() -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
-    assert_adapters_are_counted_as_peft_makes_them("falcon", "FalconForCausalLM", sizes)
-
-
-def assert_adapters_are_counted_as_peft_makes_them(model_type: str, architecture: str, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "sizes"),
+    [
+        ("falcon", "FalconForCausalLM", {}),
+        (
+            *("gpt_oss", "GptOssForCausalLM"),
+            {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+    ],
+    ids=["subclasses of Linear", "frozen experts"],
+)
+def test_adapters_are_counted_as_peft_makes_them(model_type: str, architecture: str, sizes: dict[str, Any]) -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = {"model_type": model_type, "architectures": [architecture], **sizes}
+    config = {"model_type": model_type, "architectures": [architecture], "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"num_hidden_layers": 2, "vocab_size": 64} | sizes
     spec = model_spec_from_meta(config, name="m")
     lora = get_peft_model(build_meta_model(config, source="m"), LoraConfig(r=3, target_modules="all-linear"))
     assert lora.get_nb_trainable_parameters()[0] == lora_parameter_count(spec, rank=3, targets=["all-linear"])

@@ -225,11 +225,8 @@ QWEN_3 = {"model_type": "qwen3_vl_text", "hidden_size": 2560, "intermediate_size
 QWEN_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 5000000}
 MISTRAL = {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": None}
 MISTRAL |= {"vocab_size": 32064, "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2"}
-SMALL = {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_attention_heads": 32}
-SMALL |= {"num_hidden_layers": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072}
 SMOL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "head_dim": 64}
 SMOL |= {"vocab_size": 49280, "perceiver_config": {"model_type": "vllama3"}, "pixel_shuffle_factor": 3}
-SCOUT = {"model_type": "llama4_text", "interleave_moe_layer_step": 1, "no_rope_layers": [], "num_local_experts": 16}
 CLIP = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "num_hidden_layers": 24}
 CLIP |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "projection_dim": 768}
 
@@ -254,10 +251,6 @@ CLIP |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
         ),
         (seeing("llava_next", "LlavaNext", CLIP, MISTRAL, image_grid_pinpoints=[[336, 672]]), 7.566747648),
         (
-            seeing("mistral3", "Mistral3", {"model_type": "pixtral", "head_dim": 64}, SMALL, spatial_merge_size=2),
-            None,
-        ),
-        (
             seeing(
                 *("smolvlm", "SmolVLM"),
                 {"model_type": "smolvlm_vision", "image_size": 384, "intermediate_size": 4304, "patch_size": 14}
@@ -268,20 +261,10 @@ CLIP |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
             ),
             2.24678488,
         ),
-        (seeing("llama4", "Llama4", {"model_type": "llama4_vision_model", "hidden_size": 1408}, SCOUT), None),
-        (
-            seeing(
-                *("internvl", "InternVL"),
-                {"model_type": "internvl_vision", "attention_bias": True},
-                {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8},
-                tie_word_embeddings=False,
-            ),
-            None,
-        ),
     ],
-    ids=["qwen2.5-vl", "qwen3-vl", "llava-next with mistral", "mistral3", "smolvlm", "llama4", "internvl with qwen3"],
+    ids=["qwen2.5-vl", "qwen3-vl", "llava-next with mistral", "smolvlm"],
 )
-def test_vision_language_models_combine_their_text_class(config: dict[str, Any], billions: float | None) -> None:
+def test_vision_language_models_combine_their_text_class(config: dict[str, Any], billions: float) -> None:
     if not config["text_config"]:
         del config["text_config"]
     found = model_spec_from_shapes(config, name="m", release=RELEASE)
@@ -291,4 +274,4 @@ def test_vision_language_models_combine_their_text_class(config: dict[str, Any],
         return
     built = model_spec_from_meta(config, name="m")
     assert differences(found, built) == []
-    assert billions is None or found.parameter_count == round(billions * 1e9)
+    assert found.parameter_count == round(billions * 1e9)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from paths import CONFIGS
@@ -58,45 +55,6 @@ def test_every_file_passes_our_own_check(written: tuple[Plan, Path], monkeypatch
     monkeypatch.chdir(directory)
     files = [path for path in (Path("accelerate.yaml"), Path("ds_config.json")) if path.exists()]
     assert run_check(files, world_size=plan.hardware.world_size, uses_transformers=True).findings == ()
-
-
-def resolved(config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as the Trainer fills it in, for a world of one."""
-    micro_batch, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
-    filled = json.loads(json.dumps(config)) | {
-        "train_batch_size": micro_batch * accumulation,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": arguments["max_grad_norm"],
-    }
-    for section in ("bf16", "fp16"):
-        if section in filled:
-            filled[section]["enabled"] = arguments[section] if section == "bf16" else False
-    return filled
-
-
-def test_libraries_load_every_file(written: tuple[Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import DeepSpeedPlugin
-    from accelerate.commands.config import load_config_from_file
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from transformers import TrainingArguments
-
-    plan, directory = written
-    arguments = json.loads((directory / "training_arguments.json").read_text(encoding="utf-8"))
-    assert set(arguments) <= {field.name for field in fields(TrainingArguments)}
-    if (directory / "accelerate.yaml").exists():
-        loaded = load_config_from_file(str(directory / "accelerate.yaml"))
-        assert (loaded.num_processes, loaded.num_machines) == (plan.hardware.world_size, plan.hardware.nodes)
-    if (directory / "ds_config.json").exists():
-        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-            monkeypatch.delenv(name)
-        config = json.loads((directory / "ds_config.json").read_text(encoding="utf-8"))
-        zero = config["zero_optimization"]
-        assert DeepSpeedPlugin(hf_ds_config=str(directory / "ds_config.json")).zero_stage == zero["stage"]
-        read_zero = DeepSpeedConfig(resolved(config, arguments)).zero_config
-        for key, value in zero.items():
-            if isinstance(value, int) and not isinstance(value, bool) and hasattr(read_zero, key):
-                assert getattr(read_zero, key) == value
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\u202ename", "\x07", "\x9b31m"], ids=["ESC", "bidi", "bell", "CSI"])

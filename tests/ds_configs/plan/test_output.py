@@ -98,6 +98,20 @@ def test_second_run_is_rejected_until_the_first_ends_or_is_killed(tmp_path):
     assert not list(out.parent.iterdir())
 
 
+@pytest.mark.parametrize("moment", ["write", "fstat"])
+def test_ctrl_c_while_a_directory_is_locked_leaves_no_file(moment, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as changed, pytest.raises(KeyboardInterrupt):
+        changed.setattr(os, moment, interrupted)
+        with reserved(tmp_path / "out", force=False):
+            pass
+    assert not list(tmp_path.iterdir())
+    with reserved(tmp_path / "out", force=False):
+        pass
+
+
 def test_staged_files_of_a_killed_run_are_removed(tmp_path):
     out, other = tmp_path / "out", tmp_path / f".outer{STAGING}1"
     for place in (out / f".out{STAGING}abc", tmp_path / f".out{STAGING}abc", other):

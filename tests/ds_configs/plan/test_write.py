@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 
-import pytest
 from shardwright.ds_configs.plan.output import replacing, write_files
-from shardwright.ds_configs.specs.errors import UsageError
 
 
 def test_files_are_readable_and_scripts_run(tmp_path):
@@ -17,13 +15,6 @@ def test_files_are_readable_and_scripts_run(tmp_path):
     assert [path.name for path in paths] == ["a.json", "b.sh", "c.png"]
     assert [path.stat().st_mode & 0o777 for path in paths] == [0o644, 0o755, 0o644]
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == ["a.json", "b.sh", "c.png"]
-
-
-def test_directory_in_place_of_a_file_is_reported_before_writing(tmp_path):
-    (tmp_path / "b.json").mkdir()
-    with pytest.raises(UsageError, match=r"output_dir/b\.json: is a directory"):
-        write_files({"a.json": "{}", "b.json": "{}"}, tmp_path, force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
 
 
 def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):

@@ -39,18 +39,6 @@ def test_example_files_fit_together_and_load_upstream(file):
         UpstreamScheme.model_validate(config_group(run_settings.scheme))
 
 
-@pytest.mark.needs("llmcompressor")
-@pytest.mark.parametrize("name", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq"])
-def test_options_of_examples_are_options_of_the_engines_modifiers(name):
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
-
-    known = {name for kind in (GPTQModifier, AWQModifier, SmoothQuantModifier) for name in kind.model_fields}
-    stated = settings_mapping((ROOT / "examples" / "quantization" / f"{name}.yaml").read_bytes(), name=name)
-    assert set(stated.get("method_options", {})) <= known
-
-
 def test_errors_of_scheme_method_and_data_come_together():
     found = errors_of(scheme="W4A16", method="smoothquant", ranges="l2", group_size=0)
     assert set(found) == {"ranges", "group_size", "method"}

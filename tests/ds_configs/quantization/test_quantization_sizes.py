@@ -127,12 +127,3 @@ def test_checkpoint_has_computed_tensors_and_bytes(name, tied):
     written = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
     assert quantized_tensors(scheme, chosen, source) == written
     assert checkpoint_bytes(scheme, chosen, source) == tensor_bytes(written.values())
-
-
-def test_dense_tensors_are_saved_in_loaded_dtype():
-    source = {"embed.weight": ((8, 4), "float32"), "up.weight": ((4, 128), "float32"), "steps": ((1,), "int64")}
-    layers = [LinearLayer(name="up", out_features=4, in_features=128)]
-    tensors = quantized_tensors(PRESETS["W4A16"], layers, source, dtype="bfloat16")
-    assert tensors["embed.weight"] == ((8, 4), "bfloat16")
-    assert tensors["steps"] == ((1,), "int64")
-    assert "up.weight" not in tensors

@@ -12,7 +12,6 @@ from shardwright.ds_configs.specs.job import TrainingJob
 @pytest.mark.parametrize(
     ("hardware", "host_memory", "optimizer", "words"),
     [
-        ("1xRTX4090", None, "lomo", "adafactor with bf16 weights do not fit. Change of numerics: SGD without moments"),
         ("1xA6000", None, "adafactor", "adamw_torch_8bit with bf16 weights do not fit."),
         ("8xA100-80GB", None, "adamw_torch_fused", "which fits: no change of numerics is needed"),
         # The optimizer is offloaded, and optimizers that were tried later are no reason.

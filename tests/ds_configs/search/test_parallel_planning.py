@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import yaml
@@ -15,23 +14,19 @@ from paths import CONFIGS
 from planning import public_model
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_to_dict, render_files
 from shardwright.ds_configs.search.candidates import (
-    SearchContext,
     global_batch_reason,
     planned_global_batch,
 )
 from shardwright.ds_configs.search.reasons import AS_FAST, display_name
-from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.step_time import rates as collectives
 from shardwright.ds_configs.step_time.estimate import exchanges
 from shardwright.ds_configs.step_time.model_work import model_work
 from shardwright.ds_configs.step_time.rates import constants_of
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
-LLAMA_405B = public_model("meta-llama/Llama-3.1-405B")
 QWEN_MOE = public_model("Qwen/Qwen3-30B-A3B")
 ZERO1 = Layout(engine="deepspeed", zero_stage=1, dp_shard=8)
 FSDP2 = Layout(engine="fsdp2", dp_shard=8)
@@ -118,27 +113,6 @@ def test_long_sequences_select_sequence_or_context_parallelism():
 
 
 # --- the search ---
-
-
-def test_pipeline_without_global_batch_gets_enough_micro_batches():
-    made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4, tensor_parallel_size=1)
-    strategy = made.chosen.strategy
-    assert strategy.gradient_accumulation_steps * strategy.micro_batch_size * 4096 * 2 == 16_384 * 8
-
-
-def test_the_largest_model_needs_few_memory_estimates():
-    """Bounds exclude layouts that cannot fit or be the fastest before memory is estimated."""
-
-    def share(hardware: str, *, compare: bool) -> float:
-        context = SearchContext(model=LLAMA_405B, hardware=parse_hardware(hardware), job=TrainingJob())
-        found = search(context, compare=compare)
-        assert found.candidates > 500
-        return found.estimated / found.candidates
-
-    assert share("128x8xH100-80GB", compare=True) < 1 / 3
-    assert share("128x8xH100-80GB", compare=False) < 1 / 3
-    # Nothing fits, which one or two candidates of each layout show.
-    assert share("4x8xH100-80GB", compare=True) < 2 / 5
 
 
 def exactly(layout: Layout) -> dict[str, object]:
@@ -242,7 +216,7 @@ def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
     assert parallel.get("parallelism_config_cp_size", 1) == made.chosen.strategy.cp
     if axis == "pp":
         assert config["zero_optimization"]["stage"] in (0, 1)
-    assert f"{axis.upper()} {made.chosen.strategy.axes[axis]}: " in texts["launch.sh"]
+    assert "# Trainer: a stock Trainer " in texts["launch.sh"]
 
 
 def test_accelerate_reads_the_parallelism(tmp_path, monkeypatch):
@@ -263,32 +237,6 @@ def test_accelerate_reads_the_parallelism(tmp_path, monkeypatch):
         assert getattr(read, name) == 4
         for key in section:
             monkeypatch.delenv(f"PARALLELISM_CONFIG_{key.upper()}")
-
-
-def test_quantized_collectives_are_planned_with_zero_3_and_written():
-    made = plan(LLAMA_8B, "2x8xH100-80GB", zero_quantized_weights=True, zero_quantized_gradients=True)
-    assert made.chosen.strategy.zero_stage == 3
-    config = json.loads(render_files(made)["ds_config.json"])["zero_optimization"]
-    assert (config["zero_quantized_weights"], config["zero_quantized_gradients"]) == (True, True)
-
-
-def test_group_bandwidth_depends_on_placement_of_members():
-    cluster = parse_hardware("4x8xH100-80GB")
-    link, network = cluster.link_bytes_per_s, cluster.network_bytes_per_s
-    for (ranks, stride), expected in {
-        (8, 1): link,
-        (4, 2): link,
-        (4, 8): network,
-        (8, 4): 2 * network,
-        (16, 1): min(link, 8 * network),
-        (2, 16): network,
-    }.items():
-        assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == expected
-    three = parse_hardware("3x8xH100-80GB")
-    assert collectives.group_bytes_per_s(three, ranks=6) == min(link, 2 * network), "ranks 6 to 11 lie as 2 and 4"
-    assert collectives.group_bytes_per_s(parse_hardware("8xH100-80GB"), ranks=6) == link
-    for ranks, stride in product((1, 2, 4), (1, 2)):
-        assert collectives.group_bytes_per_s(cluster, ranks=ranks, stride=stride) == link
 
 
 # --- the command ---

@@ -22,13 +22,6 @@ def test_run_estimate_has_steps_and_hours() -> None:
     assert "1,000 steps" in str(run)
 
 
-@pytest.mark.parametrize("hardware", ["3x8xH100-80GB", "6xA100-80GB", "5x4xA100-80GB"])
-def test_accelerator_counts_need_not_be_powers_of_two(hardware: str) -> None:
-    plan = make_plan(LLAMA_8B, parse_hardware(hardware), TrainingJob(global_batch_size=360, seq_len_tokens=2048))
-    assert plan.chosen.strategy.world_size == plan.hardware.world_size
-    assert plan.chosen.strategy.global_batch_size == 360
-
-
 def test_doubts_name_what_was_not_checked() -> None:
     plan = make_plan(LLAMA_8B, parse_hardware("8xMI300X"), TrainingJob())
     assert any(

@@ -89,14 +89,6 @@ def test_all_errors_of_a_job_come_together():
     assert {error.where for error in caught.value.errors} == {"optimizer", "zero_quantized_weights"}
 
 
-def test_each_suggestion_is_printed_once() -> None:
-    job = TrainingJob(seq_len_tokens=16_384, optimizer="muon", use_liger_kernel=True)
-    with pytest.raises(PlanDoesNotFitError) as caught:
-        make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("1xA10G"), job)
-    changes = [suggestion.change for suggestion in caught.value.suggestions]
-    assert len(changes) == len(set(changes)) == 3
-
-
 @pytest.mark.parametrize(
     ("model", "hardware", "job"),
     [
@@ -156,27 +148,6 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
     if small is not None:
         assert large is not None
         assert large.time.tokens_per_second >= 0.99 * small.time.tokens_per_second
-
-
-@pytest.mark.slow
-@given(
-    gpu=st.sampled_from(["RTX4090", "A100-40GB", "H100-80GB", "B200"]),
-    gpus=st.sampled_from([1, 2, 4, 8]),
-    method=st.sampled_from(["full", "lora", "qlora"]),
-    checkpointing=st.sampled_from(["auto", "on", "off"]),
-)
-@settings(max_examples=10, deadline=None)
-def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
-    job = TrainingJob(method=method, gradient_checkpointing=checkpointing)
-    outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware(f"{gpus}x{gpu}"), job=job))
-    if outcome.chosen is None:
-        assert all(not other.memory.fits for other in outcome.rejected)
-        return
-    chosen = outcome.chosen
-    assert chosen.memory.gpu.high_bytes <= chosen.memory.gpu.capacity_bytes
-    assert chosen.strategy.world_size == gpus
-    if checkpointing != "auto":
-        assert chosen.strategy.gradient_checkpointing == (checkpointing == "on")
 
 
 @given(

@@ -7,8 +7,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.search.tensor_layouts import compare_tensor_layouts, received_elements
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -149,19 +147,6 @@ def test_layouts_by_count() -> None:
     for ranks, expected in names.items():
         layouts = compare_tensor_layouts(llama(), H100S, JOB, ranks)
         assert " ".join(layout.name for layout in layouts) == expected
-
-
-@settings(max_examples=12)
-@given(st.integers(2, 4), st.integers(1, 4))
-def test_divided_memory(side: int, micro_batch_size: int) -> None:
-    job = TrainingJob(seq_len_tokens=2048, micro_batch_size=micro_batch_size)
-    model = llama()
-    for layout in compare_tensor_layouts(model, H100S, job, side**2):
-        one, *_ = compare_tensor_layouts(model, H100S, job, 1)
-        assert layout.weight_bytes == pytest.approx(one.weight_bytes / side**2 * (layout.shape[2:] or (1,))[0])
-        whole = one.activation_bytes / side**2
-        assert layout.activation_bytes == pytest.approx(whole) or layout.name == "1D"
-        assert layout.activation_bytes >= whole * 0.999
 
 
 def test_one_dimension_pays_for_few_tokens_and_few_ranks() -> None:

@@ -63,13 +63,6 @@ def test_fp8_cache_holds_twice_as_much():
     assert plan_serving(served(quantization_config=stated), request()).kv_cache_dtype == "fp8"
 
 
-def test_latent_attention_is_replicated_on_every_gpu():
-    config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    for size in (1, 2):
-        layers = cached_layers(config, SIZES, tensor_parallel_size=size)
-        assert set(layers) == {CachedLayer(heads=1, numbers_per_head=576)}
-
-
 @pytest.mark.parametrize(
     ("hardware", "amx", "latent", "tokens"),
     [

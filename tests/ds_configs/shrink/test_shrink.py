@@ -28,7 +28,7 @@ from shardwright.ds_configs.shrink.config import (
 from shardwright.ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
-    shrink_strategy,
+    shrink_layout,
     shrink_zero_options,
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
@@ -55,8 +55,8 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def shrink(config: Mapping[str, Any], strategy: Layout = DDP, length: int = LENGTH, **sizes: int) -> dict[str, Any]:
-    return shrink_model_config(config, strategy=strategy, seq_len_tokens=length, **sizes)[0]
+def shrink(config: Mapping[str, Any], strategy: Layout = DDP, length: int = LENGTH) -> dict[str, Any]:
+    return shrink_model_config(config, layout=strategy, seq_len_tokens=length)[0]
 
 
 def parallel_strategies() -> Iterator[Layout]:
@@ -172,7 +172,7 @@ def model_configs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=100, deadline=None)
 @given(config=model_configs(), strategy=st.sampled_from(PARALLEL))
 def test_shrunken_random_models_pass_the_same_rules(config, strategy):
-    small, changes = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
+    small, changes = shrink_model_config(config, layout=strategy, seq_len_tokens=LENGTH)
     assert_faithful(config, strategy, small, changes)
     after = spec_of(small).dimensions
     before = spec_of(config).dimensions
@@ -215,7 +215,7 @@ FUZZED = (
 def test_no_config_crashes(changes):
     config = {"model_type": "other", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16} | changes
     try:
-        result = shrink(config, vocab_size=512)
+        result = shrink(config)
     except ShardwrightError:
         return
     assert result["num_hidden_layers"] <= 8
@@ -301,7 +301,7 @@ def test_transformers_builds_the_shrunken_config_with_the_same_parameters(family
 
 def test_deepseek_keeps_groups_ranks_and_layer_types():
     strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
-    config, changes = shrink_model_config(DEEPSEEK_V3, strategy=strategy, seq_len_tokens=LENGTH)
+    config, changes = shrink_model_config(DEEPSEEK_V3, layout=strategy, seq_len_tokens=LENGTH)
     assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (4, 1)
     assert config["n_routed_experts"] % 4 == 0 and config["n_routed_experts"] > config["num_experts_per_tok"] == 4
     assert config["topk_group"] < config["n_group"] and config["n_routed_experts"] % config["n_group"] == 0
@@ -368,46 +368,36 @@ def test_rejects_configs_that_cannot_be_shrunk(config, fragment):
         shrink(config)
 
 
-@given(length=st.integers(1, 200_000), sp=st.sampled_from((1, 2, 3, 4, 8)), cp=st.sampled_from((1, 2, 4, 16)))
-def test_rehearsed_sequences_are_short_multiples(length, sp, cp):
-    unit = 2 * sp * cp
-    tokens = rehearsed_sequence(length, replace(DDP, sp=sp, cp=cp))
-    assert tokens % unit == 0 and 0 < tokens <= max(128, unit)
-    assert tokens <= max(length, unit)
-    assert tokens > min(128, length) - unit
-
-
 def test_layouts_keep_all_axes_except_data_parallelism():
     zero3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=32, tp=2, micro_batch_size=8, offload_optimizer="cpu")
-    small, changes = shrink_strategy(zero3, ranks=4)
+    small, changes = shrink_layout(zero3, ranks=4)
     assert small == replace(zero3, dp_shard=2, micro_batch_size=2)
     assert [(change.where, change.before, change.after) for change in changes] == [
         ("dp_shard", 32, 2),
         ("micro_batch_size", 8, 2),
     ]
     ddp = replace(DDP, gradient_accumulation_steps=16)
-    assert shrink_strategy(ddp, ranks=2)[0] == replace(ddp, dp_replicate=2, gradient_accumulation_steps=2)
+    assert shrink_layout(ddp, ranks=2)[0] == replace(ddp, dp_replicate=2, gradient_accumulation_steps=2)
     hybrid = Layout(engine="fsdp2", dp_replicate=4, dp_shard=8)
-    assert shrink_strategy(hybrid, ranks=8, nodes=4)[0] == replace(hybrid, dp_shard=2)
-    assert shrink_strategy(Layout(engine="single"), ranks=1) == (Layout(engine="single"), ())
+    assert shrink_layout(hybrid, ranks=8)[0] == replace(hybrid, dp_shard=2)
+    assert shrink_layout(Layout(engine="single"), ranks=1) == (Layout(engine="single"), ())
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "nodes", "fragments"),
+    ("strategy", "ranks", "fragments"),
     [
-        (Layout(engine="deepspeed", zero_stage=1, dp_shard=8, tp=2, pp=2), 6, 1, ("pp * sp * cp = 4", "4 or 8")),
-        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 2, 1, ("dp_replicate = 4", "--ranks 8")),
-        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 4, 1, ("2 shards", "--ranks 8")),
-        (Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4), 2, 1, ("ep = 4", "--ranks 4")),
-        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=8)), 2, 1, ("--ranks 8",)),
-        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=2)), 3, 2, ("nodes = 2", "4")),
-        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(quantized_gradients=True)), 2, 1, ("nodes",)),
-        (Layout(engine="single"), 2, 1, ("--ranks 1",)),
+        (Layout(engine="deepspeed", zero_stage=1, dp_shard=8, tp=2, pp=2), 6, ("pp * sp * cp = 4", "4 or 8")),
+        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 2, ("dp_replicate = 4", "--ranks 8")),
+        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 4, ("2 shards", "--ranks 8")),
+        (Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4), 2, ("ep = 4", "--ranks 4")),
+        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=8)), 2, ("--ranks 8",)),
+        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(quantized_gradients=True)), 2, ("nodes",)),
+        (Layout(engine="single"), 2, ("--ranks 1",)),
     ],
 )
-def test_illegal_ranks_suggest_legal_ones(strategy, ranks, nodes, fragments):
+def test_illegal_ranks_suggest_legal_ones(strategy, ranks, fragments):
     with pytest.raises(UsageError) as caught:
-        shrink_strategy(strategy, ranks=ranks, nodes=nodes)
+        shrink_layout(strategy, ranks=ranks)
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
@@ -417,12 +407,12 @@ def test_legal_layout_stays_legal_on_fewer_ranks(strategy, ranks):
     if legality_errors(model, strategy, TrainingJob(seq_len_tokens=LENGTH), HARDWARE):
         return
     try:
-        small, _ = shrink_strategy(strategy, ranks=ranks)
+        small, _ = shrink_layout(strategy, ranks=ranks)
     except UsageError as error:
         legal = [int(word) for word in error.errors[0].fix.split() if word.isdigit()]
         assert legal
         for count in legal:
-            shrink_strategy(strategy, ranks=count)
+            shrink_layout(strategy, ranks=count)
         return
     hardware = parse_hardware(f"1x{ranks}xA100-80GB")
     config = shrink(GEMMA2 if strategy.cp == 1 else LLAMA, strategy)
@@ -438,7 +428,7 @@ def test_zero_sizes_scale_with_the_model(directory, lean):
     for stage in (2, 3):
         zero = default_zero_options(original, TrainingJob(), stage=stage, lean=lean)
         zero = replace(zero, parameter_buffer_elements=original.largest_parameter // 8 if stage == 3 else 0)
-        small, changes = shrink_zero_options(zero, original=original, shrunken=shrunken)
+        small = shrink_zero_options(zero, original=original, shrunken=shrunken)
         assert small.reduce_bucket_size % 2 == 0 or zero.reduce_bucket_size % 2
         for name in (
             "reduce_bucket_size",
@@ -457,9 +447,6 @@ def test_zero_sizes_scale_with_the_model(directory, lean):
         if stage == 3:
             swapped = max(p.numel for p in shrunken.parameters if p.name not in now)
             assert swapped <= small.parameter_buffer_elements < zero.parameter_buffer_elements
-        assert {change.where for change in changes} == {
-            name for name in ZeroOptions.__slots__ if getattr(zero, name) != getattr(small, name)
-        }
 
 
 DEEPSPEED = {
@@ -513,18 +500,18 @@ def test_accelerate_files_change_only_ranks():
         "main_process_port": 29500, "machine_rank": 0,
         "deepspeed_config": {"deepspeed_config_file": "./ds_config.json", "zero3_init_flag": True},
     }  # fmt: skip
-    small, changes = rewritten(shrink_accelerate_config, config, ranks=4, nodes=2, deepspeed_config_file="/d/ds.json")
+    small, changes = rewritten(shrink_accelerate_config, config, ranks=4, deepspeed_config_file="/d/ds.json")
     assert small == config | {
         "num_processes": 4,
-        "num_machines": 2,
+        "num_machines": 1,
         "main_process_ip": "127.0.0.1",
         "deepspeed_config": {"deepspeed_config_file": "/d/ds.json", "zero3_init_flag": True},
     }
     assert len(changes) == 4
-    assert rewritten(shrink_accelerate_config, {}, ranks=2, nodes=1, deepspeed_config_file=None) == ({}, [])
+    assert rewritten(shrink_accelerate_config, {}, ranks=2, deepspeed_config_file="ds.json") == ({}, [])
     key = "parallelism_config_dp_shard_size"
     axes = {"parallelism_config_dp_replicate_size": 4, key: 8}
     for processes, shards in ((32, 2), (31, 8)):
         hybrid = {"num_processes": processes, "parallelism_config": axes}
-        small, _ = rewritten(shrink_accelerate_config, hybrid, ranks=8, nodes=1, deepspeed_config_file=None)
+        small, _ = rewritten(shrink_accelerate_config, hybrid, ranks=8, deepspeed_config_file="ds.json")
         assert small["parallelism_config"][key] == shards and small["num_processes"] == 8

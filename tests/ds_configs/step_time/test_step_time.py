@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from planning import llama, public_model
 from published_steps import READERS, TABLES, gpt, published_steps
 from shardwright.ds_configs.memory import communication
-from shardwright.ds_configs.memory.activations import chunked_loss_tokens
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
 from shardwright.ds_configs.memory.offload import NVME_BYTES_PER_S, offloaded_step_seconds
 from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
@@ -441,12 +440,3 @@ def test_published_speedups_of_compiled_and_fp8_layers_are_predicted():
 def test_every_table_has_a_reader():
     read = (*READERS, "alst_longest_sequences")
     assert all(path.name.startswith(read) for path in TABLES.glob("*.csv"))
-
-
-@pytest.mark.parametrize("tokens", [2**15, 2**15 + 1, 3000, 1])
-def test_time_and_memory_use_chunks_of_the_same_size(tokens: int) -> None:
-    # Liger: the next power of two of ceil(tokens / ceil(vocabulary / hidden size)).
-    wanted = 1
-    while wanted * 32 < tokens:
-        wanted *= 2
-    assert chunked_loss_tokens(tokens, 128256, 4096) == wanted

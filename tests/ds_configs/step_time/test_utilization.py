@@ -44,20 +44,3 @@ def test_a_plan_of_low_utilization_names_what_takes_the_time():
     assert figures is not None
     assert float(figures[1]) == pytest.approx(100 * reached, abs=0.1)
     assert float(figures[2]) == pytest.approx(100 * chosen.time.terms["host_optimizer"] / chosen.time.seconds, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("model", "hardware", "cause"),
-    [
-        (
-            "meta-llama/Llama-3.2-1B",
-            "1xA100-80GB",
-            "the memory-bound optimizer step after 128 tokens per accelerator (",
-        ),
-        ("Qwen/Qwen3-30B-A3B", "2x8xH100-80GB", "with 128 tokens per micro-batch"),
-    ],
-)
-def test_few_tokens_are_named_as_the_cause(model, hardware, cause):
-    cluster = parse_hardware(hardware)
-    job = TrainingJob(seq_len_tokens=128, global_batch_size=cluster.world_size)
-    assert cause in make_plan(public_model(model), cluster, job).chosen.reason

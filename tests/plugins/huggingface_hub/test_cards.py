@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shardwright.plugins.huggingface_hub.push import license_of, model_card
+from shardwright.plugins.huggingface_hub.push import license_of, model_card, title_of
 
 
 def data(tmp_path: Path, base: str, **changes: Any) -> dict[str, Any]:
@@ -73,3 +73,17 @@ def test_no_name_breaks_the_metadata(tmp_path_factory: pytest.TempPathFactory, n
         model_card("text\n", base="org/base", relation="adapter", library="peft", tags=(name,))
     ).data.to_dict()
     assert found["tags"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("models/llama-3.2/", "llama-3.2"), ("half-0.5B/config.json", "half-0.5B")],
+)
+def test_titles_of_model_cards_keep_the_full_name(model, title):
+    assert title_of(model) == title
+
+
+def test_a_relative_directory_is_titled_by_its_absolute_name(tmp_path, monkeypatch):
+    (tmp_path / "model-1.5").mkdir()
+    monkeypatch.chdir(tmp_path / "model-1.5")
+    assert [title_of(name) for name in (".", "config.json")] == ["model-1.5"] * 2

@@ -11,6 +11,6 @@ def test_a_malformed_endpoint_is_one_line(
     address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", address)
-    assert run(["evaluate", "model", "--text", "notes.txt"]) == 2
+    assert run(["evaluate", "model", "--dataset", "notes.txt"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: HF_ENDPOINT = {address!r}: is not a URL of a Hub; set it to")

@@ -32,21 +32,6 @@ def test_a_plan_rejects_numbers_as_text(words: dict[str, Any], said: str) -> Non
     assert said in str(raised.value)
 
 
-@pytest.mark.parametrize("command", ["train", "distill", "qat"])
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"seq_len": "2k"}, "seq_len = '2k': must be an integer; write 2048"),
-        ({"learning_rate": "fast"}, "learning_rate = 'fast': must be a valid number"),
-    ],
-)
-def test_a_training_rejects_words_for_numbers(command: str, settings: dict[str, Any], said: str) -> None:
-    models = ("m", "m") if command == "distill" else ("m",)
-    with pytest.raises(UsageError) as raised:
-        getattr(shardwright, command)(*models, "out", dataset="d", **settings)
-    assert str(raised.value) == said
-
-
 @pytest.fixture(params=["offline", "unreachable"])
 def no_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     from huggingface_hub import constants

@@ -23,9 +23,7 @@ def test_evaluate_command_matches_trainer_loss(tmp_path: Path) -> None:
     words = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, "0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     rows = [{name: row["input_ids"].tolist() for name in row} for row in samples()[-EVALUATED:]]
-    windows = TextWindows(
-        windows=tuple(rows), source="", seq_len_tokens=LONGEST, stride_tokens=LONGEST, available_windows=EVALUATED
-    )
+    windows = TextWindows(windows=tuple(rows), source="", seq_len_tokens=LONGEST, available_windows=EVALUATED)
     found = shardwright.evaluate(str(tmp_path), text=windows, device="cpu").model
     loss = found.loss_nats_per_token.value
     for batch_size in (1, 3, 7):

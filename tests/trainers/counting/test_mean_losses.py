@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
-from shardwright.trainers.counting.counts import mean_weights, returns_mean
+import transformers
+from shardwright.trainers.counting.counts import divides_by_count, mean_weights, passes_count, returns_mean
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -67,3 +71,18 @@ def test_weights_of_ranks_and_micro_batches_make_the_mean_over_all_labels() -> N
     averaged = sum(w * m for ws, ms in zip(weights, means, strict=True) for w, m in zip(ws, ms, strict=True)) / 4
     assert averaged == pytest.approx((3 * 1.0 + 1 * 5.0 + 2 * 2.0 + 2 * 4.0) / 8)
     assert mean_weights([0, 0], 0, ranks=2) == [0.0, 0.0]
+
+
+def test_the_table_says_of_every_class_of_transformers_what_its_source_does() -> None:
+    """Fails when a release changes a loss or adds a class: correct `data/label_counts.toml`."""
+    root, wrong = Path(transformers.__file__).parent, []
+    for file in [*root.joinpath("models").rglob("modeling_*.py"), root / "modeling_layers.py"]:
+        module = ast.parse(file.read_text(encoding="utf-8"))
+        for kind in (each for each in module.body if isinstance(each, ast.ClassDef)):
+            for method in kind.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "forward" and method.args.kwarg:
+                    made = FunctionType((lambda: None).__code__, {"__name__": "transformers.models"})
+                    made.__qualname__ = f"{kind.name}.forward"
+                    if divides_by_count(made) != passes_count(method):
+                        wrong.append(kind.name)
+    assert not wrong

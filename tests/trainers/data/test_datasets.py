@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion
-from shardwright.trainers.data.samples import Samples, collate, load_samples, streamed_samples
-from shardwright.trainers.data.sources import DataSettings, Source, parse_source
+from shardwright.trainers.data.samples import Samples, collate, load_samples
+from shardwright.trainers.data.sources import Source, parse_source
 from shardwright.trainers.data.templates import CHAT_TEMPLATES, set_chat_template
 
 END = "<|endoftext|>"
@@ -357,7 +357,3 @@ def test_mixed_formats_are_rejected(rows: list[dict[str, Any]], said: str, tmp_p
     source = write_rows(tmp_path / "rows.jsonl", rows)
     with pytest.raises(UsageError, match=said):
         load_samples(source, tokenizer(PLAIN), seq_len=100, evaluation_fraction=0)
-    if len(rows) > 1:
-        settings = DataSettings(dataset=source, seq_len=8)
-        with pytest.raises(UsageError, match=f"{said}: all rows of a dataset must have one format"):
-            streamed_samples(settings, tokenizer(PLAIN), train_samples=4, evaluation_samples=0)

@@ -42,14 +42,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_valid_model_is_accepted(loader: str, sound: Path, tmp_path: Path) -> None:
-    assert LOADERS[loader](str(sound), tmp_path) is not None
-
-
-@pytest.mark.parametrize("name", ["integer_weights", "index_without_shard", "index_leads_up", "kernel_of_the_hub"])
+@pytest.mark.parametrize("name", ["integer_weights", "kernel_of_the_hub"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_loader_rejects_a_broken_model_with_its_path(loader: str, name: str, sound: Path, tmp_path: Path) -> None:
+    assert LOADERS[loader](str(sound), tmp_path / "sound") is not None
     directory = broken_copy(sound, name, tmp_path / "of-models")
     with pytest.raises(RefusedInputError) as refused:
         LOADERS[loader](str(directory), tmp_path)

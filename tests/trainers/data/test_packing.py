@@ -92,7 +92,6 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
         (Layout(engine="deepspeed", zero_stage=0, pp=2), {}, "pipeline parallelism does not support document masks"),
         (Layout(engine="deepspeed", zero_stage=1, sp=2), {}, "sequence parallelism"),
         (Layout(engine="fsdp2", cp=2), {}, "context parallelism"),
-        (DDP, {"streaming": True}, "with --streaming"),
         (
             Layout(engine="ddp", dp_replicate=2, micro_batch_size=2),
             {"attention": "flash_attention_2"},
@@ -101,7 +100,7 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
     ],
 )
 def test_obstacles_of_layouts_are_named(layout: Layout, further: dict[str, Any], said: str) -> None:
-    stated: dict[str, Any] = {"attention": "sdpa", "seq_len": SEQ_LEN, "streaming": False} | further
+    stated: dict[str, Any] = {"attention": "sdpa", "seq_len": SEQ_LEN} | further
     assert said in str(packing_obstacle(layout, llama().config.to_dict(), **stated))
 
 
@@ -122,6 +121,6 @@ def test_models_that_mix_documents_are_found(kind: str, further: dict[str, Any],
     sizes = {name: value for name, value in SIZES.items() if kind != "bloom" or name != "num_attention_heads"}
     config = AutoConfig.for_model(kind, **(sizes | {"intermediate_size": 128} | further)).to_dict()
     before = torch.random.get_rng_state()
-    found = packing_obstacle(DDP, config, attention="sdpa", seq_len=SEQ_LEN, streaming=False)
+    found = packing_obstacle(DDP, config, attention="sdpa", seq_len=SEQ_LEN)
     assert (found is None) if said is None else said in str(found)
     assert torch.equal(before, torch.random.get_rng_state())

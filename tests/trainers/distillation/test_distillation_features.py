@@ -50,7 +50,10 @@ def agrees(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> boo
 
 
 @given(DEPTHS, DEPTHS)
-def test_uniform_maps_are_monotonic_and_reach_both_ends(student: int, teacher: int) -> None:
+def test_maps_are_monotonic_and_keep_relative_depth(student: int, teacher: int) -> None:
+    for layer, teachers in layer_map(student, teacher, "interpolate"):
+        assert sum(share for _, share in teachers) == pytest.approx(1.0)
+        assert sum(number * share for number, share in teachers) == pytest.approx(layer * teacher / student)
     matches = layer_map(student, teacher, "uniform")
     numbers = [teachers[0][0] for _, teachers in matches]
     assert numbers == sorted(numbers)
@@ -60,18 +63,10 @@ def test_uniform_maps_are_monotonic_and_reach_both_ends(student: int, teacher: i
     assert matches == tuple((layer, ((number, 1.0),)) for layer, number in enumerate(numbers))
 
 
-@given(DEPTHS, DEPTHS)
-def test_interpolated_maps_keep_relative_depth(student: int, teacher: int) -> None:
-    for layer, teachers in layer_map(student, teacher, "interpolate"):
-        assert sum(share for _, share in teachers) == pytest.approx(1.0)
-        assert sum(number * share for number, share in teachers) == pytest.approx(layer * teacher / student)
-        assert all(0 <= number <= teacher and share > 0 for number, share in teachers)
-
-
 def test_terms_report_all_errors() -> None:
     with pytest.raises(UsageError) as caught:
-        HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)))  # type: ignore[arg-type]
-    assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers", "kind"]
+        HiddenStateTerm(weight=0, layers=((1, 2), (1, 2)))
+    assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers"]
     with pytest.raises(UsageError) as caught:
         AttentionTerm(weight=-1.0, layers="first")  # type: ignore[arg-type]
     assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers"]
@@ -80,34 +75,18 @@ def test_terms_report_all_errors() -> None:
             HiddenStateTerm(layers=layers)  # type: ignore[arg-type]
 
 
-def hidden_reference(student: torch.Tensor, teacher: torch.Tensor, w: torch.Tensor, kind: str, norm: bool) -> Any:
-    total: Any = 0.0
-    for own, taught, weight in zip(student, teacher, w.double(), strict=True):
-        if kind == "cosine":
-            total = total + weight * (1 - own @ taught / (own.norm() * taught.norm()))
-        else:
-            distance = ((own - taught) ** 2).sum() / len(taught)
-            total = total + weight * (distance / ((taught**2).sum() / len(taught)) if norm else distance)
-    return total
-
-
-@pytest.mark.parametrize(("kind", "normalize"), [("mse", True), ("mse", False), ("cosine", True)])
-def test_hidden_states_match_the_reference(kind: Any, normalize: bool) -> None:
+def test_hidden_states_match_the_reference() -> None:
     own, taught, w = drawn(6, 10, seed=1), drawn(6, 10, seed=2, spread=30.0), torch.rand(6) + 0.1
-    exact = own.double().requires_grad_()
-    expected = hidden_reference(exact, taught.double(), w, kind, normalize)
+    exact, known = own.double().requires_grad_(), taught.double()
+    expected = sum(weight * ((s - t) ** 2).sum() / (t**2).sum() for s, t, weight in zip(exact, known, w, strict=True))
     expected.backward()
     own.requires_grad_()
-    found = hidden_state_sum(own, taught, w, kind=kind, normalize=normalize)
+    found = hidden_state_sum(own, taught, w)
     found.backward()
     assert found.dtype == torch.float32
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     assert agrees(own.grad, exact.grad, 1e-5)
-    halves = [
-        hidden_state_sum(own[s], taught[s], w[s], kind=kind, normalize=normalize) for s in (slice(2), slice(2, 6))
-    ]
-    assert float(sum(halves).detach()) == pytest.approx(float(found.detach()), rel=1e-6)  # type: ignore[union-attr]
-    cast = hidden_state_sum(own.bfloat16(), taught.bfloat16(), w, kind=kind, normalize=normalize)
+    cast = hidden_state_sum(own.bfloat16(), taught.bfloat16(), w)
     assert cast.dtype == torch.float32
     assert float(cast.detach()) == pytest.approx(float(expected.detach()), rel=2e-2)
 
@@ -117,17 +96,10 @@ def test_projectors_keep_the_root_mean_square(widths: tuple[int, int]) -> None:
     state = torch.get_rng_state()
     made = projectors(*widths, 2)
     assert torch.equal(state, torch.get_rng_state())
-    hidden = drawn(4000, widths[0], seed=3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        projected = made[0](hidden.bfloat16()).detach()
-    assert projected.dtype == torch.float32
-    assert projected.shape == (4000, widths[1])
+        projected = made[0](drawn(4000, widths[0], seed=3).bfloat16()).detach()
+    assert projected.dtype == torch.float32 and projected.shape == (4000, widths[1])
     assert float(projected.square().mean().sqrt()) == pytest.approx(1.0, abs=0.05)
-    student = tiny("llama", hidden=32)
-    names = set(student.state_dict())
-    student.add_module("distillation_projectors", made)
-    assert set(student.state_dict()) - names == {f"distillation_projectors.{index}.weight" for index in range(2)}
-    assert {name for name in student.state_dict() if "distillation_projectors." not in name} == names
 
 
 CASES: dict[str, tuple[dict[str, Any], bool, int | None]] = {
@@ -358,37 +330,8 @@ def terms(student: Any, teacher: Any, matching: FeatureMatching, inputs: dict[st
     return total
 
 
-TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
-    "mse": (HiddenStateTerm(), None),
-    "cosine": (HiddenStateTerm(kind="cosine", layers="interpolate"), None),
-    "relations": (None, AttentionTerm()),
-    "scores": (None, AttentionTerm(kind="scores", layers="uniform")),
-    "both": (HiddenStateTerm(layers=((0, 0), (2, 3))), AttentionTerm(layers=((1, 2), (2, 3)))),
-}
-
-
 def pair(kind: str = "llama") -> tuple[Any, Any]:
     return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
-
-
-@pytest.mark.parametrize("name", ["both", "relations", "scores"])
-def test_terms_add_up_over_batches_and_are_zero_for_the_teacher(name: str) -> None:
-    student, teacher = pair()
-    matching = FeatureMatching(student.config, teacher.config, *TERMS[name])
-    batch = collate(rows("llama", 4))
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    w = batch["attention_mask"] * torch.rand(batch["labels"].shape, generator=torch.Generator().manual_seed(4))
-    whole = terms(student, teacher, matching, inputs, w)
-    halves = [
-        terms(student, teacher, matching, {key: value[s] for key, value in inputs.items()}, w[s])
-        for s in (slice(1), slice(1, 4))
-    ]
-    assert float((halves[0] + halves[1]).detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
-    itself = FeatureMatching(teacher.config, teacher.config, *TERMS[name])
-    if name != "both":
-        assert abs(float(terms(copy.deepcopy(teacher), teacher, itself, inputs, w).detach())) < 1e-5
-    nothing = terms(student, teacher, matching, inputs, torch.zeros_like(w))
-    assert float(nothing.detach()) == 0.0
 
 
 def test_matched_layers_are_averaged_over_common_visible_positions() -> None:
@@ -430,10 +373,10 @@ def test_packed_documents_are_matched_separately() -> None:
     assert float(together.detach()) == pytest.approx(float(alone), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert_mlm"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_gradient_checkpointing_gives_the_same_gradients(kind: str) -> None:
-    off = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "bert_mlm": ("hidden_dropout_prob",)}.get(kind, ())
-    changes = dict.fromkeys([*off, *(["attention_probs_dropout_prob"] if kind == "bert_mlm" else [])], 0.0)
+    off = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if kind == "gpt2" else ()
+    changes = dict.fromkeys(off, 0.0)
     student, teacher = tiny(kind, **changes).train(), tiny(kind, hidden=48, layers=3, seed=1, **changes)
     matching = FeatureMatching(student.config, teacher.config, HiddenStateTerm(), AttentionTerm(layers="uniform"))
     batch = collate(rows("llama", 3))
@@ -475,9 +418,8 @@ def test_models_that_cannot_be_matched_are_rejected() -> None:
         matching.hidden_sum(states, [torch.zeros(1, 8, 8)] * 3, torch.ones(1, 4))
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_trainer_adds_feature_terms_and_saves_only_the_student(accumulation: int, tmp_path: Path) -> None:
-    """A step of SGD with rate 1 subtracts the gradient of the sums over all samples, with any accumulation."""
+def test_trainer_adds_feature_terms_and_saves_only_the_student(tmp_path: Path) -> None:
+    """A step of SGD with rate 1 subtracts the gradient of the sums over all samples, also of several micro-batches."""
     from safetensors.torch import load_file
     from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
@@ -499,9 +441,7 @@ def test_trainer_adds_feature_terms_and_saves_only_the_student(accumulation: int
     (task + 0.5 * hidden + 2.0 * attention).backward()
     trainer = DistillationTrainer(
         model=student,
-        args=training_arguments(
-            tmp_path, per_device_train_batch_size=4 // accumulation, gradient_accumulation_steps=accumulation
-        ),
+        args=training_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2),
         teacher=teacher,
         distillation=config,
         train_dataset=rows("llama", 4),

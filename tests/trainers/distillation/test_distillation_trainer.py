@@ -18,8 +18,7 @@ from shardwright.trainers.distillation import (
     OnPolicy,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.on_policy import completed_batch, own_randomness, prompts_of
-from shardwright.trainers.distillation.teacher import split_batch
+from shardwright.trainers.distillation.on_policy import completed_batch, prompts_of
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
 from transformers.utils import ModelOutput
@@ -65,11 +64,15 @@ def gradients(before: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Te
 CAUSAL = ("llama", "gemma2", "granite", "cohere", "gpt2")
 
 
-@pytest.mark.parametrize("kind", [*CAUSAL, "bert_mlm", "bert_sequences", "bert_tokens"])
-@pytest.mark.parametrize("implementation", ["fused", "plain"])
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [
+        *((kind, "fused") for kind in (*CAUSAL, "bert_mlm")),
+        *((kind, "plain") for kind in ("llama", "cohere", "bert_sequences")),
+        ("bert_tokens", "auto"),
+    ],
+)
 def test_step_equals_reference_gradient(kind: str, implementation: Any, tmp_path: Path) -> None:
-    if implementation == "fused" and kind in ("bert_sequences", "bert_tokens"):
-        implementation = "auto"
     # Dropout would draw other numbers for another order of the samples.
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     off |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0} if kind.startswith("bert") else {}
@@ -113,10 +116,7 @@ def test_encoder_decoder_loss_equals_reference(tmp_path: Path) -> None:
     assert losses == pytest.approx([float(expected)] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "taught_by"),
-    [("llama", "recurrent_gemma"), ("recurrent_gemma", "llama"), ("llama", "falcon_h1")],
-)
+@pytest.mark.parametrize(("kind", "taught_by"), [("llama", "falcon_h1"), ("recurrent_gemma", "llama")])
 def test_unknown_logit_shapes_use_the_plain_loss(kind: str, taught_by: str, tmp_path: Path) -> None:
     """Scales and soft-caps with unknown names are detected in the first step, in student and teacher."""
     losses = {}
@@ -131,11 +131,10 @@ def test_unknown_logit_shapes_use_the_plain_loss(kind: str, taught_by: str, tmp_
         trained(tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config)
 
 
-@pytest.mark.parametrize("kind", ["bart", "marian"])
-def test_fused_loss_includes_bias_after_the_head(kind: str, tmp_path: Path) -> None:
+def test_fused_loss_includes_bias_after_the_head(tmp_path: Path) -> None:
     losses = {}
     for implementation in ("fused", "plain"):
-        models = [tiny(kind, seed=seed) for seed in (1, 2)]
+        models = [tiny("bart", seed=seed) for seed in (1, 2)]
         for model in models:
             model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(7))
         config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
@@ -177,25 +176,6 @@ def test_alpha_zero_equals_the_stock_trainer(tmp_path: Path) -> None:
         assert own.get("loss") == other.get("loss")
     for own, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(own, other)
-
-
-def test_token_weights_scale_losses_and_mean(tmp_path: Path) -> None:
-    """Weight 2 on a token counts as the token twice; weight 0 as a mask."""
-    samples = rows("llama", 4)
-    weighted = [
-        {**sample, "token_weights": [float(i % 3) for i in range(len(sample["input_ids"]))]} for sample in samples
-    ]
-    student, teacher = tiny("llama"), tiny("llama", seed=1)
-    with torch.no_grad():
-        total, count = 0.0, 0.0
-        for sample in weighted:
-            ids = torch.tensor([sample["input_ids"]])
-            p, q = (torch.log_softmax(model(ids).logits[0, :-1].double(), -1) for model in (teacher, student))
-            labels = torch.tensor(sample["labels"][1:])
-            weights = torch.tensor(sample["token_weights"][1:]).double() * (labels != -100)
-            total, count = total + float(((p.exp() * (p - q)).sum(-1) * weights).sum()), count + float(weights.sum())
-    trainer = trained(tmp_path, student, teacher, weighted, DistillationConfig(alpha=1.0))
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
 def test_telemetry_matches_reference(tmp_path: Path) -> None:
@@ -261,58 +241,26 @@ def test_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-class TestSelfTeachers:
-    def test_frozen_copy_agrees_in_the_first_step(self, tmp_path: Path) -> None:
-        config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="frozen_copy"))
-        trainer = trained(tmp_path, tiny("llama"), None, rows("llama", 4), config)
-        assert trainer.state.log_history[0]["kl_per_token"] == pytest.approx(0.0, abs=1e-6)
-
-    def test_adapter_off_loss_equals_reference(self, tmp_path: Path) -> None:
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-        student = get_peft_model(tiny("llama"), lora)
-        config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="adapter_off"))
-        samples = rows("llama", 4)
-        batch = {name: value for name, value in collate(samples).items() if name != "labels"}
-        with torch.no_grad():
-            q = torch.log_softmax(student.eval()(**batch).logits.double(), -1)
-            with student.disable_adapter():
-                p = torch.log_softmax(student(**batch).logits.double(), -1)
-        kept = torch.nn.functional.pad(collate(samples)["labels"][:, 1:], (0, 1), value=-100) != -100
-        expected = float((p.exp() * (p - q)).sum(-1)[kept].mean())
-        trainer = trained(tmp_path, student, None, samples, config)
-        assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
-        assert expected > 1e-3
-
-    def test_deeper_exit_reduces_divergence(self, tmp_path: Path) -> None:
-        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
-        trainer = trained(
-            tmp_path, tiny("llama", layers=3), None, rows("llama", 4), config, max_steps=12, learning_rate=0.2
-        )
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert logs[-1]["kl_per_token"] < 0.7 * logs[0]["kl_per_token"]
+def test_early_exit_learns_from_the_output_and_gives_no_logits(tmp_path: Path) -> None:
+    config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(exit_layer=1))
+    trainer = trained(
+        tmp_path, tiny("llama", layers=3), None, rows("llama", 4), config, max_steps=12, learning_rate=0.2
+    )
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1]["kl_per_token"] < 0.7 * logs[0]["kl_per_token"]
+    with pytest.raises(UsageError, match=r"compute_loss cannot return logits.*omit return_outputs=True"):
+        trainer.compute_loss(trainer.model, collate(rows("llama", 2)), return_outputs=True)
 
 
 class TestOnPolicy:
-    def test_prompts_end_before_the_first_label(self) -> None:
+    def test_completions_of_the_prompts_are_labelled(self) -> None:
         batch = collate(rows("llama", 3))
         assert prompts_of(batch, None) == [row["input_ids"][: 1 + i % 4] for i, row in enumerate(rows("llama", 3))]
         assert [len(prompt) for prompt in prompts_of(batch, 4)] == [4, 4, 4]
-
-    def test_only_completions_are_labelled(self) -> None:
         batch = completed_batch([[5, 6], [7]], [[8], [9, 10, 2]], pad_token_id=0)
         assert batch["input_ids"].tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
         assert batch["labels"].tolist() == [[-100, -100, 8, -100], [-100, 9, 10, 2]]
         assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-
-    def test_random_numbers_differ_by_rank_and_repeat_on_resume(self) -> None:
-        drawn = []
-        for numbers in ((7, 3, 0, 0), (7, 3, 0, 1), (7, 3, 0, 0)):
-            with own_randomness(*numbers):
-                drawn.append(torch.rand(4))
-        assert torch.equal(drawn[0], drawn[2])
-        assert not torch.equal(drawn[0], drawn[1])
 
     def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers.training_arguments import byte_tokenizer
@@ -372,11 +320,6 @@ class TestBadInput:
         assert len(errors) == 3 and errors[0].startswith("label_smoothing_factor = 0.1")
         assert errors[1].startswith("compute_loss_func: would not be called") and "need a teacher" in errors[2]
 
-    def test_token_weights_with_sharded_labels_are_rejected(self) -> None:
-        batch = {"input_ids": torch.ones(1, 4), "shift_labels": torch.ones(1, 4), "token_weights": torch.ones(1, 4)}
-        with pytest.raises(UsageError, match="token_weights: cannot be shifted"):
-            split_batch(batch, shifts=True)
-
     def test_nan_teacher_logits_are_rejected(self, tmp_path: Path) -> None:
         teacher = tiny("llama", seed=1)
         teacher.lm_head.weight.data[3, 3] = float("nan")
@@ -393,16 +336,8 @@ class TestBadInput:
             with pytest.raises(UsageError, match=rule):
                 trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, None)
 
-    @pytest.mark.parametrize("student_width", [32, 64])
-    def test_only_a_larger_student_is_warned_about(
-        self, student_width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        trainer_of(tmp_path, tiny("llama", hidden=student_width), tiny("llama", seed=1), rows("llama", 4), None)
-        assert ("are they swapped?" in capsys.readouterr().err) == (student_width > 32)
 
-
-@pytest.mark.parametrize("implementation", ["auto", "fused", "plain"])
-@pytest.mark.parametrize("loss_only", [False, True])
+@pytest.mark.parametrize(("implementation", "loss_only"), [("auto", False), ("auto", True), ("fused", False)])
 def test_subclass_reads_logits_in_training_and_evaluation(implementation: Any, loss_only: bool, tmp_path: Path) -> None:
     shapes = []
 
@@ -425,24 +360,3 @@ def test_subclass_reads_logits_in_training_and_evaluation(implementation: Any, l
     trainer.train()
     trainer.evaluate()
     assert set(shapes) == {(True, True), (False, True)}
-
-
-def test_loss_only_evaluation_keeps_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = DistillationConfig(alpha=ALPHA)
-    trainer = trainer_of(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), config)
-    distilled, fused = DistillationTrainer._distilled, []
-
-    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fused.append(kwargs["fused"])
-        return distilled(self, *args, **kwargs)
-
-    monkeypatch.setattr(DistillationTrainer, "_distilled", recording)
-    trainer.evaluate()
-    assert fused and all(fused)
-
-
-def test_early_exit_rejects_a_request_for_logits(tmp_path: Path) -> None:
-    config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
-    trainer = trainer_of(tmp_path, tiny("llama"), None, rows("llama", 4), config)
-    with pytest.raises(UsageError, match=r"compute_loss cannot return logits.*omit return_outputs=True"):
-        trainer.compute_loss(trainer.model, collate(rows("llama", 2)), return_outputs=True)

@@ -17,7 +17,7 @@ from shardwright.ds_configs.memory.communication import forward_gathered_element
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.memory.loss import distillation_loss_terms, fused_temporary_bytes
 from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, second_model_gpu_bytes, second_model_terms
-from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -67,26 +67,12 @@ class TestChoice:
         assert costs["cached"].gpu_bytes < 10**8
         assert all(cost.reason for cost in costs.values())
 
-    @pytest.mark.parametrize("placement", PLACEMENTS)
-    def test_requested_placement_is_the_only_candidate(self, placement):
-        job = TrainingJob(teacher=LLAMA_8B, teacher_placement=placement)
-        plan = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
-        assert plan.chosen.teacher is not None
-        assert plan.chosen.teacher.placement == placement
-        assert "was requested" in plan.chosen.teacher.reason
-
-    def test_no_placement_without_teacher(self):
-        assert make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), TrainingJob()).chosen.teacher is None
-
-    def test_sharding_on_one_accelerator_is_rejected(self):
+    def test_requested_placement_is_the_only_candidate(self):
+        chosen = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), placed("quantized")).chosen
+        assert chosen.teacher is not None
+        assert chosen.teacher.placement == "quantized" and "was requested" in chosen.teacher.reason
         with pytest.raises(UsageError, match="teacher_placement = 'sharded': requires at least two ranks"):
             make_plan(LLAMA_1B, parse_hardware("1xH100-80GB"), placed("sharded"))
-
-    def test_a_plan_that_does_not_fit_suggests_other_placements(self):
-        with pytest.raises(PlanDoesNotFitError) as caught:
-            job = TrainingJob(teacher=LLAMA_70B, teacher_placement="replica")
-            make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
-        assert "--teacher-placement auto" in {suggestion.change for suggestion in caught.value.suggestions}
 
     def test_command_prints_and_stores_the_placement(self, tmp_path, capsys):
         student, teacher = (str(MODELS / f"meta-llama--Llama-3.{name}") for name in ("2-1B", "1-8B"))
@@ -99,11 +85,6 @@ class TestChoice:
         assert chosen.keys() == {"placement", "reason", "gpu_bytes", "host_bytes", "alternatives"}
         assert json.loads(json.dumps(Plan.load(tmp_path / "plan").to_dict())) == data
         assert "shardwright distill" in (tmp_path / "plan" / "launch.sh").read_text()
-
-    def test_placement_without_teacher_is_rejected(self, capsys):
-        line = ["plan", str(MODELS / "meta-llama--Llama-3.2-1B"), "--hardware", "8xH100-80GB"]
-        assert run([*line, "--teacher-placement", "sharded"]) == 2
-        assert "pass --teacher too" in capsys.readouterr().err
 
 
 class TestMemory:
@@ -156,11 +137,6 @@ class TestMemory:
         ).gpu.phases
         logits = 4 * 4096 * 128256
         assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
-
-    def test_frozen_head_has_no_gradient(self):
-        for method, has in (("full", True), ("lora", False), ("qlora", False)):
-            terms = distillation_loss_terms(ZERO2, LLAMA_8B, placed("replica", method=method))
-            assert ("head_gradient" in terms["forward_end"]) is has
 
     @settings(deadline=None, max_examples=40)
     @given(
@@ -270,10 +246,3 @@ class TestOnOneProcess:
             assert float((logits - expected).abs().max()) < 1e-5
         with gathered_head(placed.model) as head:
             assert torch.equal(head.weight_VH, whole.lm_head.weight)
-
-    def test_cached_placement_rejects_models(self, directory: str) -> None:
-        from accelerate import Accelerator
-        from shardwright.plugins.transformers.second_model import load_second_model, place_second_model
-
-        with pytest.raises(UsageError, match="pass a TeacherCache"):
-            place_second_model(load_second_model(directory), "cached", accelerator=Accelerator(cpu=True))

@@ -108,14 +108,10 @@ def damaged(root: Path, kind: str) -> None:
     tensors = load_file(directory / WEIGHTS)
     config = json.loads((directory / CONFIG).read_text())
     if kind == "truncated":
-        content = (directory / WEIGHTS).read_bytes()
-        (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
+        (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:5000])
     elif kind == "tensor missing":
-        save_file(
-            {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}, directory / WEIGHTS
-        )
-    elif kind == "other names":
-        config["target_modules"] = ["query", "value"]
+        rest = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}
+        save_file(rest, directory / WEIGHTS)
     elif kind == "fewer layers":
         shutil.rmtree(root / "model")
         llama(num_hidden_layers=1).save_pretrained(root / "model")
@@ -136,7 +132,6 @@ def damaged(root: Path, kind: str) -> None:
     [
         ("truncated", 4, "is not a complete safetensors file"),
         ("tensor missing", 4, "lacks 2 tensors, such as base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"),
-        ("other names", 4, "cannot be added to"),
         ("fewer layers", 4, "does not belong to"),
         ("other type", 2, "has the PEFT type IA3, but only LORA is supported"),
         ("no base", 2, "does not name its base model; pass --base MODEL"),

@@ -11,11 +11,8 @@ from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import context_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate import cpu_ranks
-from shardwright.trainers.parallel.context.callback import (
-    ContextParallelCollator,
-    check_context_parallel_trainer,
-    prepare_context_parallel,
-)
+from shardwright.trainers.counting.counts import UNPADDED
+from shardwright.trainers.parallel.context.callback import ContextParallelCollator, ContextParallelism
 from shared_sequences import arguments, sizes_of, tiny
 
 pytestmark = pytest.mark.slow
@@ -51,25 +48,15 @@ def test_context_parallel_rules(change: dict[str, Any], message: str) -> None:
     assert message in str(error)
 
 
-def test_legal_layouts_have_no_errors() -> None:
-    assert rule_errors(context_parallel_errors, **CONTEXT) == []
-    assert (
-        rule_errors(
-            context_parallel_errors, **CONTEXT | {"layer_types": ["full_attention"], "attention_window_tokens": 8}
-        )
-        == []
-    )
-    assert rule_errors(context_parallel_errors, cp=1, engine="ddp", world_size=3, seq_len_tokens=5) == []
-
-
 def test_collator_pads_batches_to_a_multiple_of_twice_cp() -> None:
     def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
         ids = torch.tensor(rows)
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "scale": torch.ones(len(rows))}
 
-    batch = ContextParallelCollator(collate, 2, pad_token_id=9)([[1, 2, 3, 4, 5]])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
+    batch = ContextParallelCollator(collate, 2)([[1, 2, 3, 4, 5]])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]]
+    assert batch.pop(UNPADDED) == (5, 5)
     assert batch.keys() == {"input_ids", "labels", "scale"}
     masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
     with pytest.raises(UsageError, match="left padding"):
@@ -83,7 +70,7 @@ def test_collator_rejects_positions_that_do_not_count_tokens() -> None:
         return ContextParallelCollator(lambda _: batch, 2)([])
 
     assert "position_ids" not in collated([0, 1, 2])
-    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids"}
+    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids", UNPADDED}
     with pytest.raises(UsageError, match="count the tokens of a row from 0"):
         collated([3, 4, 5])
 
@@ -102,7 +89,7 @@ def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.Monk
             accelerator_config=SimpleNamespace(split_batches=False, dispatch_batches=None),
             **changes,
         )
-        prepare_context_parallel(given, tiny(), 2)
+        ContextParallelism(2).prepare(given, tiny())
         return given
 
     given = prepared(parallelism_config=sizes_of(cp=2, dp_replicate_size=2, cp_handler=handler))
@@ -126,12 +113,12 @@ def test_trainers_with_own_loss_metrics_or_evaluation_are_rejected(tmp_path: Any
     from transformers import Trainer, TrainingArguments
 
     own = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    check_context_parallel_trainer(plain := Trainer(model=tiny(), args=own))
+    ContextParallelism(2).attach(plain := Trainer(model=tiny(), args=own))
     with pytest.raises(UsageError, match="wrong under context parallelism"):
         plain.evaluate(eval_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     losing = Trainer(model=tiny(), args=own, compute_loss_func=print, compute_metrics=print)  # type: ignore[arg-type]
     with pytest.raises(UsageError) as caught:
-        check_context_parallel_trainer(losing)
+        ContextParallelism(2).attach(losing)
     assert [error.where for error in caught.value.errors] == ["compute_loss_func", "compute_metrics"]
 
 
@@ -140,7 +127,7 @@ def test_checks_run_before_the_trainer_is_created() -> None:
         fsdp=[], deepspeed_plugin=None, parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
     )
     with pytest.raises(UsageError) as caught:
-        prepare_context_parallel(given, tiny(attn_implementation="eager"), 3)
+        ContextParallelism(3).prepare(given, tiny(attn_implementation="eager"))
     assert [error.where for error in caught.value.errors] == [
         *("cp", "cp", "attn_implementation"),
         *("parallelism_config.sp_size", "parallelism_config.cp_size"),

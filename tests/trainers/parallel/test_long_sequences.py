@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.offloaded_checkpoints import offload_checkpoints
 from shardwright.plugins.transformers.tiled_compute import in_tiles, tile_mlps, untile_mlps
 from shardwright.trainers import LongSequenceCallback
-from shardwright.trainers.parallel.long_sequences import TiledLoss, long_sequence_callback
+from shardwright.trainers.parallel.long_sequences import TiledLoss
 from shardwright.trainers.qat.rounding.attach import attach
 from shardwright.trainers.qat.rounding.config import QATConfig
 from small_models import llama, mixtral
@@ -258,15 +257,3 @@ def test_unsupported_runs_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("", (), {"available": 1000, "total": 1000}))
     with pytest.raises(UsageError, match=r"needs 0.000 GB of host memory for inputs \(3, 21, 64\)"):
         model.train()(**batch(vocabulary=512))
-
-
-def test_layouts_name_their_callback() -> None:
-    from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.ds_configs.specs.layout import Layout
-
-    model, job = mixtral(), TrainingJob(seq_len_tokens=64)
-    assert long_sequence_callback(Layout(engine="ddp"), job, model) is None
-    long = Layout(engine="ddp", tiled_mlp=True, offloaded_checkpoints=2)
-    callback = long_sequence_callback(long, replace(job, loss="chunked"), model)
-    assert callback is not None
-    assert (callback.tiled_mlp, callback.tiled_loss, callback.offloaded_checkpoints) == (True, True, 2)

@@ -82,7 +82,7 @@ def layout(name: str) -> PlannedParallelism:
 def rejected_class(kind: type, axis: str, **args: Any) -> str:
     settings = SimpleNamespace(world_size=2, deepspeed=None, **args)
     parallelism = layout(axis)
-    columns = ("zero1", *parallelism.axes)
+    columns = ("zero1", *parallelism.layout.axes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlannedParallelism, "columns", lambda *_: columns)
         return "; ".join(f"{error.where} {error.rule}" for error in parallelism.class_errors(kind, settings))  # type: ignore[arg-type]

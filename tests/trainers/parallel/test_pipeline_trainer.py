@@ -25,10 +25,8 @@ from shardwright.plugins.deepspeed_pipeline.engine import (
     written_global_batch,
 )
 from shardwright.trainers.parallel.pipeline.batches import (
-    IGNORED,
     for_stages,
     of_one_shape,
-    own_samples,
     predicted_tokens,
 )
 from shardwright.trainers.parallel.pipeline.checks import (
@@ -89,27 +87,6 @@ def test_unsupported_batch_entries_are_reported_together() -> None:
     assert {config_error.where for config_error in raised.value.errors} == {"batch", "batch: input_ids"}
     assert "pixel_values" in str(raised.value)
     assert "labels" in str(raised.value)
-
-
-@settings(deadline=None)
-@given(samples=st.integers(1, 30), rows=st.integers(1, 4), replicas=st.integers(1, 4))
-def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int) -> None:
-    """The reference is Accelerate's own sharding of a sequential sampler."""
-    from accelerate.data_loader import BatchSamplerShard
-    from torch.utils.data import BatchSampler, SequentialSampler
-
-    counted: list[int] = []
-    turns = set()
-    for replica in range(replicas):
-        batches = BatchSampler(SequentialSampler(range(samples)), rows, drop_last=False)
-        shard = BatchSamplerShard(batches, replicas, replica) if replicas > 1 else batches
-        tensors = [dict.fromkeys(("input_ids", "labels"), torch.tensor(indices)[:, None]) for indices in shard]
-        kept = list(own_samples(tensors, samples=samples, replicas=replicas, replica=replica))
-        turns.add(len(kept))
-        assert [is_last for _, is_last in kept] == [False] * (len(kept) - 1) + [True]
-        counted += [label for batch, _ in kept for label in batch["labels"].flatten().tolist() if label != IGNORED]
-    assert sorted(counted) == list(range(samples))
-    assert len(turns) == 1, "replicas wait for each other"
 
 
 def deepspeed_settings(output: Path, *, zero_stage: int = 1, accumulation: int = 1, **more: Any) -> dict[str, Any]:

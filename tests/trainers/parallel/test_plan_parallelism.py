@@ -11,14 +11,10 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
-from shardwright.trainers.parallel.trainer_for import PlannedParallelism, parallelism_of, planned_parallelism
+from shardwright.trainers.parallel.context.callback import ContextParallelism
+from shardwright.trainers.parallel.trainer_for import parallelism_of, planned_parallelism
 
 DATA = Layout(engine="deepspeed", zero_stage=1, dp_shard=4)
-
-
-def test_data_parallelism_needs_no_callback() -> None:
-    assert parallelism_of(DATA) == PlannedParallelism()
-    assert not parallelism_of(DATA).is_pipeline
 
 
 @pytest.mark.parametrize(
@@ -27,6 +23,7 @@ def test_data_parallelism_needs_no_callback() -> None:
         ("sp", SequenceParallelCallback, "sequence_parallel_size"),
         ("ep", ExpertParallelCallback, "expert_parallel_size"),
         ("tp", TensorParallelCallback, "tensor_parallel_size"),
+        ("cp", ContextParallelism, "context_parallel_size"),
     ],
 )
 def test_each_axis_gets_its_callback(axis: str, kind: type, size: str) -> None:
@@ -37,23 +34,17 @@ def test_each_axis_gets_its_callback(axis: str, kind: type, size: str) -> None:
     assert not parallelism.is_pipeline
 
 
-def test_context_parallelism_is_prepared_without_a_callback() -> None:
-    parallelism = parallelism_of(Layout(engine="fsdp2", dp_shard=2, cp=2))
-    assert (parallelism.callbacks, parallelism.context_parallel_size) == ((), 2)
-
-
 def test_pipeline_runs_tensor_parallelism_without_a_callback() -> None:
     parallelism = parallelism_of(replace(DATA, pp=2, tp=2))
-    assert parallelism.is_pipeline and parallelism.callbacks == ()
-    assert (parallelism.pipeline_stages, parallelism.tensor_parallel_size) == (2, 2)
+    assert parallelism.is_pipeline and parallelism.callbacks == () == parallelism_of(DATA).callbacks
 
 
 def test_run_uses_the_stages_that_memory_was_computed_for() -> None:
     job = TrainingJob(pipeline_parallel_size=2, strategy="zero1", global_batch_size=64)
     made = plan(str(CONFIGS / "meta-llama--Llama-3.1-8B"), "8xB200", job)
     parallelism = planned_parallelism(made)
-    assert parallelism.pipeline_stages == pipeline_stages(made.model, made.job, 2)
-    assert parallelism.pipeline_stages[-1].end_layer == made.model.dimensions.num_layers
+    assert parallelism.stages == pipeline_stages(made.model, made.job, 2)
+    assert parallelism.stages[-1].end_layer == made.model.dimensions.num_layers
 
 
 def test_tensor_parallelism_moves_stage_borders_equally_in_plan_and_run() -> None:
@@ -63,8 +54,7 @@ def test_tensor_parallelism_moves_stage_borders_equally_in_plan_and_run() -> Non
     )
     made = plan(str(CONFIGS / "meta-llama--Llama-3.1-70B"), "8x8xH100", job)
     strategy = made.chosen.strategy
-    run = planned_parallelism(made).pipeline_stages
-    assert isinstance(run, tuple)
+    run = planned_parallelism(made).stages
     priced = {share.stage.index: share.stage for share in rank_shares(strategy, made.model, made.job) if share.stage}
     assert {index: run[index] for index in priced} == priced
     whole = pipeline_stages(made.model, made.job, 4)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_rules import rule_errors
-from shardwright.ds_configs.legality.axes import sample_errors, sequence_parallel_errors
+from shardwright.ds_configs.legality.axes import sequence_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
-from shardwright.plugins.transformers.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
+from shardwright.plugins.transformers.tiled_compute import mlps, tile_mlps, untile_mlps
 from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
 from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
 from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
@@ -103,12 +103,6 @@ def test_sizes_are_legal_exactly_when_deepspeed_accepts_them(
     )
     broken = [world % size, heads % size, kv % size and size % kv, length % size]
     assert len(errors) == sum(1 for rest in broken if rest)
-
-
-def test_only_flash_kernels_support_packed_rows() -> None:
-    assert sample_errors(left_padded=False, packed=True, attention="flash_attention_2", samples=1) == []
-    assert sample_errors(left_padded=False, packed=True, attention="flash_attention_2", samples=2)
-    assert sample_errors(left_padded=False, packed=True, attention="sdpa", samples=1)
 
 
 def test_models_without_shareable_attention_are_rejected() -> None:
@@ -201,15 +195,14 @@ def test_transformers_still_rejects_the_true_batch_size(tmp_path: Any) -> None:
 
 
 def test_callback_checks_before_the_trainer_is_created() -> None:
-    for wrong in ({"sequence_parallel_size": 0}, {"sequence_parallel_size": 2, "loss_reduction": "max"}):
-        with pytest.raises(UsageError):
-            SequenceParallelCallback(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError):
+        SequenceParallelCallback(0)
     faulty = arguments(deepspeed_plugin=None, average_tokens_across_devices=False)
     with pytest.raises(UsageError) as caught:
-        SequenceParallelCallback(3, tiled_loss=1).prepare(faulty, tiny())
+        SequenceParallelCallback(3).prepare(faulty, tiny())
     assert [error.where for error in caught.value.errors] == [
         *("sp", "sp", "sp", "sp"),
-        *("training arguments: average_tokens_across_devices", "tiled_loss"),
+        "training arguments: average_tokens_across_devices",
     ]
     with pytest.raises(UsageError, match="attach"):
         SequenceParallelCallback(2).on_train_begin(None, None, None)
@@ -270,26 +263,6 @@ def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
-def test_tiles_need_less_memory() -> None:
-    from shardwright.plugins.metering import ByteMeter
-
-    model = tiny(vocab_size=4096, intermediate_size=512)
-    ids = torch.randint(1, 4096, (1, 512))
-
-    def peak(step: Any) -> int:
-        meter = ByteMeter()
-        with meter:
-            step().backward()
-        model.zero_grad()
-        return max(meter.reading().peaks.values())
-
-    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
-    plain = peak(lambda: torch.nn.functional.cross_entropy(model(ids).logits[0], labels[0], reduction="sum"))
-    tile_mlps(model, None)
-    tiled = peak(lambda: tiled_cross_entropy(model, model.model(ids).last_hidden_state, labels, 16))
-    assert tiled < plain / 4
 
 
 def test_first_tiled_mlp_trains_after_a_frozen_embedding() -> None:

@@ -23,11 +23,6 @@ def test_a_shard_survives_being_a_batch() -> None:
     assert Shard.of_batch(BATCH) is None
 
 
-def test_a_shard_without_labels_survives_being_a_batch() -> None:
-    restored = Shard.of_batch(cut({"input_ids": BATCH["input_ids"]}, ranks=2, rank=1).batch())
-    assert restored is not None and restored.shift_labels_BL is None and restored.labelled is None
-
-
 def test_batches_with_other_content_have_other_digests() -> None:
     same = {name: value.clone() for name, value in reversed(BATCH.items())} | {"text": "not a tensor"}
     assert digest_of(same) == digest_of(BATCH)

@@ -24,7 +24,7 @@ from shardwright.plugins.deepspeed.auto_tp import (
     tensor_parallel_section,
     tensor_plan,
 )
-from shardwright.trainers.parallel.tensor import TensorParallelCallback, section_errors, tensor_trainer_errors
+from shardwright.trainers.parallel.tensor import TensorParallelCallback, section_errors
 
 pytestmark = pytest.mark.slow
 
@@ -44,12 +44,6 @@ def errors(size: int, **changes: Any) -> list[str]:
     return [str(error) for error in rule_errors(tensor_parallel_errors, tp=size, **(LEGAL | changes))]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_sizes_that_divide_every_dimension_are_legal(size: int, stage: int) -> None:
-    assert errors(size, zero_stage=stage) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -58,7 +52,6 @@ def test_sizes_that_divide_every_dimension_are_legal(size: int, stage: int) -> N
         ({"intermediate_size": 1001}, "must divide the width of the MLP (1001 % 4 = 1)"),
         ({"ranks_per_node": 2}, "must divide the accelerators of a node (2 % 4 = 2)"),
         ({"world_size": 6}, "must divide the ranks (6 % 4 = 2)"),
-        ({"vocab_size": 50257, "vocabulary_parallel_head": True}, "must divide the vocabulary"),
         ({"zero_stage": 3}, "requires ZeRO stage 0 to 2, not 3"),
         ({"engine": "fsdp2", "zero_stage": None}, "is not supported with FSDP2"),
         (
@@ -71,17 +64,12 @@ def test_sizes_that_divide_every_dimension_are_legal(size: int, stage: int) -> N
         ({"ep": 2}, "cannot be combined with ep = 2"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2': stores transposed Conv1D weights"),
         ({"model_type": "mamba"}, "is not verified with AutoTP"),
-        ({"model_type": "gemma2", "vocabulary_parallel_head": True}, "which scales its token embedding"),
     ],
 )
 def test_each_rule_reports_the_violated_value(changes: dict[str, Any], message: str) -> None:
     (error,) = errors(4, **changes)
     assert message in error
     assert errors(1, **changes) == []
-
-
-def test_indivisible_vocabulary_is_legal_without_vocabulary_parallel_head() -> None:
-    assert errors(4, vocab_size=50257) == []
 
 
 def test_all_errors_are_reported_together() -> None:
@@ -160,7 +148,7 @@ def test_autotp_still_lacks_the_split_input_style() -> None:
 
 
 def test_fused_projections_are_translated() -> None:
-    written = tensor_parallel_section(small("phi3"), 2, vocabulary_parallel_head=False)
+    written = tensor_parallel_section(small("phi3"), 2)
     assert written["autotp_size"] == 2
     specs = {spec["patterns"][0]: spec for spec in written["partition_config"]["layer_specs"]}
     by_layer = {name.split(r"\.")[-2]: spec for name, spec in specs.items()}
@@ -174,7 +162,7 @@ def test_fused_projections_are_translated() -> None:
 def test_deepspeed_accepts_the_written_section() -> None:
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 
-    config = TPTrainingConfig(**tensor_parallel_section(small("phi3"), 4, vocabulary_parallel_head=False))
+    config = TPTrainingConfig(**tensor_parallel_section(small("phi3"), 4))
     assert config.autotp_size == 4
     found = config.get_partition_config_object()
     spec = found.find_matching_spec("model.layers.0.self_attn.qkv_proj.weight")
@@ -306,20 +294,6 @@ def test_prepare_rejects_unsupported_settings(
     assert message in str(error.value)
 
 
-def test_model_without_attention_is_rejected() -> None:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4)
-    with pytest.raises(UsageError, match="model_type = 'mamba'"):
-        TensorParallelCallback(2).prepare(arguments({"zero_optimization": {"stage": 1}}), MambaForCausalLM(config))
-
-
-def test_mixture_of_experts_is_rejected() -> None:
-    model = small("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(UsageError, match="mixtures of experts"):
-        TensorParallelCallback(2).prepare(arguments({"zero_optimization": {"stage": 1}}), model)
-
-
 def test_size_below_one_and_missing_prepare_are_rejected() -> None:
     with pytest.raises(UsageError, match="must be at least 1"):
         TensorParallelCallback(0)
@@ -339,18 +313,3 @@ def test_size_of_one_changes_nothing() -> None:
     callback.attach(trainer)
     callback.on_train_begin(None, None, None)
     assert added == [callback]
-
-
-def test_vocabulary_parallel_head_rejects_custom_losses() -> None:
-    from transformers import Trainer
-
-    class OwnLoss(Trainer):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("must not be called")
-
-    for kind, expected in ((Trainer, []), (OwnLoss, ["OwnLoss.compute_loss"])):
-        trainer = object.__new__(kind)
-        trainer.args, trainer.compute_loss_func = SimpleNamespace(label_smoothing_factor=0.0), None
-        found = tensor_trainer_errors(trainer, vocabulary_parallel_head=True)
-        assert [error.where for error in found] == expected
-        assert tensor_trainer_errors(trainer, vocabulary_parallel_head=False) == []

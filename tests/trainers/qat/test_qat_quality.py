@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.huggingface_hub.push import title_of
 from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
 from shardwright.trainers import QATCallback
 from small_llama import row_losses, shared_llama
@@ -68,22 +67,3 @@ def test_learned_scales_recover_most_of_what_rounding_loses(tmp_path_factory: An
     # Embeddings and norms are rounded to bf16 beside the packed codes; that is all.
     assert float((exported_N - learned_N).abs().max()) < 5e-3
     assert not torch.equal(learned_N, dense_N)
-
-
-@pytest.mark.parametrize(
-    ("model", "title"),
-    [
-        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
-        ("models/llama-3.2/", "llama-3.2"),
-        ("students/half-0.5B/config.json", "half-0.5B"),
-        ("students/half.json", "half"),
-    ],
-)
-def test_titles_of_model_cards_keep_the_full_name(model, title):
-    assert title_of(model) == title
-
-
-def test_a_relative_directory_is_titled_by_its_absolute_name(tmp_path, monkeypatch):
-    (tmp_path / "model-1.5").mkdir()
-    monkeypatch.chdir(tmp_path / "model-1.5")
-    assert [title_of(name) for name in (".", "config.json")] == ["model-1.5"] * 2

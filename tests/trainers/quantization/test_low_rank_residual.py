@@ -7,16 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.ds_configs.specs.settings import settings_of
 from shardwright.trainers.formats.bit_packing import weighted_error
 from shardwright.trainers.formats.spqr import LowRankOptions, load_spqr, low_rank_residual
 from shardwright.trainers.quantization.spqr import quantize_to_small_format
 from small_spqr import LAYERS, correlated, logits, samples, small_model
 
 pytestmark = pytest.mark.slow
-
-PLAIN = LowRankOptions(bits=3, group_size=32)
 
 
 def error(weight_OI, hessian_II, **changes) -> float:
@@ -54,7 +50,7 @@ def test_one_correction_is_the_best_of_its_rank():
     assert error(weight_OI, hessian_II, rank=8, iterations=1, dampening=0.0) <= 1.01 * best
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 30),
     columns=st.integers(1, 70),
@@ -72,7 +68,6 @@ def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank
     assert errors[0] <= errors[1]
     stored = matrix.tensors()
     assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
-    assert matrix.stored_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
 def test_large_matrices_use_reproducible_random_projections():
@@ -82,14 +77,6 @@ def test_large_matrices_use_reproducible_random_projections():
     first, second = (low_rank_residual(weight_OI, None, options).dequantize() for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(state, torch.random.get_rng_state())
-
-
-def test_unusable_input_is_rejected():
-    with pytest.raises(RefusedInputError, match="NaN"):
-        low_rank_residual(torch.full((4, 8), float("nan")), None, PLAIN)
-    with pytest.raises(UsageError) as caught:
-        settings_of(LowRankOptions, {"bits": 9, "rank": -1, "iterations": 0})
-    assert len(caught.value.errors) == 3
 
 
 @pytest.mark.needs("llmcompressor")

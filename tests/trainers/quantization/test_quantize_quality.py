@@ -15,6 +15,7 @@ import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
+from shardwright.trainers.quantization.spqr import quantize_to_small_format
 from small_llama import (
     TrainedLlama,
     inject_outliers,
@@ -140,35 +141,6 @@ def test_searched_ranges_beat_minmax_at_few_bits(losses, dense_N, bits, method):
     assert excess(searched, dense_N)[0] < 0.7 * excess(minmax, dense_N)[0]
 
 
-@torch.no_grad()
-def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
-    """Put what SpQR stores in the place of every matrix inside the layers; return the average bits of a weight."""
-    from shardwright.trainers.formats.spqr import SpQROptions, spqr_quantize
-
-    layers = {
-        name: module for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)
-    }
-    hessians = {name: torch.zeros(module.in_features, module.in_features) for name, module in layers.items()}
-
-    def collect(name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: tuple[torch.Tensor]) -> None:
-            flat_NI = inputs[0].reshape(-1, inputs[0].shape[-1])
-            hessians[name] += flat_NI.T @ flat_NI / rows_NS.numel()
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(collect(name)) for name, module in layers.items()]
-    model(input_ids=rows_NS)
-    for handle in handles:
-        handle.remove()
-    stored_bytes = 0
-    for name, module in layers.items():
-        matrix = spqr_quantize(module.weight.bfloat16(), hessians[name], SpQROptions(outlier_threshold=0.5))
-        module.weight.copy_(matrix.dequantize())
-        stored_bytes += matrix.stored_bytes
-    return 8 * stored_bytes / sum(module.weight.numel() for module in layers.values())
-
-
 @pytest.mark.needs("llmcompressor")
 def test_spqr_beats_rounding_of_equal_size_at_three_bits(llama):
     """Rounding has groups of 16 with a 16-bit scale and a zero point: 3 + 16/16 + 3/16 = 4.19 bits for each weight.
@@ -181,7 +153,18 @@ def test_spqr_beats_rounding_of_equal_size_at_three_bits(llama):
     scheme = replace(three, weights=replace(three.weights, group_size=16))
     quantize_with_llm_compressor(model=rounded, scheme=scheme, method="rtn")
     model = llama.copy()
-    bits = with_spqr(model, llama.train_NS[:CALIBRATION_ROWS])
+    layers = [name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    quantized = quantize_to_small_format(
+        model,
+        three,
+        method="spqr",
+        layers=[f"model.{name}" for name in layers],
+        calibration=[{"input_ids": row.tolist()} for row in llama.train_NS[:CALIBRATION_ROWS]],
+        batch_size=8,
+        options={"outlier_threshold": 0.5},
+    )
+    stored = [tensor.nbytes for matrix in quantized.matrices.values() for tensor in matrix.tensors().values()]
+    bits = 8 * sum(stored) / sum(matrix.shape[0] * matrix.shape[1] for matrix in quantized.matrices.values())
     assert 3 < bits < 3 + 16 / 16 + 3 / 16
     dense = llama.copy()
     spqr, rounding = (row_divergences(each, dense, llama.evaluation_NS) for each in (model, rounded))

@@ -49,17 +49,14 @@ def written(source, directory, weight_OI, scheme, calibration=(), before=lambda 
 
 
 def assert_tensors(found, expected):
-    assert found.keys() == expected.keys()
-    for name, (shape, dtype) in expected.items():
-        assert tuple(found[name].shape) == shape, name
-        assert found[name].dtype == dtype, name
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == expected
 
 
 def test_symmetric_int4(source, tmp_path):
     # Scale 1 = 7.5 / 7.5; -7.5 rounds to the even -8, and 7.5 is cut to 7 first.
     row = torch.tensor([-7.5, *range(-7, 7), 7.5])
     weight = torch.zeros(WIDTH, WIDTH)
-    weight[0, :GROUP], weight[0, GROUP:], weight[5, GROUP:] = row, 2 * row, -row.flip(0)
+    weight[0, :GROUP], weight[0, GROUP:] = row, 2 * row
     found, stated = written(source, tmp_path, weight, changed(scheme_named("W4A16"), group_size=GROUP))
     assert_tensors(
         found,
@@ -70,11 +67,6 @@ def test_symmetric_int4(source, tmp_path):
         },
     )
     assert found["weight_packed"][0].tolist() == [LOW_WORD, HIGH_WORD, LOW_WORD, HIGH_WORD]
-    # Mirrored, the row is -7.5, -6, ..., 6, 7, 7.5: codes -8, -6, ..., 7, 7.
-    nibbles = [0, 2, 3, 4, 5, 6, 7, 8]
-    assert found["weight_packed"][5, 2].item() == sum(value << 4 * place for place, value in enumerate(nibbles)) - (
-        1 << 32
-    )
     assert found["weight_scale"][0].tolist() == [1.0, 2.0]
     assert found["weight_shape"].tolist() == [WIDTH, WIDTH]
     assert stated["format"] == "pack-quantized" and stated["ignore"] == ["lm_head"]

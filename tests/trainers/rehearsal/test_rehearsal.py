@@ -22,14 +22,9 @@ from shardwright.trainers.rehearsal.checks import (
     check_export,
     check_resumed,
     check_training,
-    failed,
-    with_unreached,
 )
 from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal.files import choose_ranks
-from shardwright.trainers.rehearsal.report import (
-    Rehearsal,
-)
 from shardwright.trainers.rehearsal.worker import skewed_tokens
 
 CONFIG = {
@@ -170,14 +165,7 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     code, report, _ = rehearse(capsys, tmp_path / "plan", *flags)
     assert code == 2
     assert [error["where"] for error in report["error"]["errors"]] == ["steps", "time_limit", "ranks"]
-    code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
-    assert (code, report["error"]["errors"][0]["rule"]) == (2, "the plan has one node")
     assert not (tmp_path / "plan" / "rehearsal").exists()
-
-
-def rehearsal(made: Plan, **values: Any) -> Rehearsal:
-    checks = with_unreached([failed("files", "wrong")])
-    return Rehearsal(**{"plan": made, "source": None, "ranks": 2, "nodes": 1, "steps": 8, "checks": checks, **values})
 
 
 def record(**values: Any) -> dict[str, Any]:
@@ -252,52 +240,42 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     assert changes[0] == "per_device_train_batch_size"
     half = {"fp16": {"enabled": "auto", "loss_scale": 0}}
     assert replaced(cpu_deepspeed, half)[0] == {"bf16": {"enabled": "auto"}}
-    superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
-    found, changes = replaced(cpu_deepspeed, superoffload)
-    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
-    assert changes == ["zero_optimization.offload_optimizer.super_offload"]
     accelerate, changes = replaced(cpu_accelerate, {"mixed_precision": "fp16", "gpu_ids": "0,1", "debug": False})
     assert accelerate == {"mixed_precision": "bf16", "debug": False} and len(changes) == 2
     offloaded = {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}
     assert replaced(cpu_accelerate, offloaded)[0]["fsdp_config"]["fsdp_offload_params"] is False
 
 
-def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
+def test_kernels_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
     from shardwright.trainers.training.settings import TrainSettings, planned_argument_errors
 
-    job = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
     kernels = {"precision": "fp8", "torch_compile": True, "use_liger_kernel": True, "strategy": "fsdp2"}
-    for name, settings in {"kernels": kernels, "zenflow": {"offload": "zenflow"}}.items():
-        planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **job, **settings)
-        planned.write(tmp_path / name)
-        (tmp_path / f"{name}-work").mkdir()
-        files = PlanFiles.read(tmp_path / name)
-        config = json.loads((tiny_llama / "config.json").read_text())
-        found = scale_plan(planned, files, config, ranks=2, nodes=1, steps=2, work=tmp_path / f"{name}-work")
-        changes = {change.where: (change.before, change.after) for change in found.changes}
-        assert found.strategy.offload_variant == "none"
-        if name == "kernels":
-            assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
-            assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
-            arguments = found.worker.training_arguments
-            assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
-            errors = {error.where: error.fix for error in planned_argument_errors(TrainSettings(), planned)}
-            assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
-        else:
-            assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
-            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zero_optimization.zenflow" in changes
+    sizes = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
+    planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **sizes, **kernels)
+    planned.write(tmp_path / "plan")
+    (tmp_path / "work").mkdir()
+    files = PlanFiles.read(tmp_path / "plan")
+    config = json.loads((tiny_llama / "config.json").read_text())
+    scaled = scale_plan(planned, files, config, ranks=2, steps=2, work=tmp_path / "work")
+    changes = {change.where: (change.before, change.after) for change in scaled.changes}
+    assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
+    assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
+    arguments = scaled.worker.training_arguments
+    assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
+    errors = {error.where: error.fix for error in planned_argument_errors(TrainSettings(), planned)}
+    assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
 
 
 def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
-    assert choose_ranks(Layout(engine="ddp", dp_replicate=8), nodes=1, ranks=None) == 2
-    assert choose_ranks(Layout(engine="single"), nodes=1, ranks=None) == 1
+    assert choose_ranks(Layout(engine="ddp", dp_replicate=8), None) == 2
+    assert choose_ranks(Layout(engine="single"), None) == 1
     hybrid = Layout(engine="fsdp2", dp_replicate=2, dp_shard=8)
-    assert choose_ranks(hybrid, nodes=1, ranks=None) == 4
+    assert choose_ranks(hybrid, None) == 4
     zeropp = Layout(engine="deepspeed", zero_stage=3, dp_shard=16, zero=ZeroOptions(hpz_partition_size=4))
-    assert choose_ranks(zeropp, nodes=2, ranks=None) == 8
+    assert choose_ranks(zeropp, None) == 4
     with pytest.raises(UsageError, match="use --ranks"):
-        choose_ranks(hybrid, nodes=1, ranks=3)
+        choose_ranks(hybrid, 3)
 
 
 def test_synthetic_tokens_can_be_learned_in_a_few_steps() -> None:

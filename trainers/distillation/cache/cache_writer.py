@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -17,16 +16,16 @@ from ....ds_configs.plan.output import disk_errors, output_errors, reserved, wri
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.messages import log_progress
-from ....plugins.transformers.output_heads import output_head
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, Packing, local_place
 from ...data.templates import set_chat_template
+from ...evaluation.measures import ModelReader
 from .teacher_cache import CACHE_KEY, KEY, OWN_FILES, CacheKey, TeacherCache, sample_hash
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 # About 79 MB at k = 50: an interrupted run loses little, and a large cache still has few files.
@@ -37,26 +36,6 @@ _SMALLEST_LOGIT = -60.0
 """Of logits minus the largest one: 1 + exp(-60) is 1 in fp32, and 0 · log 0 would not be a number."""
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that determines how a tokenizer splits text.
-
-    Fast tokenizers store the padding and truncation of the last call (transformers 5.17.0,
-    tokenization_utils_tokenizers.py `set_truncation_and_padding`); both are omitted.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        content = repr(sorted(tokenizer.get_vocab().items()))
-    else:
-        content = json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase, *, used: bool) -> str:
-    """Return a hash of the chat template; the hash of an empty one if it is not used."""
-    template = str(getattr(tokenizer, "chat_template", None) or "") if used else ""
-    return hashlib.sha256(template.encode()).hexdigest()
-
-
 def weights_identity(name: str, revision: str | None, config: PreTrainedConfig) -> str:
     """Return the commit of a Hub model, or a hash of the files of a local one."""
     directory = Path(name)
@@ -64,13 +43,9 @@ def weights_identity(name: str, revision: str | None, config: PreTrainedConfig) 
         return str(getattr(config, "_commit_hash", None) or revision or "main")
     digest = hashlib.sha256()
     for path in sorted([*directory.glob("*.safetensors"), directory / "config.json"]):
-        digest.update(path.name.encode() + bytes.fromhex(file_sha256(path)))
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_cache(
@@ -83,8 +58,10 @@ def write_cache(
     Raises:
         RefusedInputError: the directory has another cache, or damaged files; names all differences.
         ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
-        UsageError: the teacher has no output embeddings.
     """
+    import torch
+
+    reader = ModelReader(teacher, name=f"teacher {type(teacher).__name__}")
     cache = stored_cache(directory, key)
     missing = {sample_hash(ids): ids for ids in samples if len(ids) and (cache is None or ids not in cache)}
     last = max(directory.glob(OWN_FILES[0]), default=None)
@@ -93,9 +70,11 @@ def write_cache(
     for file, group in enumerate(_groups(missing.values()), start=next_file):
         answers = []
         for first in range(0, len(group), batch_size):
-            batch = group[first : first + batch_size]
-            answers.append(teacher_answers(teacher, batch, key))
-            done += len(batch)
+            batch = collate([{"input_ids": ids} for ids in group[first : first + batch_size]])
+            rows_ND, head = reader.answers(batch, batch["attention_mask"].bool())
+            with torch.no_grad():
+                answers += [answers_of(head(rows_nD), key) for rows_nD in rows_ND.split(CHUNK_ROWS)]
+            done += len(batch["input_ids"])
             log_progress("sample", done, len(samples))
         write_answers(directory / f"answers-{file:05d}.safetensors", key, group, answers)
 
@@ -135,37 +114,6 @@ def write_answers(
     # safetensors (0.8.0) writes several entries of metadata in random order, and equal caches have equal bytes.
     content = save(tensors, metadata={KEY: CACHE_KEY.dump_json(key).decode()})
     write_files({path.name: content}, path.parent, force=True)
-
-
-def teacher_answers(
-    teacher: PreTrainedModel, samples: Sequence[Sequence[int]], key: CacheKey
-) -> dict[str, torch.Tensor]:
-    """Run a teacher on a batch of samples and return its answers to every token.
-
-    Raises:
-        ShardwrightError: its logits are NaN or infinite.
-        UsageError: it has no output embeddings.
-    """
-    import torch
-
-    from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
-
-    batch = collate([{"input_ids": ids} for ids in samples])
-    inputs = accepted_inputs(teacher, {name: tensor.to(teacher.device) for name, tensor in batch.items()})
-    mask_BS = batch["attention_mask"].bool().to(teacher.device)
-    with torch.no_grad():
-        with captured_head_input(teacher) as head_input:
-            outputs = teacher(**inputs)
-        try:
-            head_input.check(f"teacher {type(teacher).__name__}", outputs.logits)
-        except UnknownLogitsError:
-            # The logits are not just the output of a head, so they are computed for all positions.
-            chunks = iter(teacher(**inputs).logits[mask_BS].split(CHUNK_ROWS))
-        else:
-            head, hidden_NH = output_head(teacher), head_input.inputs[0][mask_BS]
-            chunks = (head.logits(chunk_nH.to(head.weight_VH.dtype)) for chunk_nH in hidden_NH.split(CHUNK_ROWS))
-        answers = [answers_of(chunk_nV, key) for chunk_nV in chunks]
-    return {name: torch.cat([chunk[name] for chunk in answers]) for name in answers[0]}
 
 
 def answers_of(logits_NV: torch.Tensor, key: CacheKey) -> dict[str, torch.Tensor]:
@@ -255,8 +203,6 @@ def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None
     key = CacheKey(
         teacher=teacher,
         weights=weights_identity(teacher, settings.revision, config),
-        tokenizer=tokenizer_hash(tokenizer),
-        template=template_hash(tokenizer, used=samples.statistics.kind == "messages"),
         vocab_size=vocab_size,
         top_k=min(settings.top_k, vocab_size),
         temperatures=temperatures,

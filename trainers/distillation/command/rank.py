@@ -7,7 +7,7 @@ from typing import Any
 from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ...parallel.trainer_for import planned_parallelism
 from ...runs.ranks import RankContext, TrainingTask, placed_teacher, starting_weights, trained_model
-from .settings import TEACHER_TOKENIZER, DistillJob, distillation_config
+from .settings import DistillJob, distillation_config
 
 
 class DistillTask(DistillJob, TrainingTask):
@@ -20,13 +20,11 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
-        from transformers import AutoTokenizer
-
         from ..cache.teacher_cache import CachedTeacherDataset, TeacherCache
         from ..trainer import DistillationTrainer
 
         prepare_model_directory_save(context.arguments)
-        settings, teacher_tokenizer, common = self.settings, None, context.trainer_arguments()
+        settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
         if settings.teacher_cache is None:
             teacher: Any = placed_teacher(self.teacher, settings.teacher_revision, self, context)
@@ -34,16 +32,12 @@ class DistillTask(DistillJob, TrainingTask):
             teacher = TeacherCache.open(settings.teacher_cache)
             for name in ("train_dataset", "eval_dataset"):
                 common[name] = CachedTeacherDataset(common[name], teacher)
-        if settings.cross_tokenizer:
-            directory = str(context.work / TEACHER_TOKENIZER)
-            teacher_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         return planned_parallelism(context.plan).make_trainer(
             trainer_class=DistillationTrainer,
             model=student,
             teacher=teacher,
             teacher_placement=self.placement,
             distillation=distillation_config(settings, self.vocab_size),
-            teacher_tokenizer=teacher_tokenizer,
             **common,
         )
 

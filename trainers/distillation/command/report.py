@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
 from ...counting.estimates import STANDARD_ERROR, Estimate
@@ -16,7 +16,6 @@ from .settings import DistillSettings
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
-CHART_FILE = "distillation.png"
 _FORMULAS = {
     "forward_kl": "KL(teacher | student)",
     "reverse_kl": "KL(student | teacher)",
@@ -38,8 +37,6 @@ class DistillationResult(StepResult):
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DistillationOutcome(LaunchedOutcome):
     """Result of a distillation that succeeded."""
-
-    chart_file: ClassVar[str] = CHART_FILE
 
     settings: DistillSettings
     teacher: str
@@ -93,7 +90,7 @@ class DistillationOutcome(LaunchedOutcome):
         licenses = f"{license_line(student, 'Student')} {license_line(teacher, 'Teacher')}"
         return card_text(
             f"{title_of(student)}, distilled from {title_of(teacher)}",
-            [lead, usage("." if adapter else None), *self.card_results()],
+            [lead, usage(adapter=adapter), *self.card_results()],
             f"{licenses} The terms of the teacher and of the data may also apply to the student. Read all three before "
             "you publish it.",
             base=student,
@@ -130,4 +127,4 @@ def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:
     adapter = settings.method == "lora"
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ..config import DistillationConfig
 
 
-TEACHER_TOKENIZER = "teacher_tokenizer"
-
-
 class DistillSettings(ObjectiveSettings, LaunchedSettings):
     """Every setting of `shardwright distill`."""
 
@@ -33,7 +30,6 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
         ge=1,
         description="Prompt length with --on-policy. Default: up to the first label; plain text: half",
     )
-    cross_tokenizer: bool = Field(False, description="Distill between models with different tokenizers")
     teacher_cache: str | None = Field(
         None, description="Directory written by cache-teacher; no teacher runs during training"
     )
@@ -46,7 +42,7 @@ class DistillJob(LaunchedJob):
     settings: DistillSettings = Field(description="the user's settings")
     teacher: str = Field(description="Hub id or directory")
     student: str = Field(description="Hub id, directory or config.json")
-    vocab_size: int | None = Field(description="tokens that both tokenizers have; None across tokenizers")
+    vocab_size: int = Field(description="tokens that both tokenizers have")
 
 
 def distillation_config(settings: DistillSettings, vocab_size: int | None) -> DistillationConfig:
@@ -69,7 +65,6 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
         hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
         attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
         on_policy=on_policy if settings.on_policy else None,
-        cross_tokenizer=settings.cross_tokenizer,
     )
 
 
@@ -96,6 +91,6 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     if settings.method == "lora" and settings.hidden_states:
         reject_set(("hidden_states",), "trains projectors, which LoRA adapters cannot store", "use --method full")
     if cached or settings.teacher_cache is not None:
-        live_terms = ("hidden_states", "attention", "on_policy", "cross_tokenizer")
+        live_terms = ("hidden_states", "attention", "on_policy")
         reject_set(live_terms, "requires a live teacher", "remove --teacher-cache")
     return errors

@@ -21,12 +21,12 @@ from ...data.packing import packed_if_possible
 from ...data.samples import Samples
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
+from ...data.tokenizers import agreed_vocab_size
 from ...runs.inputs import (
     CONVERTED,
     chosen_hardware,
     is_without,
     launch_errors,
-    limited_held_out,
     named_samples,
     run_output_errors,
     trained_teacher,
@@ -35,7 +35,7 @@ from ...runs.inputs import (
 from ...runs.run import PreparedTraining, run_training
 from ...runs.settings import RunRequest
 from .report import DistillationOutcome, DistillationResult, distillation_file_names
-from .settings import TEACHER_TOKENIZER, DistillJob, DistillSettings, distill_settings_errors, distillation_config
+from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,8 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
     settings: DistillSettings
     teacher: str
     student: str
-    teacher_tokenizer: Any
-    """The teacher's tokenizer; `tokenizer` is the student's."""
-    vocab_size: int | None
-    """Tokens that both tokenizers have; `None` across tokenizers."""
+    vocab_size: int
+    """Tokens that both tokenizers have."""
 
     kind = "distill"
 
@@ -98,8 +96,6 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
         return {"eval_on_start": True}
 
     def job(self, common: Mapping[str, Any], work: Path) -> DistillJob:
-        """Save the teacher's tokenizer for the ranks, and return their job."""
-        self.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
         cache = self.settings.teacher_cache
         own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
         if cache:
@@ -126,7 +122,8 @@ def prepare_distillation(
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(errors):
         distillation_config(settings, None)
-    hardware = loaded_student = loaded_teacher = tokenizers = samples = None
+    hardware = loaded_student = loaded_teacher = tokenizer = samples = None
+    vocab_size = 0
     with collecting(errors):
         hardware = chosen_hardware(settings)
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
@@ -137,15 +134,15 @@ def prepare_distillation(
         loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
     if loaded_student is not None and loaded_teacher is not None:
         with collecting(errors):
-            settings, tokenizers = _with_tokenizers(settings, teacher, student)
-    if tokenizers is not None and settings.dataset:
+            settings, tokenizer, vocab_size = _with_tokenizers(settings, teacher, student)
+    if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            samples = named_samples(settings, tokenizers[0])
+            samples = named_samples(settings, tokenizer)
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
-                samples = _stored(samples, settings, teacher, tokenizers)
+                samples = _stored(samples, settings, teacher)
     if errors:
         raise UsageError(errors)
-    assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left an error"
+    assert hardware and loaded_student and loaded_teacher and tokenizer and samples, "what failed left an error"
     own, other = loaded_student.spec.parameter_count, loaded_teacher.spec.parameter_count
     if own > other:
         logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
@@ -164,9 +161,7 @@ def prepare_distillation(
     obstacle = None
     if settings.on_policy:
         obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
-    elif settings.cross_tokenizer:
-        obstacle = "the teacher reads each conversation in its own tokens (--cross-tokenizer)"
-    samples = packed_if_possible(limited_held_out(samples, settings), settings, plan, models, obstacle=obstacle)
+    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedDistillation(
         request=request,
         settings=settings,
@@ -174,21 +169,17 @@ def prepare_distillation(
         student=student,
         plan=plan,
         samples=samples,
-        tokenizer=tokenizers[0],
-        teacher_tokenizer=tokenizers[1],
-        vocab_size=tokenizers[2],
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
     )
 
 
-def _with_tokenizers(
-    settings: DistillSettings, teacher: str, student: str
-) -> tuple[DistillSettings, tuple[Any, Any, int | None]]:
-    """Return settings with a supported sequence length, both tokenizers and their common size."""
+def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[DistillSettings, Any, int]:
+    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have."""
     own = StartingModel(model=student, revision=settings.revision)
     other = StartingModel(model=teacher, revision=settings.teacher_revision)
     config, teacher_config = load_config(own), load_config(other)
-    # Across tokenizers the teacher reads the same text in its own tokens, which may be fewer or more.
-    fitting = with_positions(settings, config, *(() if settings.cross_tokenizer else (teacher_config,)))
+    fitting = with_positions(settings, config, teacher_config)
     width = config.get_text_config().vocab_size
     taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
     if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
@@ -202,27 +193,18 @@ def _with_tokenizers(
     else:
         tokenizer = load_tokenizer(own, width)
     set_chat_template(tokenizer, settings.chat_template)
-    if settings.cross_tokenizer:
-        return fitting, (tokenizer, taught, None)
-    from ...data.tokenizers import agreed_vocab_size
-
-    return fitting, (tokenizer, taught, agreed_vocab_size(tokenizer, taught))
+    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught)
 
 
-def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
+def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:
     """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
-    from ..cache.cache_writer import template_hash, tokenizer_hash, weights_identity
+    from ..cache.cache_writer import weights_identity
     from ..cache.teacher_cache import TeacherCache, key_errors
 
     where = f"teacher_cache {settings.teacher_cache}"
     cache = TeacherCache.open(settings.teacher_cache or "")
     config = load_config(StartingModel(model=teacher, revision=settings.teacher_revision))
-    expected = replace(
-        cache.key,
-        weights=weights_identity(teacher, settings.teacher_revision, config),
-        tokenizer=tokenizer_hash(tokenizers[1]),
-        template=template_hash(tokenizers[0], used=samples.statistics.kind == "messages"),
-    )
+    expected = replace(cache.key, weights=weights_identity(teacher, settings.teacher_revision, config))
     if errors := key_errors(cache.key, expected, where):
         raise RefusedInputError(errors)
     if settings.temperature not in cache.key.temperatures:
@@ -230,14 +212,14 @@ def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizer
         rule = f"has temperatures {stored}, not {settings.temperature:g}"
         errors.append(ConfigError(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
     missing = sum(sample["input_ids"] not in cache for sample in samples.train)
+    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
+    fix = "cache the same dataset with the same --seq-len, --chat-template, --seed and --evaluation-fraction"
     if missing:
         rule = f"lacks {missing} of {len(samples.train)} training samples"
-        fix = "cache the same dataset with the same --seq-len"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    elif not known:
+        rule = "has none of the held-out samples, so the student could not be compared with its teacher"
         errors.append(ConfigError(where=where, rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
-    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
-    if not known:
-        rule = "has none of the held-out samples, so the student could not be compared with its teacher"
-        raise UsageError(ConfigError(where=where, rule=rule, fix="cache the dataset again, with its held-out samples"))
     return replace(samples, evaluation=known)

@@ -1,18 +1,17 @@
-"""Layers of a teacher that a student keeps, and the axes of each family's tensors."""
+"""Layers of a teacher that a student keeps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ....ds_configs.specs.errors import ConfigError, UsageError
-from .request import Widths
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _POSITION = re.compile(r"layer_(idx|index|id|number)$")
 
@@ -108,57 +107,3 @@ def _structure(layer: torch.nn.Module) -> dict[str, object]:
             if isinstance(value, bool | int | float | str) and not key.startswith("_") and not _POSITION.search(key):
                 values[f"{name}.{key}".lstrip(".")] = value
     return values
-
-
-Axis = Literal["hidden", "intermediate", "other"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorRule:
-    """Axes of the tensors with a name."""
-
-    name: re.Pattern[str]
-    """Matches the end of a tensor's name."""
-    axes: tuple[Axis, ...]
-    """Meaning of each axis; other axes are not changed."""
-    is_norm: bool = False
-    """Whether the tensor is the gain of a norm on the residual stream."""
-
-
-def _rule(name: str, *axes: Axis, is_norm: bool = False) -> TensorRule:
-    return TensorRule(name=re.compile(rf"(?:^|\.)(?:{name})$"), axes=axes, is_norm=is_norm)
-
-
-MLP_OUTPUT = "mlp.down_proj"
-"""Module of a layer whose inputs are the intermediate channels."""
-WIDTH_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose tensors `width_rule` names."""
-_RULES = (
-    _rule(r"(?:q|k)_norm\.weight", "other"),
-    _rule(r"(?:\w+_layernorm|norm)\.weight", "hidden", is_norm=True),
-    _rule(r"self_attn\.[qkv]_proj\.weight", "other", "hidden"),
-    _rule(r"self_attn\.o_proj\.weight", "hidden", "other"),
-    _rule(r"self_attn\.[qkv]_proj\.bias", "other"),
-    _rule(r"mlp\.(?:gate|up)_proj\.weight", "intermediate", "hidden"),
-    _rule(r"mlp\.(?:gate|up)_proj\.bias", "intermediate"),
-    _rule(r"mlp\.down_proj\.weight", "hidden", "intermediate"),
-    _rule(r"(?:mlp\.down_proj|self_attn\.o_proj)\.bias", "hidden"),
-    _rule(r"(?:embed_tokens|lm_head|score|classifier|qa_outputs)\.weight", "other", "hidden"),
-    _rule(r"(?:lm_head|score|classifier|qa_outputs)\.bias|rotary_emb\.inv_freq", "other"),
-)
-
-
-def width_rule(name: str) -> TensorRule | None:
-    """Return the axes of a tensor; `None` if it is not one of these model types."""
-    return next((rule for rule in _RULES if rule.name.search(name)), None)
-
-
-def teacher_widths(config: PreTrainedConfig) -> Widths:
-    """Return the widths of a Transformers config of one of these model types, defaults included."""
-    hidden_size, heads = config.hidden_size, config.num_attention_heads
-    return Widths(
-        hidden_size=hidden_size,
-        intermediate_size=config.intermediate_size,
-        heads=heads,
-        head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
-    )

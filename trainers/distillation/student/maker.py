@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +14,15 @@ from ....ds_configs.plan.output import disk_errors, output_errors, reserved, wri
 from ....ds_configs.shrink.config import Rewriting, keep_layers
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import settings_of
-from ....ds_configs.specs.units import human_count
 from ....plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
-from ....plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ....plugins.safetensors.reading import each_tensor, read_checkpoint
 from ....plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_weights, is_finite, refuse_code, stored_errors
 from ...formats.model_directory import copy_companions
-from ...reports.markdown import card_text, code, license_line, table, usage
-from .layers import (
-    WIDTH_FAMILIES,
-    LayerStack,
-    layer_stack,
-    teacher_widths,
-    uniform_layers,
-    unlike_layers,
-    width_rule,
-)
-from .request import StudentRequest, Widths, layer_errors, request_errors, width_errors
-from .width import WidthCutter, activation_scores, teacher_with_batches
+from .layers import LayerStack, layer_stack, uniform_layers, unlike_layers
+from .request import StudentRequest, layer_errors, request_errors, width_errors
+from .width import WIDTH_FAMILIES, WidthCutter, teacher_with_batches, tensor_axes
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +40,6 @@ def student(
     revision: str | None = None,
     dry_run: bool = False,
     force: bool = False,
-    push_to_hub: str | None = None,
-    private: bool = False,
     **request: Any,
 ) -> StudentReport:
     """Make a smaller student from a teacher: a model directory that Transformers loads, to be distilled into.
@@ -65,8 +52,6 @@ def student(
         revision: Branch, tag or commit of a Hub teacher.
         dry_run: Check everything and compute sizes; no weights are read.
         force: Replace the model in a directory that is not empty.
-        push_to_hub: Hub repository to upload the student to.
-        private: Make the repository private if it is new.
         request: Fields of `StudentRequest`, which are the flags of `shardwright student`.
 
     Returns:
@@ -79,12 +64,10 @@ def student(
     directory = None if output_dir is None else Path(output_dir)
     checked_request = settings_of(StudentRequest, request)
     with redirect_stdout(sys.stderr):
-        check_push(push_to_hub)
         plan = plan_student(teacher, checked_request, revision=revision, output_dir=directory, force=force)
         if dry_run or directory is None:
             return StudentReport(plan=plan, output_dir=None)
-        with pushed(directory, push_to_hub, private=private):
-            return make_student(plan, teacher, directory, force=force)
+        return make_student(plan, teacher, directory, force=force)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +82,9 @@ class StudentPlan:
     """The teacher's layers."""
     kept_layers: tuple[int, ...]
     """Numbers of the teacher's layers that stay."""
-    teacher_widths: Widths | None
-    """`None` if no width is reduced."""
-    student_widths: Widths | None
+    teacher_widths: dict[str, int] | None
+    """Sizes of a layer; `None` if no width is reduced."""
+    student_widths: dict[str, int] | None
     teacher_parameters: int
     """Parameters of the teacher, tied ones once."""
     student_parameters: int
@@ -128,8 +111,8 @@ class StudentReport:
             "revision": plan.source.revision,
             "request": plan.request.model_dump() | {"text": [str(path) for path in plan.request.text]},
             "kept_layers": list(plan.kept_layers),
-            "widths": None if plan.student_widths is None else asdict(plan.student_widths),
-            "teacher_widths": None if plan.teacher_widths is None else asdict(plan.teacher_widths),
+            "widths": plan.student_widths,
+            "teacher_widths": plan.teacher_widths,
             "teacher_parameters": plan.teacher_parameters,
             "student_parameters": plan.student_parameters,
         }
@@ -167,10 +150,16 @@ def plan_student(
             fix = "--layers works for every plain stack of layers"
             errors.append(ConfigError(where="model_type", value=model.config.model_type, rule=rule, fix=fix))
         else:
-            before = teacher_widths(model.config)
-            errors += width_errors(request, before)
-            cut = {"hidden_size": request.hidden_size, "intermediate_size": request.intermediate_size}
-            after = replace(before, **{name: size for name, size in cut.items() if size is not None})
+            errors += width_errors(request, model.config)
+            hidden_size, heads = model.config.hidden_size, model.config.num_attention_heads
+            before = {
+                "hidden_size": hidden_size,
+                "intermediate_size": model.config.intermediate_size,
+                "heads": heads,
+                "head_dim": getattr(model.config, "head_dim", None) or hidden_size // heads,
+            }
+            cut = {name: getattr(request, name) for name in ("hidden_size", "intermediate_size")}
+            after = before | {name: size for name, size in cut.items() if size is not None}
     if errors:
         raise UsageError(errors)
     kept_layers = request.keep_layers or uniform_layers(stack.count, request.layers or stack.count)
@@ -183,7 +172,7 @@ def plan_student(
     if unlike := unlike_layers(model, student, stack, kept_layers):
         raise UsageError(unlike)
     if after is not None:
-        config |= {name: size for name, size in asdict(after).items() if name != "heads"}
+        config |= {name: size for name, size in after.items() if name != "heads"}
         student = build_meta_model(config, source="student")
     if request.dtype is not None:
         config.pop("torch_dtype", None)
@@ -228,13 +217,15 @@ def make_student(plan: StudentPlan, teacher: str, output_dir: Path, *, force: bo
         model = build_meta_model(plan.source.config, source=plan.source.name)
         if errors := stored_errors(tensors, model, f"teacher {directory}", base_prefix=f"{plan.stack.base_prefix}."):
             raise RefusedInputError(errors)
-        cutter, stack, before, after = None, plan.stack, plan.teacher_widths, plan.student_widths
-        if before is not None and after is not None:
-            if unknown := sorted(name for name in tensors if width_rule(name) is None):
+        cutter, stack, widths = None, plan.stack, plan.student_widths
+        if widths is not None:
+            axes = tensor_axes(plan.source.config, widths, stack)
+            unknown = sorted(name for name in tensors if stack.canonical(name) not in axes)
+            if unknown := [name for name in unknown if not name.endswith("rotary_emb.inv_freq")]:
                 rule = "is a tensor that this family does not have, so widths cannot be reduced"
                 raise UsageError([ConfigError(where="teacher", value=name, rule=rule) for name in unknown[:5]])
-            batches = teacher_with_batches(directory, plan.source, plan.request.text)
-            cutter = WidthCutter(stack=stack, scores=activation_scores(*batches, stack), student=after)
+            teacher_model, batches = teacher_with_batches(directory, plan.source, plan.request.text)
+            cutter = WidthCutter(teacher_model, batches, stack, axes, widths)
         # Tensors that stay as they are stay memory-mapped.
         student: dict[str, torch.Tensor] = {}
         for name, tensor in each_tensor(tensors):
@@ -257,29 +248,4 @@ def make_student(plan: StudentPlan, teacher: str, output_dir: Path, *, force: bo
             files = {"config.json": plan.config, FILE_NAME: report.to_dict()}
             texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
             write_files(texts, unfinished, force=True)
-            write_files({CARD_FILE: _card(report, teacher, unfinished)}, unfinished, force=True)
     return report
-
-
-def _card(report: StudentReport, teacher: str, directory: Path) -> str:
-    """Return the student's `README.md` with the metadata that the Hub reads; `directory` has its other files."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    plan, request = report.plan, report.plan.request.model_dump()
-    cuts = {name: value for name, value in request.items() if value is not None and name != "text"}
-    is_causal = bool(set(plan.config.get("architectures") or ()) & set(CAUSAL.values()))
-    commit = f" at {code(plan.source.revision)}" if plan.source.revision else ""
-    return card_text(
-        f"{title_of(teacher)}, pruned to {human_count(plan.student_parameters)} parameters",
-        [
-            f"Pruned from {code(shown_name(teacher))}{commit}, which has {human_count(plan.teacher_parameters)}. "
-            "It was not trained after that: distill it before you use it.",
-            table(("", ""), [(name.replace("_", " "), value) for name, value in cuts.items()]),
-            usage() if is_causal and (directory / "tokenizer_config.json").is_file() else "",
-        ],
-        f"{license_line(teacher)} Read its card before you publish this one.",
-        base=teacher,
-        relation="finetune",
-        tags=("pruned",),
-        task="text-generation" if is_causal else None,
-    )

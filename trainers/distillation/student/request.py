@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.settings import Numbers, Paths, Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -18,12 +20,12 @@ class StudentRequest(Settings):
 
     group = "Student"
 
-    layers: int | None = Field(None, description="Layers to keep, evenly spread, first and last included")
+    layers: int | None = Field(None, ge=1, description="Layers to keep, evenly spread, first and last included")
     keep_layers: Numbers | None = Field(
         None, description="Layers to keep by number, ascending from 0 (e.g. 0,3,7); excludes --layers"
     )
-    hidden_size: int | None = Field(None, alias="hidden", description="Width of the residual stream")
-    intermediate_size: int | None = Field(None, alias="intermediate", description="Channels inside the MLP")
+    hidden_size: int | None = Field(None, ge=1, alias="hidden", description="Width of the residual stream")
+    intermediate_size: int | None = Field(None, ge=1, alias="intermediate", description="Channels inside the MLP")
     text: Paths = Field((), description="Text files on which channels are compared. Default: Python's help topics")
     dtype: StoredDtype | None = Field(None, description="Stored dtype. Default: the dtype of each tensor")
 
@@ -36,34 +38,11 @@ class StudentRequest(Settings):
         return self.layers is not None or self.keep_layers is not None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Widths:
-    """Sizes of a layer."""
-
-    hidden_size: int
-    """Width of the residual stream."""
-    intermediate_size: int
-    """Channels inside the MLP."""
-    heads: int
-    head_dim: int
-    """Width of one head. Neither is ever changed."""
-
-
 def request_errors(request: StudentRequest) -> list[ConfigError]:
     """Return the errors that do not depend on the teacher."""
     errors = []
     if request.layers is not None and request.keep_layers is not None:
         errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
-    sizes = {
-        "--layers": request.layers,
-        "--hidden": request.hidden_size,
-        "--intermediate": request.intermediate_size,
-    }
-    errors += [
-        ConfigError(where=name, value=n, rule="must be at least 1")
-        for name, n in sizes.items()
-        if n is not None and n < 1
-    ]
     if request.text and not request.cuts_width:
         rule = "is only used to compare channels"
         errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden or --intermediate"))
@@ -91,7 +70,7 @@ def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigErr
     return errors
 
 
-def width_errors(request: StudentRequest, teacher: Widths) -> list[ConfigError]:
+def width_errors(request: StudentRequest, config: PreTrainedConfig) -> list[ConfigError]:
     errors = [
         ConfigError(
             where=name,
@@ -100,13 +79,14 @@ def width_errors(request: StudentRequest, teacher: Widths) -> list[ConfigError]:
             fix="use a smaller value; a student cannot be larger than its teacher",
         )
         for name, size, limit in (
-            ("--hidden", request.hidden_size, teacher.hidden_size),
-            ("--intermediate", request.intermediate_size, teacher.intermediate_size),
+            ("--hidden", request.hidden_size, config.hidden_size),
+            ("--intermediate", request.intermediate_size, config.intermediate_size),
         )
         if size is not None and size > limit
     ]
-    if request.hidden_size is not None and request.hidden_size % teacher.heads:
-        rule = f"must be a multiple of the {teacher.heads} query heads"
-        fix = f"use {request.hidden_size // teacher.heads * teacher.heads or teacher.heads}"
+    heads = config.num_attention_heads
+    if request.hidden_size is not None and request.hidden_size % heads:
+        fix = f"use {request.hidden_size // heads * heads or heads}"
+        rule = f"must be a multiple of the {heads} query heads"
         errors.append(ConfigError(where="--hidden", value=request.hidden_size, rule=rule, fix=fix))
     return errors

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,104 +12,113 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....plugins.huggingface_hub.hub import ModelSource
+from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
 from ...data.sources import pack, read_documents
-from .layers import MLP_OUTPUT, LayerStack, width_rule
-from .request import Widths
+from .layers import LayerStack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Importance of everything that a narrower width may remove; larger values stay."""
-
-    hidden_H: torch.Tensor
-    """Channels of the residual stream, fp64."""
-    intermediate: dict[int, torch.Tensor]
-    """Channels of each layer's MLP, by the layer's number."""
-    energies: dict[str, torch.Tensor]
-    """Mean square [H] of each hidden channel before each norm, by the norm's name without the base model's prefix."""
+WIDTH_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types with RMS norms and gated MLPs, whose widths can be reduced."""
+HIDDEN, INTERMEDIATE = "hidden_size", "intermediate_size"
+Axes = tuple[str | None, ...]
+"""The width that each axis of a tensor has; `None` if no reduced width changes the axis."""
 
 
-def activation_scores(model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]], stack: LayerStack) -> Scores:
-    """Return importance from a teacher's activations on token batches.
+def tensor_axes(teacher: Mapping[str, Any], widths: Mapping[str, int], stack: LayerStack) -> dict[str, Axes]:
+    """Return the axes of every tensor of a teacher, by its name without the base model's prefix.
+
+    Compares the shapes of the teacher's config with those of the config with one width reduced.
+    """
+
+    def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        state = build_meta_model(dict(config), source="student").state_dict()
+        return {stack.canonical(name): tuple(tensor.shape) for name, tensor in state.items()}
+
+    own = shapes(teacher)
+    axes: dict[str, list[str | None]] = {name: [None] * len(shape) for name, shape in own.items()}
+    for width in (HIDDEN, INTERMEDIATE):
+        for name, shape in shapes({**teacher, "head_dim": widths["head_dim"], width: widths[width]}).items():
+            for axis, size in enumerate(shape):
+                if size != own[name][axis]:
+                    axes[name][axis] = width
+    return {name: tuple(meanings) for name, meanings in axes.items()}
+
+
+class WidthCutter:
+    """Cuts a teacher's tensors to the channels of largest importance, from its activations on token batches.
 
     A channel of the MLP: mean over tokens of |a| ‖w‖₂, the norm of what it adds to the residual stream, where w are the
     weights that read it. A channel of the residual stream: mean |x| after every norm, each divided by its mean over
     channels, summed (Muralidharan et al. 2024, arXiv 2407.14679, §2.2).
     """
-    # Sums over tokens; dividing by their number would not change the order within a layer.
-    channels: dict[int, Any] = defaultdict(float)
-    outputs: dict[str, Any] = defaultdict(float)
-    squares: dict[str, Any] = defaultdict(float)
-    tokens: dict[str, int] = defaultdict(int)
 
-    def add_channels(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        activations_NI = inputs[0].flatten(0, -2)
-        norms_I = module.weight.float().norm(dim=0)
-        channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
-
-    def add_norm(
-        name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[dict[str, torch.Tensor]],
+        stack: LayerStack,
+        axes: Mapping[str, Axes],
+        widths: Mapping[str, int],
     ) -> None:
-        stream_NH = inputs[0].flatten(0, -2).float()
-        squares[name] += stream_NH.square().sum(dim=0).double().cpu()
-        outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
-        tokens[name] += len(stream_NH)
+        self._stack, self._axes = stack, axes
+        # Sums over tokens; dividing by their number would not change the order within a layer.
+        channels: dict[int, Any] = defaultdict(float)
+        outputs: dict[str, Any] = defaultdict(float)
+        squares: dict[str, Any] = defaultdict(float)
 
-    with ExitStack() as hooks, torch.no_grad():
-        for name, module in model.named_modules():
-            own = stack.canonical(name)
-            layer, rule = stack.layer_of(own + "."), width_rule(f"{own}.weight")
-            inside = own.removeprefix(f"{stack.path}.{layer}.")
-            if layer is not None and inside == MLP_OUTPUT:
-                handle = module.register_forward_pre_hook(partial(add_channels, layer))
-            elif rule is not None and rule.is_norm:
-                handle = module.register_forward_hook(partial(add_norm, own))
-            else:
-                continue
-            hooks.callback(handle.remove)
-        model.eval()
-        for batch in batches:
-            model(**batch)
-    means = {name: total_H / tokens[name] for name, total_H in outputs.items()}
-    energies = {name: total_H / tokens[name] for name, total_H in squares.items()}
-    return Scores(
-        hidden_H=torch.stack([mean_H / mean_H.mean() for mean_H in means.values()]).sum(dim=0),
-        intermediate=channels,
-        energies=energies,
-    )
+        def add_channels(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            activations_NI = inputs[0].flatten(0, -2)
+            norms_I = module.weight.float().norm(dim=0)
+            channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
 
+        def add_norm(
+            name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
+        ) -> None:
+            squares[name] += inputs[0].flatten(0, -2).float().square().sum(dim=0).double().cpu()
+            outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
 
-@dataclass(frozen=True, kw_only=True)
-class WidthCutter:
-    """Cuts a teacher's tensors to the channels of largest importance."""
-
-    stack: LayerStack
-    scores: Scores
-    student: Widths
+        with ExitStack() as hooks, torch.no_grad():
+            for name, module in model.named_modules():
+                own = stack.canonical(name)
+                layer, weight = stack.layer_of(own + "."), axes.get(f"{own}.weight", ())
+                if layer is not None and weight[1:] == (INTERMEDIATE,):
+                    handle = module.register_forward_pre_hook(partial(add_channels, layer))
+                elif weight == (HIDDEN,):
+                    handle = module.register_forward_hook(partial(add_norm, own))
+                else:
+                    continue
+                hooks.callback(handle.remove)
+            model.eval()
+            for batch in batches:
+                model(**batch)
+        self._intermediate = {layer: _largest(sum_I, widths[INTERMEDIATE]) for layer, sum_I in channels.items()}
+        self._gains: dict[str, float] = {}
+        if outputs:
+            importance_H = torch.stack([sum_H / sum_H.mean() for sum_H in outputs.values()]).sum(dim=0)
+            self._hidden = _largest(importance_H, widths[HIDDEN])
+            for name, sum_H in squares.items():
+                before, after = float(sum_H.mean()), float(sum_H[self._hidden].mean())
+                self._gains[f"{name}.weight"] = (after / before) ** 0.5 if before > 0 else 1.0
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the teacher with the student's widths; the gain of a norm is corrected."""
-        rule = width_rule(name)
-        assert rule is not None, "names are checked before anything is removed"
-        hidden = _largest(self.scores.hidden_H, self.student.hidden_size)
-        for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
-            if meaning == "hidden":
-                tensor = tensor.index_select(axis, hidden)
-            elif meaning == "intermediate":
-                layer = self.stack.layer_of(name)
+        """Return a tensor of the teacher with the student's widths.
+
+        The gain of a norm is multiplied by the change of the root mean square that the norm divides by.
+        """
+        own = self._stack.canonical(name)
+        for axis, width in enumerate(self._axes.get(own, ())):
+            if width == HIDDEN:
+                tensor = tensor.index_select(axis, self._hidden)
+            elif width == INTERMEDIATE:
+                layer = self._stack.layer_of(name)
                 assert layer is not None, "only layers have these channels"
-                kept = _largest(self.scores.intermediate[layer], self.student.intermediate_size)
-                tensor = tensor.index_select(axis, kept)
-        if rule.is_norm:
-            # The mean square that the norm divides by changes with the channels.
-            energy_H = self.scores.energies[self.stack.canonical(name.rpartition(".")[0])]
-            before, after = float(energy_H.mean()), float(energy_H[hidden].mean())
-            tensor = (tensor.double() * ((after / before) ** 0.5 if before > 0 else 1.0)).to(tensor.dtype)
+                tensor = tensor.index_select(axis, self._intermediate[layer])
+        if own in self._gains:
+            tensor = (tensor.double() * self._gains[own]).to(tensor.dtype)
         return tensor
 
 

@@ -14,12 +14,12 @@ from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_f
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import own_class
 from ...counting.counts import UNPADDED
-from ...exact import Axis, ExactTrainer, make_exact
+from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
 from ..sequence.checks import attention_window, parallelism_errors, reading_errors, rotation
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
 _EVALUATION = (
     "is wrong under context parallelism: each rank of a sequence counts as its own sample (transformers 5.17.0)"
@@ -30,18 +30,61 @@ _ELSEWHERE = "use sp with DeepSpeed"
 _FILLS = {"labels": -100, "shift_labels": -100}
 
 
-def prepare_context_parallel(
-    training_arguments: TrainingArguments, model: PreTrainedModel, context_parallel_size: int
-) -> None:
-    """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
+class ContextParallelism:
+    """Splits sequences over ranks that pass keys and values around in a ring.
 
-    Raises:
-        UsageError: model or arguments do not support it; lists all errors.
+    >>> ranks = ContextParallelism(4)  # doctest: +SKIP
+    >>> ranks.prepare(arguments, model)  # doctest: +SKIP
+    >>> trainer = Trainer(model, arguments, train_dataset=samples)  # doctest: +SKIP
+    >>> ranks.attach(trainer)  # doctest: +SKIP
+
+    Args:
+        context_parallel_size: Number of ranks that share a sequence.
     """
+
+    def __init__(self, context_parallel_size: int) -> None:
+        self.context_parallel_size = context_parallel_size
+
+    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
+        """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
+
+        Raises:
+            UsageError: model or arguments do not support it; lists all errors.
+        """
+        _prepare(training_arguments, model, self.context_parallel_size)
+
+    def attach(self, trainer: Any) -> None:
+        """Pad the batches of a Trainer, and make it reject evaluations; call it right after the Trainer is created.
+
+        The shards of neighbouring ranks do not hold neighbouring tokens. Only the model's own loss is therefore right,
+        whose labels Transformers shifts before it splits the sequence.
+
+        Raises:
+            UsageError: the Trainer has its own loss or metrics; lists all errors.
+        """
+        from transformers import Trainer
+
+        own_losses = {
+            "compute_loss_func": trainer.compute_loss_func is not None,
+            f"{type(trainer).__name__}.compute_loss": own_class(trainer).compute_loss is not Trainer.compute_loss,
+        }
+        errors = [
+            ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE) for where, is_set in own_losses.items() if is_set
+        ]
+        if trainer.compute_metrics is not None:
+            errors.append(ConfigError(where="compute_metrics", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+        if errors:
+            raise UsageError(errors)
+        trainer.data_collator = ContextParallelCollator(trainer.data_collator, self.context_parallel_size)
+        count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
+        make_exact(trainer).shared_axis = ContextAxis()
+
+
+def _prepare(training_arguments: TrainingArguments, model: PreTrainedModel, size: int) -> None:
     from accelerate import ParallelismConfig
     from accelerate.utils import TorchContextParallelConfig
 
-    size, axes = context_parallel_size, training_arguments.parallelism_config
+    axes = training_arguments.parallelism_config
     # Replicas of the sharded model, from the arguments or from the launcher's environment.
     replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
     if axes is not None:
@@ -68,45 +111,6 @@ def prepare_context_parallel(
     )
 
 
-def check_context_parallel_class(trainer_class: type) -> None:
-    """Reject a Trainer class with its own loss, before it uses a collator that it does not know.
-
-    Raises:
-        UsageError: it overrides `compute_loss`.
-    """
-    from transformers import Trainer
-
-    if trainer_class.compute_loss is not Trainer.compute_loss:  # type: ignore[attr-defined]
-        where = f"{trainer_class.__name__}.compute_loss"
-        raise UsageError(ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE))
-
-
-def check_context_parallel_trainer(trainer: Trainer) -> None:
-    """Check that a Trainer computes nothing that is wrong on shards of sequences, and make it reject evaluation.
-
-    Call it right after the Trainer is created. The shards of neighbouring ranks do not hold neighbouring tokens. Only
-    the model's own loss is therefore right, whose labels Transformers shifts before it splits the sequence.
-
-    Raises:
-        UsageError: the Trainer has its own loss or metrics; lists all errors.
-    """
-    from transformers import Trainer
-
-    own_losses = {
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{type(trainer).__name__}.compute_loss": own_class(trainer).compute_loss is not Trainer.compute_loss,
-    }
-    errors = [
-        ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE) for where, is_set in own_losses.items() if is_set
-    ]
-    if trainer.compute_metrics is not None:
-        errors.append(ConfigError(where="compute_metrics", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
-    if errors:
-        raise UsageError(errors)
-
-    make_exact(trainer).shared_axis = ContextAxis()
-
-
 class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
 
@@ -122,26 +126,16 @@ class ContextAxis(Axis):
 class ContextParallelCollator:
     """Data collator that pads batches on the right to a multiple of twice the number of ranks of a sequence.
 
-    The mask is dropped: attention is causal, and padding on the right comes after every token. With `reports_tokens`
-    a batch also holds its number of tokens before padding (`counts.UNPADDED`), for a Trainer that counts them.
+    The mask is dropped: attention is causal, and padding on the right comes after every token. A batch also holds its
+    number of tokens before padding (`counts.UNPADDED`), which the Trainer counts.
 
     Raises:
         UsageError: a batch is padded on the left, packs documents into a row, has a mask with more than 2 dimensions,
             or has positions that do not count its tokens from 0.
     """
 
-    def __init__(
-        self,
-        collator: Callable[[Any], Any],
-        context_parallel_size: int,
-        *,
-        pad_token_id: int = 0,
-        reports_tokens: bool = False,
-    ) -> None:
-        self.collator = collator
-        self.reports_tokens = reports_tokens
-        self.context_parallel_size = context_parallel_size
-        self.pad_token_id = pad_token_id
+    def __init__(self, collator: Callable[[Any], Any], context_parallel_size: int) -> None:
+        self.collator, self.context_parallel_size = collator, context_parallel_size
 
     def __call__(self, rows: Any) -> dict[str, Any]:
         """Collate rows and pad them."""
@@ -173,13 +167,11 @@ class ContextParallelCollator:
                 rule = "must count the tokens of a row from 0: context parallelism does not support other positions"
                 shape = list(positions.shape)
                 raise UsageError(ConfigError(where=POSITION_IDS, value=shape, rule=rule, fix="omit them"))
-        if self.reports_tokens:
-            batch[UNPADDED] = (samples * tokens, samples * tokens if mask is None else int(mask.sum()))
+        batch[UNPADDED] = (samples * tokens, samples * tokens if mask is None else int(mask.sum()))
         extra = -tokens % (2 * self.context_parallel_size)
-        fills = {"input_ids": self.pad_token_id, **_FILLS}
         for name, value in batch.items():
             if torch.is_tensor(value) and value.shape == (samples, tokens):
-                batch[name] = torch.nn.functional.pad(value, (0, extra), value=fills.get(name, 0))
+                batch[name] = torch.nn.functional.pad(value, (0, extra), value=_FILLS.get(name, 0))
         return batch
 
 

@@ -1,11 +1,11 @@
-"""Batches for the stages of a pipeline: one shape per step, and each evaluation sample counted once.
+"""Batches for the stages of a pipeline: one shape per step.
 
 Shapes: B samples of a micro-batch, S tokens of its longest sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.specs.errors import ConfigError, UsageError
@@ -89,46 +89,3 @@ def for_stages(
 
     inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
     return inputs, (batch["labels"], loss_factor)
-
-
-def own_samples(
-    batches: Iterable[Mapping[str, torch.Tensor]], *, samples: int | None, replicas: int, replica: int
-) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-    """Yield the batches of a replica without labels of repeated samples, and whether each is the last.
-
-    Accelerate starts again from the first sample if the last batches of some replicas would be empty. In turn `r`
-    replica `i` gets the samples `(r * replicas + i) * B` to `(r * replicas + i + 1) * B`; those beyond the dataset are
-    repeated.
-
-    Args:
-        batches: Batches of B samples, as Accelerate shards them.
-        samples: Samples of the complete dataset; `None` if unknown, and then none is repeated.
-        replicas: Number of replicas that share the dataset.
-        replica: Index of this replica.
-
-    Raises:
-        UsageError: a batch lacks an entry, or has one that stages cannot pass on.
-
-    >>> import torch
-    >>> ids = torch.tensor([[1, 2], [3, 4]])
-    >>> batch = {"input_ids": ids, "labels": ids}
-    >>> [own["labels"].tolist() for own, _ in own_samples([batch], samples=3, replicas=2, replica=1)]
-    [[[1, 2], [-100, -100]]]
-    """
-    held: dict[str, torch.Tensor] | None = None
-    rows: int | None = None
-    for turn, batch in enumerate(batches):
-        if held is not None:
-            yield held, False
-        if errors := sampled_batch_errors(batch):
-            raise UsageError(errors)
-        held = dict(batch)
-        size = len(held["labels"])
-        rows = rows or size
-        if samples is not None:
-            counted = max(0, samples - (turn * replicas + replica) * rows)
-            if counted < size:
-                held["labels"] = held["labels"].clone()
-                held["labels"][counted:] = IGNORED
-    if held is not None:
-        yield held, True

@@ -18,6 +18,7 @@ from ....ds_configs.memory.rank_parameters import pipeline_stages
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.job import TrainingJob
 from ....ds_configs.specs.layout import PipelineStage, partition_errors
+from ....plugins.accelerate.repeated_samples import SamplesOnce
 from ....plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ....plugins.deepspeed_pipeline.engine import (
     ShapeWatch,
@@ -37,7 +38,7 @@ from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import weights_dtype
 from ...counting.counts import evaluated_mean
 from ...exact import count_as_one_process
-from .batches import for_stages, of_one_shape, own_samples, predicted_tokens
+from .batches import for_stages, of_one_shape, predicted_tokens, sampled_batch_errors
 from .checks import (
     check_pipeline,
     configuration_in_use,
@@ -266,17 +267,27 @@ class PipelineTrainer(Trainer):
         engine = self.model_wrapped
         self.callback_handler.eval_dataloader = dataloader
         per_schedule = max(self.args.gradient_accumulation_steps, 4 * self._stages)
-        loss, tokens, group = 0.0, torch.zeros((), dtype=torch.long, device=self.args.device), []
+        loss, tokens = 0.0, torch.zeros((), dtype=torch.long, device=self.args.device)
+        group: list[Any] = []
         unscaled = torch.ones((), device=self.args.device)
-        batches = own_samples(dataloader, samples=samples, replicas=self._replicas, replica=self._replica)
-        for batch, is_last in batches:
-            group.append(self._prepare_inputs(batch))
+        once = SamplesOnce(dataloader, self.accelerator.gradient_state)
+
+        def run() -> float:
+            scheduled = self._scheduled(engine, of_one_shape(group), unscaled)
+            group.clear()
+            return float(summed_loss(engine, scheduled, replicas=self._replicas).item())
+
+        for sampled in dataloader:
+            if errors := sampled_batch_errors(sampled):
+                raise UsageError(errors)
+            batch = once.step(sampled).batch
+            group.append(self._prepare_inputs(dict(batch)))
             tokens += predicted_tokens(batch).to(tokens.device)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if len(group) == per_schedule or is_last:
-                scheduled = self._scheduled(engine, of_one_shape(group), unscaled)
-                loss += summed_loss(engine, scheduled, replicas=self._replicas).item()
-                group = []
+            if len(group) == per_schedule:
+                loss += run()
+        if group:
+            loss += run()
         # Summed over replicas; the ranks of one agree.
         counted = self.accelerator.gather(tokens).sum() // self._ranks_of_a_replica
         mean = evaluated_mean([loss], [float(counted)])

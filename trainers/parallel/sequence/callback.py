@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
@@ -21,8 +21,9 @@ from ....plugins.deepspeed.ulysses import (
 )
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
+from ...counting.own_losses import requested_kind
 from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
-from ..long_sequences import LongSequenceCallback, computes_own_loss, tiling_errors
+from ..long_sequences import computes_own_loss
 from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-LossReduction = Literal["mean", "sum"]
 _LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The hook that `attach` registered on each model."""
 
@@ -57,14 +57,11 @@ class SequenceParallelCallback(TrainerCallback):
 
     Args:
         sequence_parallel_size: Number of consecutive ranks that share a sequence.
-        tiled_mlp: As in `LongSequenceCallback`, of which this callback creates one.
-        tiled_loss: As in `LongSequenceCallback`.
-        offloaded_checkpoints: As in `LongSequenceCallback`.
-        loss_reduction: What the Trainer's own loss (`compute_loss` of a subclass, or `compute_loss_func`) returns for
-            its samples: the mean over their labelled tokens, or the sum.
-        loss_shifts_labels: Whether that loss itself drops the first label and the last logit, as the losses of
-            Transformers do. It then gets one more label and logit than the shard has tokens, so that no label is lost
-            between shards. With `False` it gets labels that are aligned with the logits.
+        loss_shifts_labels: Whether the Trainer's own loss (`compute_loss` of a subclass, or `compute_loss_func`) itself
+            drops the first label and the last logit, as the losses of Transformers do. It then gets one more label and
+            logit than the shard has tokens, so that no label is lost between shards. With `False` it gets labels that
+            are aligned with the logits. The loss is a mean over the labelled tokens of its samples; set the attribute
+            `own_loss = "sum"` of the Trainer or its class for a sum.
 
     Example:
         >>> callback = SequenceParallelCallback(2)
@@ -74,26 +71,11 @@ class SequenceParallelCallback(TrainerCallback):
         >>> trainer.train()
     """
 
-    def __init__(
-        self,
-        sequence_parallel_size: int,
-        *,
-        tiled_mlp: bool | int = False,
-        tiled_loss: bool | int = False,
-        offloaded_checkpoints: int | None = None,
-        loss_reduction: LossReduction = "mean",
-        loss_shifts_labels: bool = True,
-    ) -> None:
+    def __init__(self, sequence_parallel_size: int, *, loss_shifts_labels: bool = True) -> None:
         if sequence_parallel_size < 1:
             rule = "must be a positive number of ranks"
             raise UsageError(ConfigError(where="sequence_parallel_size", value=sequence_parallel_size, rule=rule))
-        if loss_reduction not in ("mean", "sum"):
-            raise UsageError(ConfigError(where="loss_reduction", value=loss_reduction, rule="must be 'mean' or 'sum'"))
         self.sequence_parallel_size = sequence_parallel_size
-        self.long_sequences = LongSequenceCallback(
-            tiled_mlp=tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=offloaded_checkpoints
-        )
-        self.loss_reduction: LossReduction = loss_reduction
         self.loss_shifts_labels = loss_shifts_labels
         self._attached = False
 
@@ -109,8 +91,6 @@ class SequenceParallelCallback(TrainerCallback):
         if size > 1:
             attention = base_model(model).config._attn_implementation
             errors += argument_errors(training_arguments, size=size, attention=attention)
-        tiles = self.long_sequences
-        errors += tiling_errors(model, training_arguments, tiled_mlp=tiles.tiled_mlp, tiled_loss=tiles.tiled_loss)
         if errors:
             raise UsageError(errors)
         if size > 1:
@@ -125,39 +105,33 @@ class SequenceParallelCallback(TrainerCallback):
             UsageError: `prepare` was not called with this Trainer's arguments, or the Trainer's class runs sequence
                 parallelism itself.
         """
-
         size = self.sequence_parallel_size
-        errors = self.long_sequences.errors(trainer)
         if size > 1:
             _check_trainer(trainer, size)
-            if errors := errors + trainer_errors(trainer):
+            if errors := trainer_errors(trainer):
                 raise UsageError(errors)
+            own_loss = requested_kind(trainer)
+            if own_loss == "sample_mean":
+                rule = "is not supported by ranks that share samples"
+                raise UsageError(ConfigError(where="own_loss", value=own_loss, rule=rule, fix="use a mean over labels"))
             axis = SequenceAxis(
                 SharedSequence(size),
-                loss_reduction=self.loss_reduction,
+                is_sum=own_loss == "sum",
                 loss_shifts_labels=self.loss_shifts_labels,
                 has_own_loss=computes_own_loss(trainer),
             )
             _share_sequences(trainer, axis)
-            if trainer.compute_loss_func is not None and self.loss_reduction == "mean":
+            if trainer.compute_loss_func is not None and own_loss != "sum":
                 trainer.compute_loss_func = axis.mean_over_shard(trainer.compute_loss_func)
             count_as_one_process(trainer, ranks_of_a_sample=size)
-        if errors:
-            raise UsageError(errors)
-        self.long_sequences.tile(trainer)
         self._attached = True
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Check that `attach` was called, and begin what `LongSequenceCallback` does.
+        """Check that `attach` was called.
 
         Raises:
             UsageError: `attach` was not called.
@@ -166,7 +140,6 @@ class SequenceParallelCallback(TrainerCallback):
             rule = "callback.attach(trainer) was not called, so the ranks would not share sequences"
             fix = "call it right after Trainer(...)"
             raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-        self.long_sequences.on_train_begin(args, state, control, model, **kwargs)
 
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
@@ -243,13 +216,13 @@ class SequenceAxis(Axis):
         self,
         shared: SharedSequence,
         *,
-        loss_reduction: LossReduction,
+        is_sum: bool,
         loss_shifts_labels: bool,
         has_own_loss: bool,
     ) -> None:
         self.ranks_of_a_sample = shared.size
         self.shared = shared
-        self._loss_reduction: LossReduction = loss_reduction
+        self._is_sum = is_sum
         self.extends_logits = has_own_loss and loss_shifts_labels
         """Whether logits get one more position, for a loss that drops the last one."""
         self._is_connected = False
@@ -349,7 +322,7 @@ class SequenceAxis(Axis):
             self._is_connected = True
         loss, outputs = result if isinstance(result, tuple) else (result, None)
         labelled: Any = self._labelled
-        total = loss.float() * (labelled if self._loss_reduction == "mean" else (labelled > 0))
+        total = loss.float() * ((labelled > 0) if self._is_sum else labelled)
         if not trainer.model.training:
             sums = torch.stack([total.detach(), labelled.to(total)])
             dist.all_reduce(sums, group=self.shared.group)

@@ -18,6 +18,7 @@ from ...runs.ranks import (
     result_fields,
     trained_model,
 )
+from ...verify.checkpoint import PROBE_ROWS, PROBE_TOKENS
 from ..rounding.config import QATOptions
 from .settings import QATJob, teacher_distance_config
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from ..rounding.attach import Attachment
 
-_PROBE_TOKENS, _PROBE_SAMPLES = 128, 4
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"
 """Entries of the Trainer's log, which checkpoints contain, so that a resumed run reads those of its first part."""
 
@@ -62,8 +62,8 @@ class QATTask(QATJob, TrainingTask):
         refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=self.settings.allow_nonfinite)
         trained, held_out = held_out_cross_entropy(trainer), context.samples[1]
         probe = [
-            list(sample["input_ids"][:_PROBE_TOKENS])
-            for sample in held_out.select(range(min(_PROBE_SAMPLES, len(held_out))))
+            list(sample["input_ids"][:PROBE_TOKENS])
+            for sample in held_out.select(range(min(PROBE_ROWS, len(held_out))))
         ]
         callbacks = trainer.callback_handler.callbacks
         callback = next(callback for callback in callbacks if isinstance(callback, QATCallback))

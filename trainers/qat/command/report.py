@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
@@ -17,9 +17,8 @@ from .settings import QATSettings, is_own_teacher
 
 SCHEMA_VERSION = 1
 """Version of `qat --format json`."""
-CHART_FILE = "qat.png"
 FILES = (
-    *(CARD_FILE, REPORT_FILE, CHART_FILE, METRICS_FILE),
+    *(CARD_FILE, REPORT_FILE, METRICS_FILE),
     *("config.json", "model.safetensors", "tokenizer.json", "qat_report.json"),
 )
 """Files that a run writes into its output directory, in addition to the plan's."""
@@ -55,8 +54,6 @@ class QATResult(StepResult):
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class QATOutcome(LaunchedOutcome):
     """Result of a quantization-aware training that succeeded."""
-
-    chart_file: ClassVar[str] = CHART_FILE
 
     settings: QATSettings
     model: str

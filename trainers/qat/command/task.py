@@ -26,7 +26,6 @@ from ...runs.inputs import (
     chosen_hardware,
     last_checkpoint,
     launch_errors,
-    limited_held_out,
     named_samples,
     optimizer_steps,
     run_output_errors,
@@ -190,7 +189,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
-    strategy, packed = plan.chosen.strategy, limited_held_out(samples, settings)
+    strategy, packed = plan.chosen.strategy, samples
     models = [(own.config, plan.model.attention)]
     if teacher is not None and teacher.config != own.config:
         models.append((teacher.config, teacher.spec.attention))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ....ds_configs.legality.model_classes import model_class_errors
 from ....ds_configs.quantization.layers import (
@@ -19,30 +20,25 @@ from ....ds_configs.quantization.layers import (
     unloadable_expert_errors,
     with_default_ignore,
 )
-from ....ds_configs.quantization.scheme import QuantizationScheme
+from ....ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....plugins import patches
-from ....plugins.compressed_tensors.codes import code_range, weight_scale_and_zero_point
-from ....plugins.releases import tested_releases
+from ....plugins.compressed_tensors.codes import code_range, sharing, weight_scale_and_zero_point
 from ....plugins.transformers.quantized_model import linear_layer, router_names
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
     LEARNED,
-    WEIGHT_SCALE,
-    WEIGHT_ZERO_POINT,
     FakeQuantizedLinear,
+    FakeQuantizedLora,
     LayerQuantizer,
     QuantizationState,
-    fake_quantized_lora,
     is_lora_linear,
     lora_errors,
 )
 from .observers import InputRange
-from .rounding import sharing
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 ATTRIBUTE = "quantization_attachment"
@@ -67,14 +63,16 @@ class Attachment:
     """Linear layers and routers that stay dense, by their names in the model without adapters."""
     lora_rank: int | None = None
     """Rank of the trained adapter; `None` without one."""
-    ranges: dict[str, InputRange] = field(default_factory=dict)
-    """Stored ranges by the name of the matrix; empty if the scheme stores none."""
 
     def quantizers(self) -> Iterator[LayerQuantizer]:
         """Yield the quantizer of each matrix."""
         for module in self.modules.values():
-            experts = getattr(module, "quantizers", None)
-            yield from (module.quantizer,) if experts is None else experts.values()
+            yield from module.quantizers.values()
+
+    @property
+    def ranges(self) -> dict[str, InputRange]:
+        """Stored ranges by the name of the matrix; empty if the scheme stores none."""
+        return {each.name: each.input_range for each in self.quantizers() if each.input_range is not None}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -85,8 +83,6 @@ class Attachment:
 
 def attachment_of(model: Any) -> Attachment | None:
     """Return the attachment of a model, also inside wrappers of DDP, DeepSpeed and `torch.compile`."""
-    import torch
-
     while model is not None:
         attachment: Attachment | None = getattr(model, "__dict__", {}).get(ATTRIBUTE)
         if attachment is not None:
@@ -121,14 +117,12 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     Raises:
         UsageError: the scheme does not fit the model; all errors together.
     """
-    import torch
-
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, after adapters were added"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
     candidates = dict(_roundable(model))
     layers = tuple(layer for layers in candidates.values() for layer in layers)
-    if errors := list(config.errors()) or missing_package_errors():
+    if errors := list(config.errors()):
         raise UsageError(errors)
     scheme = config.rounded_scheme
     if scheme.ignore == DEFAULT_IGNORE:
@@ -154,32 +148,20 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     )
     _change_classes(model, attachment, candidates)
     # Listed now, because an engine may rename modules later.
-    dense = [*routers]
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
-            continue
-        if isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
-            dense.append(checkpoint_name(name))
-    attachment.dense = tuple(dense)
-    if config.learns_scales:
-        _add_learned_scales(attachment)
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    dense = [
+        checkpoint_name(name)
+        for name in linear
+        if not {name, name.removesuffix(".base_layer")} & attachment.modules.keys()
+        and not any(part in name for part in _PEFT_PARTS)
+    ]
+    attachment.dense = (*routers, *dense)
     setattr(model, ATTRIBUTE, attachment)
     return attachment
 
 
-def missing_package_errors() -> list[ConfigError]:
-    """Return an error if compressed-tensors, which writes the checkpoint, is not installed."""
-    if importlib.util.find_spec("compressed_tensors") is not None:
-        return []
-    fix = f"pip install 'compressed-tensors{tested_releases()['compressed-tensors'].specifier}'"
-    return [ConfigError(where="compressed-tensors", rule="is not installed; the export requires it", fix=fix)]
-
-
 def _roundable(model: Any) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
     """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
-    import torch
-
     lora_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if lora_prefixes and name.startswith(lora_prefixes):
@@ -200,7 +182,6 @@ def _model_errors(
     candidates: Mapping[str, tuple[LinearLayer, ...]],
     model: Any,
 ) -> list[ConfigError]:
-    import torch
     from transformers.pytorch_utils import Conv1D
 
     modules = dict(model.named_modules())
@@ -245,18 +226,13 @@ def _model_errors(
 
 
 def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:
-    scheme, stored_dtype = attachment.scheme, attachment.stored_dtype
+    scheme, stored_dtype, config = attachment.scheme, attachment.stored_dtype, attachment.config
     selected = {layer.name for layer in attachment.layers}
     modules = dict(model.named_modules())
+    common: dict[str, Any] = {"scheme": scheme, "stored_dtype": stored_dtype, "state": attachment.state}
     for module_name, layers in candidates.items():
         quantizers = {
-            layer.name: LayerQuantizer(
-                name=layer.name,
-                scheme=scheme,
-                rule=attachment.config.weight_rule,
-                stored_dtype=stored_dtype,
-                state=attachment.state,
-            )
+            layer.name: LayerQuantizer(name=layer.name, rule=config.weight_rule, **common)
             for layer in layers
             if layer.name in selected
         }
@@ -271,42 +247,38 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         (quantizer,) = quantizers.values()
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
-            quantizer.input_range = attachment.ranges[quantizer.name] = InputRange(
+            quantizer.input_range = InputRange(
                 scheme.activations,
-                method=attachment.config.ranges or "moving_average",
+                method=config.ranges or "moving_average",
                 stored_dtype=stored_dtype,
                 name=quantizer.name,
             )
         if is_lora_linear(module):
-            patches.swap_class("qat-lora", module, fake_quantized_lora())
+            patches.swap_class("qat-lora", module, FakeQuantizedLora)
         else:
             patches.swap_class("qat-linear", module, FakeQuantizedLinear)
         module.quantizer = quantizer
+        if config.learns_scales:
+            _add_learned_scales(module, module.weight, scheme.weights)
 
 
-def _add_learned_scales(attachment: Attachment) -> None:
-    import torch
+def _add_learned_scales(module: Any, weight: Tensor, quantization: WeightQuantization) -> None:
+    """Add parameters for scales, and zero points if any, with the values of the weight before training."""
+    gathering: Any = nullcontext()
+    if hasattr(weight, "ds_id"):
+        import deepspeed
 
-    def register(module: Any, name: str, value: Tensor | None, like: Tensor) -> None:
+        gathering = deepspeed.zero.GatheredParameters([weight])
+    with gathering:
+        full = weight.detach()
+        if quantization.symmetric:
+            # LSQ's initial scale, 2 · mean |w| / √largest code.
+            mean_S = sharing(full, quantization).abs().mean(-1)
+            values = [2 * mean_S / code_range(quantization.bits)[1] ** 0.5, None]
+        else:
+            values = [*weight_scale_and_zero_point(full, quantization)]
+    for name, value in zip(LEARNED, values, strict=True):
         if value is not None:
             # FSDP2 shards parameters of the same dtype together.
-            module.register_parameter(name, torch.nn.Parameter(value.detach().clone().to(like.device, like.dtype)))
-
-    for module in attachment.modules.values():
-        weight = (module.get_base_layer() if is_lora_linear(module) else module).weight
-        quantizer: LayerQuantizer = module.quantizer
-        gathering: Any = nullcontext()
-        if hasattr(weight, "ds_id"):
-            import deepspeed
-
-            gathering = deepspeed.zero.GatheredParameters([weight])
-        with gathering:
-            full, quantization = weight.detach(), quantizer.scheme.weights
-            if quantization.symmetric:
-                # LSQ's initial scale, 2 · mean |w| / √largest code.
-                mean_S = sharing(full, quantization).abs().mean(-1)
-                scale, zero_point = 2 * mean_S / code_range(quantization.bits)[1] ** 0.5, None
-            else:
-                scale, zero_point = weight_scale_and_zero_point(full, quantization)
-        register(module, WEIGHT_SCALE, scale, weight)
-        register(module, WEIGHT_ZERO_POINT, zero_point, weight)
+            value = value.detach().clone().to(weight.device, weight.dtype)
+            module.register_parameter(name, torch.nn.Parameter(value))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pydantic import Field
 
 from ....ds_configs.quantization.scheme import QuantizationScheme, changed, combination_errors, scheme_named
 from ....ds_configs.quantization.settings import SchemeSettings
 from ....ds_configs.specs.errors import ConfigError, UsageError
-from .observers import ObserverMethod
 from .rounding import WeightRule
+
+ObserverMethod = Literal["minmax", "moving_average", "percentile"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,15 +9,18 @@ Shapes: E experts, N tokens, K experts per token, S = N · K rows, H hidden chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ....ds_configs.quantization.layers import LinearLayer, expert_scheme
 from ....ds_configs.specs.errors import ConfigError
 from ....plugins import patches
-from ....plugins.compressed_tensors.codes import StoredLayer
-from .layers import LayerQuantizer, grouped_fake_quantized_linear, some_names
+from ....plugins.compressed_tensors.codes import RoundedWeight
+from .layers import LayerQuantizer, some_names
+from .rounding import Rounding, round_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,27 +37,24 @@ def is_fused_experts(module: Any) -> bool:
 
 
 def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
-    """Return the matrices of a fused experts module by their names in the checkpoint.
-
-    Experts that cannot be rounded have the names of their parameters.
+    """Return the matrices of a fused experts module by their names in the checkpoint, if it can be rounded.
 
     Args:
         model: Transformers model, possibly wrapped by PEFT.
         name: Name of the module in the model.
     """
-    module, names = model.get_submodule(name), _checkpoint_names(model, name)
-    if _unfit(module, name, names):
-        shapes = {own: _shape(parameter) for own, parameter in module.named_parameters(recurse=False)}
-        return tuple(
-            _layer(f"{name}.{own}", *(reversed(shape[1:]) if module.is_transposed else shape[1:]))
-            for own, shape in shapes.items()
-            if len(shape) == 3
-        )
-    layers = []
-    for parameter, matrices in _matrices(module).items():
-        experts, rows, columns = _shape(getattr(module, parameter))
+    module, names, layers = model.get_submodule(name), _checkpoint_names(model, name), []
+    for parameter, matrices in _matrices(module).items() if not _unfit(module, name, names) else ():
+        weight = getattr(module, parameter)
+        # `zero.Init` partitions the parameter.
+        experts, rows, columns = getattr(weight, "ds_shape", weight.shape)
         layers += [
-            _layer(names[f"{expert}.{matrix}"], rows // len(matrices), columns)
+            LinearLayer(
+                name=names[f"{expert}.{matrix}"],
+                out_features=rows // len(matrices),
+                in_features=columns,
+                is_expert=True,
+            )
             for expert in range(experts)
             for matrix in matrices
         ]
@@ -111,8 +111,6 @@ class FakeQuantizedExperts:
             top_k_index: [N, K].
             top_k_weights: [N, K].
         """
-        import torch
-
         quantizer = next(iter(self.quantizers.values()))
         if not quantizer.state.enabled:
             plain: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
@@ -122,7 +120,7 @@ class FakeQuantizedExperts:
         if quantizer.forward_dtype != into_weight.dtype:
             for matrix_quantizer in self.quantizers.values():
                 matrix_quantizer.forward_dtype = into_weight.dtype
-        weight = quantizer.rounding().weight
+        rounding = quantizer.rounding()
         # Rows sorted by expert, then choice, then token; indices after the last expert denote those of other ranks.
         chosen_S = top_k_index.t().reshape(-1)
         ends = tuple(torch.bincount(chosen_S, minlength=self.num_experts)[: self.num_experts].cumsum(0).tolist())
@@ -130,13 +128,11 @@ class FakeQuantizedExperts:
         tokens_S, choices_S = order_S % len(top_k_index), order_S // len(top_k_index)
         weights_S = top_k_weights[tokens_S, choices_S]
         sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
-        inner_SF = grouped_fake_quantized_linear(
-            hidden_states[tokens_S], ends, into_weight, weight, matrices=len(matrices)
-        )
+        inner_SF = _grouped_linear(hidden_states[tokens_S], ends, into_weight, rounding, matrices=len(matrices))
         activate = self._apply_gate if self.has_gate else self.act_fn
         # Activating all rows together changes last bits: other instructions compute the tail of a vector.
         active_SF = torch.cat([activate(part) for part in inner_SF.split(sizes)])
-        outputs_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, weight)
+        outputs_SH = _grouped_linear(active_SF, ends, out_weight, rounding)
         # Only Nemotron-H has no gate, and it sums in the dtype of the weights.
         summed_NH = torch.zeros_like(hidden_states, dtype=None if self.has_gate else top_k_weights.dtype)
         outputs_SH = (outputs_SH * weights_S[:, None]).to(summed_NH.dtype)
@@ -146,7 +142,7 @@ class FakeQuantizedExperts:
                 summed_NH.index_add_(0, tokens, outputs)
         return summed_NH.to(hidden_states.dtype)
 
-    def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
+    def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
         """Return the stored form of the parameters, per expert and matrix."""
         stored = {}
         for parameter, matrices in _matrices(self).items():
@@ -157,6 +153,74 @@ class FakeQuantizedExperts:
                     seen = part if quantizer.forward_dtype is None else part.to(quantizer.forward_dtype)
                     stored[name] = quantizer.stored_layer(seen, parameters)
         return stored
+
+
+def _grouped_linear(
+    rows: Tensor, ends: Sequence[int], weight: Tensor, rounding: Rounding, *, matrices: int = 1
+) -> Tensor:
+    """Return ``x_e · round(W_e)ᵀ`` [T, O] for the rows of every expert e, with straight-through gradients.
+
+    The gradient of the parameter is ``dL/dW_e = dL/dy_eᵀ · x_e``, and zero for experts without rows. Like a plain
+    layer, it computes in the autocast dtype, or in the dtype of the rows without autocast.
+
+    Args:
+        rows: [T, I], sorted by expert.
+        ends: Index after the last row of each expert.
+        weight: [E, O, I], before rounding.
+        rounding: How to round each matrix.
+        matrices: Matrices of the checkpoint that are concatenated along O: two for gate and up.
+    """
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        output: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding, matrices)
+    return output
+
+
+def _rounded_matrices(expert: Tensor, rounding: Rounding, matrices: int) -> Tensor:
+    """Round one expert's slice [O, I] of a parameter, each matrix of the checkpoint separately."""
+    parts = [round_weight(part, rounding).value(rounding.quantization) for part in expert.chunk(matrices)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: Rounding, matrices: int
+    ) -> Tensor:
+        ctx.ends, ctx.rounded = ends, lambda expert: _rounded_matrices(expert, rounding, matrices)
+        # Like plain layers, frozen experts do not need their inputs in the backward pass.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        output = rows.new_zeros(len(rows), weight.shape[1])
+        for expert, first, last in _occupied(ends):
+            rounded = ctx.rounded(weight[expert]).to(rows.dtype)
+            # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
+            output[first:last] = torch.ops.aten.linear.default(rows[first:last], rounded)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        by_rows = gradient.new_zeros(len(gradient), weight.shape[2]) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for expert, first, last in _occupied(ctx.ends):
+            part = gradient[first:last]
+            if by_rows is not None:
+                by_rows[first:last] = part @ ctx.rounded(weight[expert]).to(part.dtype)
+            if by_weight is not None:
+                by_weight[expert] = part.t() @ rows[first:last]
+        return by_rows, by_weight, None, None, None
+
+
+def _occupied(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (expert, first row, row after the last) for experts with rows."""
+    first = 0
+    for expert, last in enumerate(ends):
+        if last > first:
+            yield expert, first, last
+        first = last
 
 
 def _matrices(module: Any) -> _Matrices:
@@ -170,15 +234,6 @@ def _relative_names(module: Any) -> list[str]:
         for expert in range(module.num_experts)
         for matrix in matrices
     ]
-
-
-def _layer(name: str, out_features: int, in_features: int) -> LinearLayer:
-    return LinearLayer(name=name, out_features=out_features, in_features=in_features, is_expert=True)
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    """Return [E, O, I], also for a parameter that `zero.Init` has partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
@@ -204,7 +259,6 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
 
     The conversion that saving applies to weights is applied to numbers: its output shows which matrix has which name.
     """
-    import torch
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal
+
+import torch
+from torch import Tensor
 
 from ....ds_configs.quantization.scheme import ActivationQuantization
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....plugins.activation_ranges import ActivationHistogram, percentile_range
 from ....plugins.compressed_tensors.codes import range_scale_and_zero_point
 from ....plugins.transformers.gradient_checkpointing import in_backward_pass
+from .config import ObserverMethod
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-ObserverMethod = Literal["minmax", "moving_average", "percentile"]
-METHODS: tuple[ObserverMethod, ...] = get_args(ObserverMethod)
 AVERAGING_CONSTANT = 0.01
 """Weight of the newest step in a moving average."""
 Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
@@ -57,8 +55,10 @@ class InputRange:
         self.name = name
         self._ends: Tensor | None = None
         self._stored: tuple[Tensor, Tensor | None] | None = None
-        self._open: Tensor | ActivationHistogram | None = None
-        """Bounds of the open step of this rank, or its histogram."""
+        self._open: Tensor | None = None
+        """Bounds of the open step of this rank."""
+        self._histogram: ActivationHistogram | None = None
+        """Values of the open step of this rank, for percentiles."""
 
     @property
     def scale(self) -> Tensor | None:
@@ -91,8 +91,6 @@ class InputRange:
             raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
         scale, zero_point = stored
         if scale.device != device:
-            import torch
-
             # Autograd cannot save tensors that were created in inference mode.
             with torch.inference_mode(False):
                 stored = self._stored = scale.to(device), None if zero_point is None else zero_point.to(device)
@@ -105,65 +103,48 @@ class InputRange:
         """
         if inputs.numel() == 0 or in_backward_pass():
             return
-        import torch
-
         device, inputs = inputs.device.type, inputs.detach()
         if torch.is_autocast_enabled(device):
             inputs = inputs.to(torch.get_autocast_dtype(device))
         if self.method == "percentile":
-            histogram = self._open or ActivationHistogram()
-            assert isinstance(histogram, ActivationHistogram), "the method does not change within a step"
+            histogram = self._histogram or ActivationHistogram()
             # A batch with infinities must not move ranges, see below.
             with suppress(ValueError):
                 histogram.add(inputs)
-                self._open = histogram
+                self._histogram = histogram
             return
         low, high = torch.aminmax(inputs)
         ends = torch.stack([low, -high]).float()
         # fp16 gradient scaling produces infinities and skips the step: such a batch must not move ranges.
         ends = torch.where(torch.isfinite(ends).all(), ends, torch.full_like(ends, math.inf))
-        self._open = torch.minimum(self._open, ends) if isinstance(self._open, torch.Tensor) else ends
+        self._open = ends if self._open is None else torch.minimum(self._open, ends)
 
     def set_bounds(self, low: float, high: float) -> None:
         """Set the range, extended to contain 0."""
-        import torch
-
         _set_ends([self], torch.tensor([[low, -high]], dtype=torch.float32))
 
     def open_step(self) -> Tensor:
         """Return (low, -high, -exponent of a histogram's bins) of the open step, fp32 [3]; infinity without values."""
-        import torch
-
-        if isinstance(self._open, torch.Tensor):
+        if self._open is not None:
             return torch.nn.functional.pad(self._open, (0, 1), value=math.inf)
-        if self._open is None:
+        if self._histogram is None:
             return torch.full((3,), math.inf)
-        exponent = math.inf if self._open.exponent is None else -self._open.exponent
-        return torch.tensor([self._open.low, -self._open.high, exponent], dtype=torch.float32)
-
-    def open_counts(self, exponent: int | None, device: torch.device) -> Tensor:
-        """Return the counts of the open step in bins of the width `2^exponent`, int64 [bins]."""
-        histogram = self._open or ActivationHistogram()
-        assert isinstance(histogram, ActivationHistogram), "only percentiles are counted"
-        return histogram.counts_at(exponent, device)
-
-    def close_step(self) -> None:
-        """Forget the open step, whose values are part of the range now."""
-        self._open = None
+        exponent = math.inf if self._histogram.exponent is None else -self._histogram.exponent
+        return torch.tensor([self._histogram.low, -self._histogram.high, exponent], dtype=torch.float32)
 
     def percentiles(self, histogram: ActivationHistogram) -> list[float]:
         """Return (low, -high) of the values in a histogram."""
         numbers = self.quantization
-        found = percentile_range(histogram, percentile=numbers.percentile, symmetric=numbers.symmetric)
-        return [found.low, -found.high]
+        values = percentile_range(histogram, percentile=numbers.percentile, symmetric=numbers.symmetric)
+        return [values.low, -values.high]
 
     def _scale_and_zero_point(self) -> tuple[Tensor, Tensor | None] | None:
         # Before the first step is closed, a rounding layer uses the range of the values that this rank saw.
-        if self._stored is None and self._open is not None:
-            import torch
-
-            if not isinstance(ends := self._open, torch.Tensor):
-                ends = torch.tensor(self.percentiles(ends), dtype=torch.float32)
+        if self._stored is None and (self._open is not None or self._histogram is not None):
+            ends = self._open
+            if self._histogram is not None:
+                ends = torch.tensor(self.percentiles(self._histogram), dtype=torch.float32)
+            assert ends is not None
             self._stored = _scales_and_zero_points([self], ends.unsqueeze(0).clamp(max=0))
         return self._stored
 
@@ -179,9 +160,7 @@ def _scales_and_zero_points(ranges: Sequence[InputRange], ends_N2: Tensor) -> tu
 
 
 def _set_ends(ranges: Sequence[InputRange], ends_N2: Tensor) -> None:
-    """Set the bounds of ranges with the same number format."""
-    import torch
-
+    """Set the bounds of ranges, which have the same number format."""
     with torch.inference_mode(False), torch.no_grad():
         ends_N2 = ends_N2.clamp(max=0)
         scale_N, zero_point_N = _scales_and_zero_points(ranges, ends_N2)
@@ -201,8 +180,6 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
         ranges: All ranges of a model.
         reduction: Reduces a tensor over ranks; `None`: the default process group, if there is one.
     """
-    import torch
-
     observed = list(ranges)
     if not observed:
         return
@@ -216,30 +193,26 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
     for first in range(0, len(counted), _HISTOGRAMS_PER_REDUCTION):
         block = {index: step_N3[index].tolist() for index in counted[first : first + _HISTOGRAMS_PER_REDUCTION]}
         exponents = [None if math.isinf(negative) else int(-negative) for *_, negative in block.values()]
-        own = [observed[index].open_counts(each, device) for index, each in zip(block, exponents, strict=True)]
+        histograms = [observed[index]._histogram or ActivationHistogram() for index in block]
+        own = [each.counts_at(exponent, device) for each, exponent in zip(histograms, exponents, strict=True)]
         counts = reduction(torch.stack(own), "sum").cpu()
         for (index, (low, high, _)), exponent, row in zip(block.items(), exponents, counts, strict=True):
             histogram = ActivationHistogram.of_counts(row, exponent=exponent, low=low, high=-high)
             ends_N2[index] = torch.tensor(observed[index].percentiles(histogram))
-    # Ranges with the same rule are updated together: separately they would take a dozen tiny kernels each.
-    kinds: dict[object, list[tuple[InputRange, Tensor]]] = {}
-    for input_range, ends_2, any_values in zip(observed, ends_N2.unbind(), has_values, strict=True):
-        input_range.close_step()
-        if any_values:
-            kind = (input_range.quantization, input_range.stored_dtype, input_range.method, input_range._ends is None)
-            kinds.setdefault(kind, []).append((input_range, ends_2))
-    for members in kinds.values():
-        same = [input_range for input_range, _ in members]
-        new_N2 = torch.stack([ends_2 for _, ends_2 in members])
-        if before := [input_range._ends for input_range in same if input_range._ends is not None]:
-            old_N2 = torch.stack(before).to(device)
-            is_minmax = same[0].method == "minmax"
-            new_N2 = torch.minimum(old_N2, new_N2) if is_minmax else old_N2 + AVERAGING_CONSTANT * (new_N2 - old_N2)
-        _set_ends(same, new_N2)
+    for input_range in observed:
+        input_range._open = input_range._histogram = None
+    if not any(has_values):
+        return
+    # All ranges of a model have one number format and method: separately they would take a dozen tiny kernels each.
+    changed = [input_range for input_range, any_values in zip(observed, has_values, strict=True) if any_values]
+    new_N2 = ends_N2[torch.tensor(has_values, device=device)]
+    before = [each._ends if each._ends is not None else new for each, new in zip(changed, new_N2, strict=True)]
+    old_N2 = torch.stack([ends.to(device) for ends in before])
+    is_minmax = changed[0].method == "minmax"
+    _set_ends(changed, torch.minimum(old_N2, new_N2) if is_minmax else old_N2 + AVERAGING_CONSTANT * (new_N2 - old_N2))
 
 
 def _reduce_over_ranks(tensor: Tensor, operation: Literal["min", "sum"]) -> Tensor:
-    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Literal
 
 from ....ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
 from ....plugins.compressed_tensors.codes import (
+    RoundedWeight,
     activation_scale_and_zero_point,
     code_range,
-    dequantize,
     levels_of,
+    sharing,
     values_of,
     weight_levels,
     weight_scale_and_zero_point,
@@ -43,35 +44,23 @@ WeightRule = Literal["minmax", "learned", "ternary", "binary"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightRounding:
-    """How to round a matrix."""
+class Rounding:
+    """How to round one linear layer at one step."""
 
     quantization: WeightQuantization
     rule: WeightRule
     stored_dtype: torch.dtype
     """Dtype of the scales in the checkpoint, and of the weight that a loader computes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundedWeight:
-    """A rounded matrix as codes, scales and zero points."""
-
-    levels: Tensor
-    """Codes [O, I] as floats."""
-    scale: Tensor
-    """[1], [O, 1] or [O, G], in the stored dtype."""
-    zero_point: Tensor | None
-    """int8, with the scale's shape; `None` if symmetric."""
-
-    def value(self, rounding: WeightRounding) -> Tensor:
-        """Return the weight [O, I] that a loader computes from the codes."""
-        return dequantize(self.levels, self.scale, self.zero_point, rounding.quantization)
+    inputs: ActivationQuantization | None = None
+    """Number format of the inputs; `None`: full precision."""
+    adapter_scaling: float = 0.0
+    """Factor of the LoRA product B·A, which is added to the weight before rounding."""
 
 
 def round_weight(
-    weight: Tensor, rounding: WeightRounding, scale: Tensor | None = None, zero_point: Tensor | None = None
+    weight: Tensor, rounding: Rounding, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> RoundedWeight:
-    """Round a matrix to codes with scales and zero points.
+    """Round a matrix to codes, as floats, with scales and zero points.
 
     Ternary: ``s = mean |w|``, ``q = round(clamp(w / s, -1, 1))`` (BitNet b1.58, Ma et al., arXiv 2402.17764, eq. 1-3).
     Binary: the same scale and ``q = 1 where w ≥ 0, else -1`` (XNOR-Net, Rastegari et al., arXiv 1603.05279, eq. 6).
@@ -92,19 +81,22 @@ def round_weight(
             levels = torch.where(shared >= 0, 1.0, -1.0).to(weight.dtype)
         else:
             levels = torch.round(torch.clamp(shared / mean_scale.unsqueeze(-1), -1, 1))
-        return RoundedWeight(levels=levels.reshape(weight.shape), scale=mean_scale, zero_point=None)
+        return RoundedWeight(codes=levels.reshape(weight.shape), scale=mean_scale, zero_point=None)
     if rounding.rule == "learned":
         assert scale is not None, "a learned scale is a parameter"
         rounded_scale = stored_scale(scale, rounding.stored_dtype)
-        rounded_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
+        rounded_zero = None
+        if zero_point is not None:
+            limited = torch.clamp(zero_point.detach(), *code_range(quantization.bits))
+            rounded_zero = torch.round(limited).to(torch.int8)
     else:
         rounded_scale, rounded_zero = weight_scale_and_zero_point(weight, quantization, rounding.stored_dtype)
     levels = weight_levels(weight, rounded_scale, rounded_zero, quantization)
-    return RoundedWeight(levels=levels, scale=rounded_scale, zero_point=rounded_zero)
+    return RoundedWeight(codes=levels, scale=rounded_scale, zero_point=rounded_zero)
 
 
 def weight_gradients(
-    gradient: Tensor, weight: Tensor, rounding: WeightRounding, scale: Tensor | None, zero_point: Tensor | None
+    gradient: Tensor, weight: Tensor, rounding: Rounding, scale: Tensor | None, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return dL/dw, dL/ds and dL/dz from dL/dw' [O, I]; the last two are `None` unless they are learned."""
     import torch
@@ -113,13 +105,13 @@ def weight_gradients(
         return gradient, None, None
     rounded = round_weight(weight, rounding, scale, zero_point)
     quantization = rounding.quantization
-    gradient_S, levels_S, weight_S = (sharing(part, quantization) for part in (gradient, rounded.levels, weight))
+    gradient_S, levels_S, weight_S = (sharing(part, quantization) for part in (gradient, rounded.codes, weight))
     scale_S1 = rounded.scale.unsqueeze(-1).to(weight_S.dtype)
     zero_S1 = None if rounded.zero_point is None else rounded.zero_point.unsqueeze(-1).to(weight_S.dtype)
     ratio_S = weight_S / scale_S1
     inside_S = _inside(ratio_S if zero_S1 is None else ratio_S + zero_S1, quantization.bits)
     centred_S = levels_S if zero_S1 is None else levels_S - zero_S1
-    shrink = _lsq_shrink(gradient_S.shape[-1], quantization.bits)
+    shrink = float((gradient_S.shape[-1] * max(code_range(quantization.bits)[1], 1)) ** -0.5)
     by_scale = (gradient_S * torch.where(inside_S, centred_S - ratio_S, centred_S)).sum(-1) * shrink
     by_zero = None
     if zero_S1 is not None:
@@ -174,26 +166,6 @@ def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
     return scale.detach().to(stored_dtype).clamp(min=torch.finfo(stored_dtype).tiny)
 
 
-def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
-    """Return a zero point as the int8 code that the checkpoint stores."""
-    import torch
-
-    return torch.round(torch.clamp(zero_point.detach(), *code_range(bits))).to(torch.int8)
-
-
-def sharing(matrix: Tensor, quantization: WeightQuantization) -> Tensor:
-    """Return a view [*scale shape, elements per scale] of a matrix."""
-    if quantization.strategy == "tensor":
-        return matrix.reshape(1, -1)
-    size = matrix.shape[-1] if quantization.strategy == "channel" else quantization.group_size
-    assert size is not None, "groups have a size"
-    return matrix.unflatten(-1, (-1, size))
-
-
 def _inside(scaled: Tensor, bits: int) -> Tensor:
     least, largest = code_range(bits)
     return (scaled >= least - 0.5) & (scaled <= largest + 0.5)
-
-
-def _lsq_shrink(elements: int, bits: int) -> float:
-    return float((elements * max(code_range(bits)[1], 1)) ** -0.5)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,13 +24,10 @@ from shardwright.trainers.data.samples import collate as padded_batch
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_writer import (
     answers_of,
-    teacher_answers,
-    tokenizer_hash,
     write_answers,
     write_cache,
 )
 from shardwright.trainers.distillation.cache.teacher_cache import CachedTeacherDataset, CacheKey, TeacherCache
-from shardwright.trainers.losses.objective import LogitTargets, TokenObjective, plain_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +37,13 @@ K = 50
 def key_of(
     vocab_size: int, *, k: int = K, temperatures: tuple[float, ...] = (1.0, 2.0), weights: str = "one"
 ) -> CacheKey:
-    identity = {"teacher": "teacher", "weights": weights, "tokenizer": "words", "template": ""}
-    return CacheKey(**identity, vocab_size=vocab_size, top_k=min(k, vocab_size), temperatures=temperatures)
+    return CacheKey(
+        teacher="teacher",
+        weights=weights,
+        vocab_size=vocab_size,
+        top_k=min(k, vocab_size),
+        temperatures=temperatures,
+    )
 
 
 VOCAB_SIZE = 384
@@ -104,42 +104,6 @@ def test_cache_restores_the_likeliest_tokens_and_the_mass_of_all_others(
             assert p.sum(dim=1) + tail == pytest.approx(1, abs=2e-6)
             assert p.numpy() == pytest.approx(kept.exp().numpy(), abs=6e-3)
             assert tail.numpy() == pytest.approx((1 - kept.exp().sum(dim=1)).clamp(min=0).numpy(), abs=2e-3)
-
-
-def both_losses(
-    student_logits: torch.Tensor, taught: torch.Tensor, targets: Any, temperature: float
-) -> tuple[float, float, float]:
-    """Return the live loss, the cached one, and the cosine between their gradients."""
-    labels, objective = torch.zeros(len(taught), dtype=torch.long), TokenObjective(alpha=1.0, temperature=temperature)
-    values, gradients = [], []
-    for source in (LogitTargets(logits_NV=taught), targets):
-        logits = student_logits.detach().clone().requires_grad_()
-        sums = plain_token_loss(logits, labels, source, objective)
-        gradients.append(torch.autograd.grad(sums.loss / sums.weight, logits)[0].flatten().double())
-        values.append(float(sums.loss.detach() / sums.weight))
-    return *values, float(torch.nn.functional.cosine_similarity(*gradients, dim=0))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_cached_teacher_loses_only_the_shape_of_the_tail(temperature: float, pair: Any, tmp_path: Path) -> None:
-    """For real text and a long-tailed teacher: KL = KL over K + 1 bins + r KL(teacher's tail | student's tail)."""
-    teacher, student, rows = pair
-    cache = written(tmp_path / "cache", pair)
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    with torch.no_grad():
-        taught, own = (model(ids).logits[:, :-1].flatten(0, 1) for model in (teacher, student))
-    cached_rows = torch.tensor([cache.rows_of(row["input_ids"])[:-1] for row in rows]).flatten()
-    targets = cache.read(cached_rows, temperature)
-    live, cached, cosine = both_losses(own, taught, targets, temperature)
-    p, q = (
-        torch.softmax(logits.double() / temperature, -1).scatter(1, targets.ids_NK, 0.0) for logits in (taught, own)
-    )
-    mass, conditional = p.sum(-1, keepdim=True), [one / one.sum(-1, keepdim=True) for one in (p, q)]
-    ratio = torch.where(p > 0, conditional[0] / conditional[1], torch.ones_like(p)).log()
-    missing = float((mass * conditional[0] * ratio).sum(-1).mean()) * temperature**2
-    assert cached == pytest.approx(live - missing, abs=1e-3)
-    assert cosine > 0.99
 
 
 def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
@@ -210,25 +174,13 @@ def test_pickled_cache_maps_files_again(pair: Any, tmp_path: Path) -> None:
         copy.deepcopy(cache)
 
 
-def test_tokenizer_hash_ignores_padding_and_truncation() -> None:
-    tokenizer = byte_tokenizer(VOCAB_SIZE)
-    tokenizer.pad_token = tokenizer.eos_token
-    before = tokenizer_hash(tokenizer)
-    tokenizer(["a long text", "text"], truncation=True, max_length=5, padding=True)
-    assert tokenizer_hash(tokenizer) == before
-    tokenizer.add_tokens(["<new>"])
-    assert tokenizer_hash(tokenizer) != before
-
-
 class TestBadInput:
     def test_caches_of_other_answers_are_rejected(self, pair: Any, tmp_path: Path) -> None:
         cache = written(tmp_path, pair)
         for change, differs in (
             ({"weights": "other"}, "another teacher"),
-            ({"weights": "other", "tokenizer": "other"}, "another tokenizer"),
-            ({"template": "other"}, "another chat template"),
+            ({"weights": "other", "temperatures": (3.0,)}, "another temperatures"),
             ({"top_k": 5}, r"another top_k \(50, expected 5\)"),
-            ({"temperatures": (1.0,)}, "another temperatures"),
             ({"vocab_size": 385}, "another vocabulary"),
         ):
             with pytest.raises(RefusedInputError, match=differs) as caught:
@@ -262,8 +214,6 @@ class TestBadInput:
         key = json.loads(metadata["cache_key"])
         for changed, own in (
             ({"lengths": tensors["lengths"][:-1]}, key),
-            ({"lengths": -tensors["lengths"]}, key),
-            ({"lengths": tensors["lengths"] + 1}, key),
             ({"hashes": tensors["hashes"][:, :8].clone()}, key),
             ({"logits": tensors["logits"].float()}, key),
             ({}, key | {"temperatures": [1.0]}),
@@ -273,15 +223,6 @@ class TestBadInput:
             save_file({**tensors, **changed}, file, metadata={"cache_key": json.dumps(own)})
             with pytest.raises(RefusedInputError, match="write the cache again"):
                 TeacherCache.open(tmp_path)
-
-    def test_full_disk_leaves_no_files(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(ShardwrightError, match="cannot be written"):
-            written(tmp_path / "cache", pair)
-        assert list((tmp_path / "cache").iterdir()) == []
 
     def test_nan_teacher_logits_are_rejected(self, tmp_path: Path) -> None:
         teacher = tiny("llama", vocab_size=VOCAB_SIZE)
@@ -336,13 +277,13 @@ class TestCommand:
         assert "has no safetensors weights" in capsys.readouterr().err
 
 
-def test_cache_stores_soft_capped_logits() -> None:
+def test_cache_stores_soft_capped_logits(tmp_path: Path) -> None:
     """The model's logits differ from its head's output; the cache stores the model's."""
-    teacher = tiny("recurrent_gemma")
-    key = key_of(128, k=8)
-    for ids in ([3, 9, 4, 11, 5], [8, 6, 7]):
-        with torch.no_grad():
-            expected = answers_of(teacher(input_ids=torch.tensor([ids]), use_cache=False).logits[0], key)
-        found = teacher_answers(teacher, [ids], key)
-        assert torch.equal(found["ids"], expected["ids"])
-        torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-3, rtol=0)
+    teacher, samples, key = tiny("recurrent_gemma"), ([8, 6, 7], [3, 9, 4, 11, 5]), key_of(128, k=8)
+    write_cache(tmp_path, key, teacher, samples, batch_size=1)
+    found = load_file(tmp_path / "answers-00000.safetensors")
+    with torch.no_grad():
+        logits = torch.cat([teacher(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in samples])
+    expected = answers_of(logits, key)
+    assert torch.equal(found["ids"], expected["ids"])
+    torch.testing.assert_close(found["logits"], expected["logits"], atol=1e-3, rtol=0)

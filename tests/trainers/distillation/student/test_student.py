@@ -12,7 +12,6 @@ import pytest
 import shardwright
 import torch
 import transformers
-from cards import read_card
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -24,7 +23,6 @@ from shardwright.trainers.distillation.student import maker
 from shardwright.trainers.distillation.student.layers import uniform_layers
 from shardwright.trainers.distillation.student.maker import make_student, plan_student
 from shardwright.trainers.distillation.student.request import StudentRequest
-from writable_hub import writable_hub
 
 VOCAB = 300
 DECODER = {
@@ -170,9 +168,8 @@ def test_removing_unused_channels_keeps_logits(kind, tmp_path):
     assert student.num_parameters() < model.num_parameters() / 1.6
 
 
-@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in WIDE[1:])])
-def test_students_of_every_family_load_completely(kind, tmp_path):
-    teacher = saved(teacher_of(kind), tmp_path / "teacher")
+def test_students_with_all_cuts_load_completely(tmp_path):
+    teacher = saved(teacher_of("llama"), tmp_path / "teacher")
     sizes = {"layers": 2, "intermediate_size": 20, "hidden_size": 24}
     student = made(teacher, tmp_path / "student", dtype="bfloat16", **sizes)
     assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
@@ -253,29 +250,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(teacher_of("llama"), tmp_path_factory.mktemp("student") / "teacher")
 
 
-def test_card_lists_cuts_and_its_snippet_runs(tmp_path):
-    teacher = saved(teacher_of("qwen3"), tmp_path / "teacher")
-    (tmp_path / "teacher" / "README.md").write_text("---\nbase_model: org/large\nlicense: mit\n---\n")
-    made(teacher, tmp_path / "student", layers=2)
-    card = read_card(tmp_path / "student")
-    assert (card.base_model, card.license, card.pipeline_tag) == ("org/large", "mit", "text-generation")
-    text = (tmp_path / "student" / "README.md").read_text()
-    assert "| layers | 2 |" in text and str(tmp_path) not in text
-    encoder = saved(teacher_of("bert mlm"), tmp_path / "encoder")
-    made(encoder, tmp_path / "small", layers=2)
-    assert read_card(tmp_path / "small", run=False).pipeline_tag is None
-    assert "```" not in (tmp_path / "small" / "README.md").read_text()
-
-
 def test_command_writes_a_model_and_reports_sizes(shell, llama, tmp_path):
     out = tmp_path / "made" / "student"
     sizes = ("--layers", "2", "--intermediate", "24")
     dry = shell(llama, *sizes, "--output-dir", str(out), "--dry-run")
     assert dry.code == 0 and "No files written" in dry.out and not out.parent.exists()
-    with writable_hub() as hub:
-        result = shell(llama, *sizes, "--output-dir", str(out), "--push-to-hub", "ada/small")
+    result = shell(llama, *sizes, "--output-dir", str(out))
     assert result.code == 0, result.err
-    assert hub.repositories == {"ada/small": False} and set(hub.files) == {path.name for path in out.iterdir()}
     assert "layers kept: 0, 2" in result.out
     assert [path.name for path in out.parent.iterdir()] == ["student"]
     again = shell(llama, *sizes, "--output-dir", str(out))
@@ -313,10 +294,9 @@ def test_python_student_equals_the_commands(shell, llama, tmp_path, capsys):
         (("--keep-layers", "a"), ["must be an integer"]),
         (("--hidden", "20"), ["--hidden = 20: must be a multiple of the 8 query heads; use 16"]),
         (("--text", "x", "--layers", "2"), ["is only used to compare channels"]),
-        (
-            ("--hidden", "64", "--intermediate", "100", "--layers", "0"),
-            ["--hidden = 64: the teacher has 32", "--intermediate = 100", "--layers = 0"],
-        ),
+        (("--layers", "2", "--low-rank", "4", "--dry-run"), ["quantize --method low-rank"]),
+        (("--hidden", "0", "--layers", "0"), ["hidden_size = 0", "layers = 0"]),
+        (("--hidden", "64", "--intermediate", "100"), ["--hidden = 64: the teacher has 32", "--intermediate = 100"]),
     ],
 )
 def test_all_errors_of_a_request_are_reported_together(shell, llama, tmp_path, flags, messages):
@@ -336,19 +316,6 @@ def test_unsupported_cuts_are_rejected(tmp_path):
     t5 = saved(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), tmp_path / "t5")
     with pytest.raises(UsageError, match="one plain stack of layers"):
         plan_student(t5, StudentRequest(layers=2))
-
-
-@pytest.mark.parametrize(
-    ("flag", "replacement"),
-    [
-        (("--low-rank", "4"), "quantize --method low-rank"),
-        (("--sparsity", "0.5"), "MagnitudePruningCallback"),
-        (("--heads", "4"), "students keep all heads"),
-    ],
-)
-def test_removed_flags_name_their_replacement(shell, llama, flag, replacement):
-    result = shell(llama, "--layers", "2", *flag, "--dry-run")
-    assert result.code == 2 and len(result.err.splitlines()) == 1 and replacement in result.err
 
 
 def test_layers_that_would_change_their_kind_are_rejected(tmp_path):

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +29,6 @@ from shardwright.trainers.qat.command.settings import (
     teacher_of,
 )
 from shardwright.trainers.runs.inputs import optimizer_steps
-from shardwright.trainers.runs.ranks import placed_teacher
 
 pytestmark = pytest.mark.slow
 
@@ -87,11 +85,10 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
     assert shown["scheme"]["format"] == "int-quantized"
     assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
-    assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
+    assert {"out/REPORT.md", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
     human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
     assert human.code == 0, human.err
     assert "14 quantized" in human.out
-    assert "LoRA" in human.out or "lora" in human.out
     assert not list(tmp_path.iterdir())
 
 
@@ -100,22 +97,15 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     [
         (("--scheme", "W9A16"), "scheme = 'W9A16': is not a quantization scheme"),
         (("--scheme", "FP8_DYNAMIC"), "scheme = 'FP8_DYNAMIC': has floating-point codes"),
-        (("--scheme", "NF4"), "scheme = 'NF4': has floating-point codes or is not stored as compressed-tensors"),
-        (("--group-size", 48), "group_size = 48: must divide the input width of every layer"),
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
-        (("--start-step", 50, "--epochs", 0.1), "before anything is rounded"),
         (("--weight-rule", "ternary"), "use scheme W2A16"),
-        (("--bit-schedule", "0:8,4:4"), "train with the scheme's bits from --start-step on"),
         (("--ranges", "minmax"), "requires stored activation ranges"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
-        (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
         (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
         (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
         (("--resume",), "output_dir = 'out': contains no checkpoint to resume from"),
-        (("--hardware", "8xA100-80GB"), "requires 8 x A100-80GB on 1 node(s)"),
-        (("--strategy", "zero9"), "zero9"),
     ],
 )
 def test_bad_input_fails_before_launch_and_writes_nothing(
@@ -131,24 +121,18 @@ def test_bad_input_fails_before_launch_and_writes_nothing(
     ("model", "more", "code", "said"),
     [
         ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
-        ("narrow", (), 2, "does not divide those of model.layers.0.self_attn.q_proj (48)"),
         ("conv1d", (), 2, "has 8 transposed matrices in Conv1D"),
         ("unsafe", (), 4, "such files can run code"),
+        ("model", ("--teacher", "unsafe"), 4, "weights are read only from safetensors"),
         ("quantized", (), 4, "is already quantized (compressed-tensors)"),
     ],
 )
 def test_unsuitable_models_are_rejected(
     qat: Shell, models: dict[str, Path], tmp_path: Path, model: str, more: Any, code: int, said: str
 ) -> None:
-    found = qat(models[model], *OUT, *DATA, *more)
+    found = qat(models[model], *OUT, *DATA, *(models.get(word, word) for word in more))
     assert (found.code, found.out) == (code, ""), found.err
     assert said in found.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_teacher_without_safetensors_is_rejected(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    found = qat(models["model"], *OUT, *DATA, "--teacher", models["unsafe"])
-    assert found.code == 4 and "weights are read only from safetensors" in found.err
     assert not list(tmp_path.iterdir())
 
 
@@ -175,16 +159,11 @@ def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], t
 def test_an_old_compression_file_is_rejected_with_the_guide(
     qat: Shell, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    groups = {"w": {"params": {"start_bits": 8, "target_bits": 4, "quantization_period": 50}, "modules": ["*"]}}
     shared = {"enabled": True, "quantization_type": "symmetric", "schedule_offset": 0, "quantize_groups": 1}
-    old = {
-        "train_batch_size": 8,
-        "compression_training": {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}},
-    }
-    (tmp_path / "ds_config.json").write_text(json.dumps(old))
+    old = {"weight_quantization": {"shared_parameters": shared, "different_groups": {}}}
+    (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "compression_training": old}))
     found = qat(models["model"], *OUT, *DATA, "--config", "ds_config.json")
     assert found.code == 2 and "shardwright qat" in found.err and "migrate_compression_training.md" in found.err
-    assert not (tmp_path / "out").exists()
 
 
 def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
@@ -246,45 +225,27 @@ def test_two_runs_from_python_in_one_process(
     assert not (tmp_path / "bad").exists()
 
 
-def job_of(settings: QATSettings) -> QATJob:
-    named = teacher_of(settings, "org/m")
-    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
-    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "vocab_size": None}
-    own = {"model": "org/m", "source_directory": "m", "stored_dtype": "bfloat16", "teacher": named and named[0]}
-    return QATJob(settings=settings, **facts, **counts, **own)
-
-
 @pytest.mark.parametrize(
-    ("settings", "teacher"),
+    ("settings", "model", "teacher", "is_own"),
     [
-        ({"teacher": "self", "revision": "R"}, ("org/m", "R")),
-        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, ("org/m", "R2")),
-        ({"teacher": "org/m", "revision": "R"}, ("org/m", None)),
-        ({"teacher": "org/large", "revision": "R", "teacher_revision": "R2"}, ("org/large", "R2")),
+        ({"teacher": "self", "revision": "R"}, "org/m", ("org/m", "R"), True),
+        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, "org/m", ("org/m", "R2"), False),
+        ({"teacher": "org/m", "revision": "R"}, "org/m", ("org/m", None), False),
+        ({"teacher": "./m/"}, "m", ("m", None), True),
+        ({"teacher": "./m/", "teacher_revision": "R"}, "m", ("./m/", "R"), False),
+        ({}, "m", None, False),
     ],
 )
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], teacher: tuple[str, str | None]
+    settings: dict[str, str], model: str, teacher: tuple[str, str | None] | None, is_own: bool
 ) -> None:
-    from shardwright.plugins.transformers import second_model
-
-    job = job_of(QATSettings(**settings))
+    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1, "vocab_size": None}
+    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "source_directory": "m"}
+    own = {"model": model, "stored_dtype": "bfloat16", "teacher": teacher and teacher[0]}
+    job = QATJob(settings=QATSettings(**settings), **facts, **counts, **own)
     job = QATJob.model_validate_json(job.model_dump_json())
-    assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
-    loaded: list[Any] = []
-    monkeypatch.setattr(second_model, "load_second_model", lambda name, **k: loaded.append((name, k["revision"])))
-    plan = SimpleNamespace(chosen=SimpleNamespace(strategy=SimpleNamespace(tiled_mlp=False)))
-    context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp", plan=plan)
-    placed_teacher(teacher[0], job.teacher_revision, job, context)
-    assert loaded == [teacher]
-
-
-def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
-    assert teacher_of(QATSettings(teacher="./m/"), "m") == ("m", None)
-    other = QATSettings(teacher="./m/", teacher_revision="R")
-    assert teacher_of(other, "m") == ("./m/", "R") and not is_own_teacher(other, "m")
-    assert is_own_teacher(QATSettings(teacher="self", revision="R"), "m")
-    assert teacher_of(QATSettings(), "m") is None and job_of(QATSettings()).teacher_revision is None
+    assert teacher_of(job.settings, model) == teacher and is_own_teacher(job.settings, model) == is_own
+    assert (job.teacher, job.teacher_revision) == (teacher or (None, None))
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
@@ -292,19 +253,18 @@ def test_steps_are_counted_as_the_trainer_counts_them() -> None:
     counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
     for (samples, epochs), steps in counts.items():
         assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
-    assert optimizer_steps(QATSettings(max_steps=7), layout, 25) == 7
 
 
-@pytest.fixture(scope="module")
-def outcome(models: dict[str, Path]) -> QATOutcome:
+def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.planning.from_names import plan
     from shardwright.trainers.data.samples import SampleStatistics
 
     counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)
     tokens = {"train_tokens": 3200, "train_labels": 3200, "evaluation_samples": 16}
-    measured = {"weight_difference": 0.0, "logit_difference": 0.0, "peak_bytes": 3 * 10**9}
-    return QATOutcome(
+    losses = {"dense": 3.0, "rounded": 3.4, "trained": 3.1, "rounded_standard_error": 0.1}
+    measured = {"weight_difference": 0.0, "logit_difference": 0.0, "peak_bytes": 3 * 10**9, "step_seconds": 2.0}
+    outcome = QATOutcome(
         settings=QATSettings(dataset="python-help"),
         model="org/base",
         teacher=None,
@@ -312,45 +272,26 @@ def outcome(models: dict[str, Path]) -> QATOutcome:
         layers=14,
         plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
         statistics=SampleStatistics(source="python-help", kind="text", **counts, **tokens),
-        result=QATResult(
-            dense=3.0,
-            rounded=3.4,
-            trained=3.1,
-            rounded_standard_error=0.1,
-            steps=5,
-            step_seconds=2.0,
-            tokens=3200,
-            timed_tokens=1600,
-            **measured,
-        ),
+        result=QATResult(steps=5, tokens=3200, timed_tokens=1600, **losses, **measured),
         metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}],
         seconds=9.0,
     )
-
-
-def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
     files = outcome.files("qat")
-    text = files["REPORT.md"]
+    text, card = files["REPORT.md"], files["README.md"]
     for part in (
         f"| before, rounded to the nearest | 3.4000 ± 0.1 | {math.exp(3.4):.4g} ± 3 |",
-        "| trained, as exported | 3.1000 | 22.2 |",
-        "Means over all labelled tokens of 16 held-out samples; ± is one standard error, over samples.",
         "costs 0.4000 nats per token; training recovered 75 % of it.",
         "| Tokens/s of all ranks | 800 |",
-        "| Peak memory of tensors per accelerator | 3.0 GB |",
-        "| learning_rate | 2e-05 |",
-        "![Loss by step, nats per token](qat.png)",
         "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
     ):
         assert part in text, part
     assert "| alpha |" not in text, "without a teacher its settings mean nothing"
-    card = files["README.md"]
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
     assert "It was trained on the labels of the data." in card
-    for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
-        own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
-        assert said in own.card()
-    taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
-    assert "forward_kl with weight 0.75, and the labels of the data with weight 0.25" in taught.card()
-    assert files["qat.png"].startswith(b"\x89PNG")
+    for teacher, changes, said in (
+        ("org/base", {}, "`org/base` in full precision"),
+        ("org/base", {"teacher_revision": "R2"}, "`org/base`, forward_kl"),
+        ("org/large", {"alpha": 0.75}, "forward_kl with weight 0.75, and the labels of the data with weight 0.25"),
+    ):
+        assert said in replace(outcome, teacher=teacher, settings=QATSettings(teacher=teacher, **changes)).card()

@@ -1,4 +1,4 @@
-"""Gradients of rounded layers against references in fp64, written from the papers, and against finite differences."""
+"""Gradients of rounded layers against references in fp64, written from the papers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounding_reference import EXACT, GROUP, RELATIVE, assert_same, drawn, ours, reference, weights_of
+from rounding_reference import EXACT, assert_same, drawn, ours, reference, weights_of
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization
 from shardwright.trainers.qat.rounding.rounding import (
-    WeightRounding,
+    Rounding,
     round_weight,
     stored_scale,
     weight_gradients,
 )
 
-LEARNED_IN_FP32 = 5e-6
-"""As `RELATIVE`, for learned scales in fp32: ``q - w/s`` loses what a code of 7 bits takes of the 24. Seen: 1.7e-6."""
 ACTIVATIONS = [
     None,
     ActivationQuantization(),
@@ -54,87 +52,23 @@ def test_gradients_are_those_of_the_papers(seed, bits, rule, strategy, activatio
     name, symmetric = rule
     # Upstream finds one dynamic range for each place of a third dimension, and tokens have only two before theirs.
     batch = batch[:2] if activations is not None and activations.dynamic else batch
-    case = drawn(
-        seed=seed,
-        bits=2 if name in ("ternary", "binary") else bits,
-        symmetric=symmetric,
-        strategy=strategy,
-        rule=name,
-        activations=activations,
-        batch=batch,
-        rows=rows,
-        groups=groups,
-        biased=biased,
-        rank=rank,
-    )
+    bits = 2 if name in ("ternary", "binary") else bits
+    formats = {"bits": bits, "symmetric": symmetric, "strategy": strategy, "rule": name, "activations": activations}
+    case = drawn(seed=seed, batch=batch, rows=rows, groups=groups, biased=biased, rank=rank, **formats)
     assert_same(case.gradients(ours), case.gradients(reference))
-
-
-@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
-@pytest.mark.parametrize(("rule", "symmetric"), RULES)
-def test_gradients_in_fp32_stay_within_millionths(rule, symmetric, strategy):
-    """The reference finds its codes in fp32, where halves fall as they fall in the layer, and multiplies in fp64."""
-    for bits in (2,) if rule in ("ternary", "binary") else range(2, 9):
-        case = drawn(
-            bits=bits,
-            symmetric=symmetric,
-            strategy=strategy,
-            rule=rule,
-            biased=True,
-            rank=2,
-            dtype=torch.float32,
-            stored_dtype=torch.float32,
-        )
-        relative = LEARNED_IN_FP32 if rule == "learned" else RELATIVE
-        assert_same(case.gradients(ours), case.gradients(reference), relative=relative)
 
 
 def test_values_outside_a_learned_range_get_no_gradient():
     """Worked out by hand: s = 0.5, 4 bits, so that codes end at -8 and 7 and gradients at -4.25 and 3.75."""
     weight = torch.tensor([[3.5, 3.74, 3.76, 9.0, -4.24, -4.26, 0.3, -0.2]], dtype=EXACT)
-    how = WeightRounding(quantization=weights_of(4, True, "group"), rule="learned", stored_dtype=EXACT)
+    how = Rounding(quantization=weights_of(4, True, "group"), rule="learned", stored_dtype=EXACT)
     scale = torch.tensor([[0.5]], dtype=EXACT)
-    assert round_weight(weight, how, scale).levels.tolist() == [[7, 7, 7, 7, -8, -8, 1, 0]]
+    assert round_weight(weight, how, scale).codes.tolist() == [[7, 7, 7, 7, -8, -8, 1, 0]]
     by_weight, by_scale, by_zero = weight_gradients(torch.ones_like(weight), weight, how, scale, None)
     assert by_weight.tolist() == [[1, 1, 0, 0, 1, 0, 1, 1]]
     inside = (7 - 7) + (7 - 7.48) + (-8 + 8.48) + (1 - 0.6) + (0 + 0.4)
     assert by_scale.item() == pytest.approx((inside + 7 + 7 - 8) / math.sqrt(8 * 7), rel=1e-12)
     assert by_zero is None
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_learned_scales_agree_with_finite_differences(bits, symmetric):
-    """Codes stand still under small steps, so that the function is smooth: slopes of its parts that hold no rounding.
-
-    With codes q, ``dw'/ds = q - z`` is what the function itself says; LSQ adds ``-w/s`` where w is inside, for the
-    rounding that it takes for the identity.
-    """
-    largest = 2 ** (bits - 1) - 1
-    case = drawn(seed=3, bits=bits, symmetric=symmetric, rule="learned", rows=4)
-    weight, scale = case.tensors["weight"], case.tensors["weight_scale"]
-    zero, how = case.tensors["weight_zero_point"], case.rounding.weight
-    gradient = torch.randn(weight.shape, dtype=EXACT, generator=torch.Generator().manual_seed(1))
-    _, by_scale, by_zero = weight_gradients(gradient, weight, how, scale, zero)
-    step = 1e-9
-
-    def loss(each: torch.Tensor) -> torch.Tensor:
-        return (round_weight(weight, how, each, zero).value(how) * gradient).unflatten(1, (-1, GROUP)).sum(-1)
-
-    assert torch.equal(
-        round_weight(weight, how, scale + step, zero).levels, round_weight(weight, how, scale - step, zero).levels
-    )
-    slope = (loss(scale + step) - loss(scale - step)) / (2 * step)
-    wide = scale.repeat_interleave(GROUP, 1)
-    offset = 0 if zero is None else zero.clamp(-largest - 1, largest).round().repeat_interleave(GROUP, 1)
-    ratio = weight / wide
-    inside = ((ratio + offset) >= -largest - 1.5) & ((ratio + offset) <= largest + 0.5)
-    assert 0 < inside.sum() < inside.numel()
-    taken = (gradient * torch.where(inside, ratio, 0)).unflatten(1, (-1, GROUP)).sum(-1)
-    assert torch.allclose(by_scale * math.sqrt(GROUP * largest), slope - taken, rtol=1e-5, atol=1e-5)
-    if by_zero is not None:
-        cut = (gradient * torch.where(inside, 0, -wide)).unflatten(1, (-1, GROUP)).sum(-1)
-        assert torch.allclose(by_zero * math.sqrt(GROUP * largest), cut, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

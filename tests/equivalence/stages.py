@@ -1,14 +1,12 @@
-"""What a script does with one Trainer besides one `train()`. Ranks run this file."""
+"""What a script does with one Trainer besides one `train()`."""
 
 from __future__ import annotations
 
-import traceback
 from pathlib import Path
 from typing import Any
 
 from equivalence.cases import Case, samples
-from equivalence.records import logged, write_records
-from equivalence.runs import make_trainer
+from equivalence.records import Record, logged
 from transformers import TrainerCallback
 
 
@@ -26,8 +24,8 @@ class Interrupts(TrainerCallback):
             raise RuntimeError("interrupted")
 
 
-def train(case: Case, directory: Path) -> dict[str, Any]:
-    trainer, _, _ = make_trainer(case, directory)
+def figures_of_stages(trainer: Any, case: Case, directory: Path) -> Record:
+    """Evaluate first, train several times, interrupt and resume, and return the figures of each by name."""
     interrupts = Interrupts()
     trainer.add_callback(interrupts)
     rows, record = samples(), {}
@@ -67,14 +65,3 @@ def train(case: Case, directory: Path) -> dict[str, Any]:
         run("resumed stage", resume_from_checkpoint=str(directory / "checkpoint-2"))
         evaluate("last evaluation")
     return record
-
-
-def record(case: Case, output: Path) -> dict[str, Any]:
-    try:
-        return train(case, output / case.name)
-    except Exception:
-        return {"error": traceback.format_exc()}
-
-
-if __name__ == "__main__":
-    write_records(Case, record)

@@ -1,1 +1,0 @@
-"""Export of trained codes as a checkpoint: start with `checkpoint.py`."""
