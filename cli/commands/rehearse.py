@@ -82,9 +82,11 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks"
     out.print(Text.assemble((rehearsal.plan.model.name, "bold"), rehearsed))
     out.print()
-    styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}
+    styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-     ", "dim")}
+    width = max(len(check.name) for check in rehearsal.checks)
     for check in rehearsal.checks:
-        out.print(Text.assemble(f"{check.name:26}", styles[check.passed], "  ", check.detail.partition("\n")[0]))
+        first_line = check.detail.partition("\n")[0]
+        out.print(Text.assemble(f"{check.name:{width}}  ", styles[check.passed], f"  {first_line}"))
     if rehearsal.measured:
         out.print()
         predicted, measured = rehearsal.predicted or {}, rehearsal.measured or {}
