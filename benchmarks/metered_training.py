@@ -20,7 +20,7 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, meter_trainer
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
-    partial_checkpointing_callback,
+    checkpoint_first_layers,
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
@@ -71,12 +71,22 @@ def train_metered(
             trainer.add_callback(callback)
         attach_long_sequences(trainer, strategy, job)
         if strategy.checkpointed_layers is not None:
-            trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
+            trainer.add_callback(_FirstLayers(strategy.checkpointed_layers))
         prepare_optimizer(trainer)
         meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
     return reading
+
+
+class _FirstLayers(TrainerCallback):
+    """Recomputes only the first layers, after the Trainer has enabled checkpointing of all."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint_first_layers(kwargs["model"], self.count)
 
 
 def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:

@@ -11,7 +11,6 @@ from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
 from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
@@ -30,7 +29,7 @@ def measure(case: Case) -> dict[str, Any]:
         )
         trainer = _trainer(case, plan, arguments, model)
         del model
-        (meter_pipeline_trainer if case.axis == "pp" else meter_trainer)(trainer, meter)
+        meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
     return {"peaks": reading.peaks, "peak_bytes": reading.peak_bytes}

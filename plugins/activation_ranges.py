@@ -69,7 +69,14 @@ class ActivationHistogram:
             self.low, self.high = min(self.low, low), max(self.high, high)
             if self._counts is None:
                 self._counts = torch.zeros(self.bins, dtype=torch.int64, device=values.device)
-            self._grow(max(-low, high, 0.0))
+            magnitude = max(-low, high, 0.0)
+            if magnitude > 0.0:
+                # Smallest exponent with magnitude < bins/2 · 2^exponent.
+                needed = math.frexp(magnitude / (self.bins // 2))[1]
+                self._exponent = needed if self._exponent is None else self._exponent
+                for _ in range(needed - self._exponent):
+                    self._counts = _merged_pairs(self._counts)
+                self._exponent = max(needed, self._exponent)
             for part in flat.split(_VALUES_AT_ONCE):
                 self._counts += torch.bincount(self._bins_of(part), minlength=self.bins).to(self._counts.device)
 
@@ -124,22 +131,6 @@ class ActivationHistogram:
         wide = values.to(torch.float64 if exponent < -100 or values.dtype == torch.float64 else torch.float32)
         numbers = torch.floor(wide * math.ldexp(1.0, -exponent)).to(torch.int64)
         return numbers + self.bins // 2
-
-    def _grow(self, magnitude: float) -> None:
-        if magnitude == 0.0:
-            return
-        # Smallest exponent with magnitude < bins/2 · 2^exponent.
-        needed = math.frexp(magnitude / (self.bins // 2))[1]
-        if self._exponent is None:
-            self._exponent = needed
-        while self._exponent < needed:
-            self._halve_resolution()
-
-    def _halve_resolution(self) -> None:
-        assert self._counts is not None
-        assert self._exponent is not None
-        self._counts = _merged_pairs(self._counts)
-        self._exponent += 1
 
 
 def _merged_pairs(counts: Tensor) -> Tensor:

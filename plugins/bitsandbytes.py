@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from . import patches
+from .safetensors.reading import each_tensor, read_checkpoint
 from .transformers.checkpoint_tensors import without_zero3
+from .transformers.sound_model import is_finite
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +93,14 @@ def quantize_with_bitsandbytes(
         RefusedInputError: weights are not finite.
         ShardwrightError: Transformers cannot load the model with bitsandbytes.
     """
-    _check_finite(directory)
+    # Quantized weights hide NaN.
+    fix = "train it again, or download a valid copy"
+    if errors := [
+        ConfigError(where=str(directory), value=name, rule="holds NaN or infinity", fix=fix)
+        for name, tensor in each_tensor(read_checkpoint(directory))
+        if not is_finite(tensor)
+    ]:
+        raise RefusedInputError(errors)
     model = _load(directory, scheme, dense, dtype, device)
     import bitsandbytes
 
@@ -105,22 +114,6 @@ def quantize_with_bitsandbytes(
     written = tempfile.TemporaryDirectory(prefix="shardwright-bitsandbytes-")
     model.save_pretrained(written.name)
     return BitsAndBytesModel(model=model, quantized_layers=layers, written=written)
-
-
-def _check_finite(directory: Path) -> None:
-    """Check that all weights are finite, which cannot be seen in quantized weights."""
-    from safetensors import safe_open
-
-    from .transformers.sound_model import is_finite
-
-    errors = []
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            bad = [name for name in tensors.keys() if not is_finite(tensors.get_tensor(name))]  # noqa: SIM118
-        fix = "train it again, or download a valid copy"
-        errors += [ConfigError(where=file.name, value=name, rule="holds NaN or infinity", fix=fix) for name in bad]
-    if errors:
-        raise RefusedInputError(errors)
 
 
 def _load(directory: Path, scheme: QuantizationScheme, skipped: Sequence[str], dtype: str, device: str) -> Any:

@@ -72,7 +72,7 @@ def task_errors(request: TaskRequest) -> list[ConfigError]:
     if where is not None and not where.is_dir():
         rule = "is not a directory"
         return [*errors, ConfigError(where="--include-path", value=str(where), rule=rule)]
-    known = _manager(request).all_tasks
+    known = _manager(request.names, where).all_tasks
     for name in request.names:
         if name not in known:
             rule, fix = "is not a task of lm-evaluation-harness", "`lm-eval ls tasks` lists them"
@@ -80,20 +80,16 @@ def task_errors(request: TaskRequest) -> list[ConfigError]:
     return errors
 
 
-def _manager(request: TaskRequest) -> Any:
-    return _indexed(request.names, None if request.include_path is None else str(request.include_path))
-
-
 @lru_cache(maxsize=1)
-def _indexed(names: tuple[str, ...], include_path: str | None) -> Any:
+def _manager(names: tuple[str, ...], include_path: Path | None) -> Any:
     """Return the index of tasks; only that of the include path if it contains all requested tasks."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
-        own = TaskManager(include_path=include_path, include_defaults=False)
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(own.all_subtasks):
             return own
-    return TaskManager(include_path=include_path)
+    return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
 def run_tasks(
@@ -115,7 +111,7 @@ def run_tasks(
                 tasks=list(request.names),
                 num_fewshot=request.few_shot,
                 limit=request.limit,
-                task_manager=_manager(request),
+                task_manager=_manager(request.names, request.include_path),
                 log_samples=False,
                 bootstrap_iters=1000,
             )

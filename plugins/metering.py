@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -331,19 +332,21 @@ _WEIGHT_ATTRIBUTES = ("bit16_groups_flat", "fp16_partitioned_groups_flat", "bf16
 _GRADIENT_ATTRIBUTES = ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat")
 
 
-def meter_trainer(
-    trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS, computes_loss: bool = True
-) -> None:
+_PHASE_OF_INSTRUCTION: Mapping[str, MeterPhase] = {
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "ReduceGrads": "backward",
+    "OptimizerStep": "step",
+}
+"""Phase that each instruction of a pipeline's schedule begins."""
+
+
+def meter_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS) -> None:
     """Make `meter` follow the phases of `trainer`'s steps, and discard the first `warm_up_steps` of them.
 
     The loss phase lasts from the output head's forward pass until the gradient reaches the head's input; without an
-    output head the forward phase includes it. Call it before `trainer.train()`.
-
-    Args:
-        trainer: The Trainer.
-        meter: What follows it.
-        warm_up_steps: Steps that are forgotten.
-        computes_loss: Whether the Trainer calls its `compute_loss`, with which the forward phase begins.
+    output head the forward phase includes it. The micro-batches of a pipeline interleave, so a phase includes memory
+    that other phases of the step keep. Call it before `trainer.train()`.
     """
 
     def metered(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -353,9 +356,12 @@ def meter_trainer(
 
         return metered_loss
 
-    if computes_loss:
+    # A pipeline's schedule never calls it.
+    if not hasattr(trainer.model, "stages"):
         patches.apply("metered-loss", metered, on=trainer)
-    _hook_gradients(trainer.model, meter)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
     trainer.add_callback(_PhaseCallback(trainer, meter, warm_up_steps))
 
 
@@ -372,6 +378,7 @@ class _PhaseCallback(TrainerCallback):
             # Tensor parallelism replaces the output head when the engine is made.
             _mark_loss(self._trainer.model, self._meter)
             self._wrap_step()
+            self._follow_instructions()
         self._label()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -400,6 +407,29 @@ class _PhaseCallback(TrainerCallback):
         else:
             patches.apply("metered-backward", entering, on=accelerator)
 
+    def _follow_instructions(self) -> None:
+        """Let the instructions of a pipeline's schedule begin phases."""
+        engine: Any = getattr(getattr(self._trainer.accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+        if not hasattr(engine, "_INSTRUCTION_MAP"):
+            return
+
+        def entering(execute: Callable[..., Any], phase: MeterPhase) -> Callable[..., Any]:
+            # A function, because instructions are called as methods of the engine.
+            def run(*args: object, **kwargs: object) -> Any:
+                self._meter.enter(phase)
+                return execute(*args, **kwargs)
+
+            return run
+
+        def metered(instructions: dict[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
+            phases = {kind: _PHASE_OF_INSTRUCTION.get(kind.__name__) for kind in instructions}
+            return instructions | {
+                kind: entering(instructions[kind], phase) for kind, phase in phases.items() if phase is not None
+            }
+
+        patches.apply("metered-instructions", metered, on=engine)
+        patches.apply("metered-stage-loss", partial(entering, phase="loss"), on=engine.module)
+
     def _enter_step(self) -> None:
         if not self._trainer.accelerator.sync_gradients:
             self._meter.enter("other")
@@ -413,7 +443,11 @@ class _PhaseCallback(TrainerCallback):
         parameters = list(model.parameters())
         self._meter.label(_shards(parameters), "weights")
         self._meter.label((p.grad for p in parameters if p.grad is not None), "gradients")
-        for holder in _chain(optimizer):
+        # Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that: each has its own tensors.
+        holders = [optimizer]
+        while (inner := getattr(holders[-1], "optimizer", None)) is not None and len(holders) < 4:
+            holders.append(inner)
+        for holder in holders:
             self._meter.label(_tensors(getattr(holder, "state", None)), "optimizer")
             for role, names in (
                 ("optimizer", _OPTIMIZER_ATTRIBUTES),
@@ -437,20 +471,6 @@ def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
             inputs[0].register_hook(lambda _: meter.enter("backward"))
 
     head.register_forward_pre_hook(enter_loss)
-
-
-def _hook_gradients(model: PreTrainedModel, meter: Meter) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
-
-
-def _chain(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that; each has its own tensors."""
-    seen = 0
-    while optimizer is not None and seen < 4:
-        yield optimizer
-        optimizer, seen = getattr(optimizer, "optimizer", None), seen + 1
 
 
 def _shards(parameters: list[Any]) -> Iterator[torch.Tensor]:

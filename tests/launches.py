@@ -18,7 +18,7 @@ def torchrun(
     port = free_port()
     command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
     return launch_ranks(
-        Launch(arguments=python_arguments(command), environment=environment, port=port), timeout_seconds=timeout_seconds
+        Launch(arguments=python_arguments(command), environment=environment), timeout_seconds=timeout_seconds
     )
 
 
@@ -28,6 +28,6 @@ def accelerate_launch(
     port = free_port()
     launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
     return launch_ranks(
-        Launch(arguments=python_arguments([*launcher, "-m", module, *arguments]), port=port),
+        Launch(arguments=python_arguments([*launcher, "-m", module, *arguments])),
         timeout_seconds=timeout_seconds,
     )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from paths import CONFIGS
-from shardwright.ds_configs.memory.activations import ActivationEstimate, Mode
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors, parse_config_json
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
@@ -76,20 +75,3 @@ def llama(**changes: Any) -> ModelSpec:
     spec = model_spec_from_config(config, name="small-llama")
     assert spec is not None
     return spec
-
-
-def no_activations(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-    """Zero activation bytes, to look at model states alone."""
-    return ActivationEstimate(
-        saved_bytes_per_layer=0,
-        checkpointed_bytes_per_layer=0,
-        outside_layer_bytes=0,
-        backward_transient_bytes=0,
-        recompute_backward_transient_bytes=0,
-        forward_transient_bytes=0,
-        loss_forward_peak_bytes=0,
-        loss_kept_bytes=0,
-        loss_backward_peak_bytes=0,
-        autocast_weight_copy_bytes_per_parameter=0,
-        source="none",
-    )

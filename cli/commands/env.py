@@ -69,7 +69,7 @@ def patch_facts() -> list[dict[str, Any]]:
             "state": (state := patch_state(patch)),
             "package": patch.package,
             "installed": installed_version(patch.package),
-            "target": patch.target,
+            "target": patch.path,
             "scope": patch.scope,
             "releases": patch.versions,
             "reason": patch.reason,

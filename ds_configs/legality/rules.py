@@ -160,15 +160,6 @@ def quantized_collectives_need_stage_three(
         yield ConfigError(where="zero_quantized_gradients", value=True, rule=rule, fix=fix)
 
 
-def accumulation_dtype_is_supported(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
-    """ZeRO-0 with 16-bit weights does not support fp32 gradient accumulation (deepspeed/runtime/engine.py:2323)."""
-    if layout.zero_stage == 0 and layout.zero.gradient_accumulation_fp32 and job.precision != "fp32":
-        rule, fix = "is not supported with ZeRO-0", "use ZeRO stage 1, 2 or 3"
-        yield ConfigError(where="gradient_accumulation_fp32", value=True, rule=rule, fix=fix)
-
-
 # Models.
 
 _SHARED_LAYERS = frozenset({"zamba", "zamba2"})
@@ -482,7 +473,6 @@ RULES: tuple[Rule, ...] = (
     optimizer_is_supported,
     bf16_weights_have_no_master_copy,
     precision_is_supported,
-    accumulation_dtype_is_supported,
     sequence_fits_the_positions,
     tiled_mlp_is_supported,
     offloaded_checkpoints_are_recomputed,

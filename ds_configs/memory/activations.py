@@ -970,10 +970,7 @@ def outside_without_norm(
     A family without stored coefficients includes the norm, which is small compared with a layer.
     """
     bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
-    try:
-        rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
-    except UnknownFamilyError:
-        return traced
+    rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
     return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
 
 

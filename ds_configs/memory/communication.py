@@ -60,17 +60,14 @@ TERMS = (
 )
 
 
-def default_zero_options(
-    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, layout: Layout | None = None
-) -> ZeroOptions:
+def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False) -> ZeroOptions:
     """Return bucket and threshold sizes for a model; `lean` trades communication overlap for memory.
 
     Stage 3 uses the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
     persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket is never larger than all gradients.
     Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would take 2 GB.
-    With a `layout`, sizes follow the rank's part of the model instead of the complete model.
     """
-    trainable = max(1000, rank_parameters(model, job, layout).trainable)
+    trainable = max(1000, rank_parameters(model, job).trainable)
     hidden = model.dimensions.hidden_size
     if stage < 3:
         bucket = min(20_000_000 if lean else 100_000_000, trainable)
@@ -112,8 +109,6 @@ def _stage1_and_2_buckets(
     autograd for that of the embedding.
     """
     width = job.compute_bytes
-    if layout.zero.gradient_accumulation_fp32 and layout.offload_optimizer != "none":
-        width = 4
     size, offload = layout.zero.reduce_bucket_size, layout.offload_optimizer != "none"
     shard = parameters.shard(layout)
     buckets = {"reduce_buckets": (2 if layout.zero.overlap_comm else 1) * size * width}

@@ -14,7 +14,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.terms import Term
 from . import communication, host, layers, loss, model_states, offload, second_models
-from .activations import ActivationSource, Attention, activation_mode, cached_activations, tiled_mlp_elements
+from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
 from .host import HostMemory, estimate_host_memory
 from .layers import (
@@ -37,7 +37,6 @@ def share_moment_terms(
     layout: Layout,
     share: RankShare,
     job: TrainingJob,
-    activations: ActivationSource | None = None,
     *,
     unmasked: Attention = "auto",
     gpu: bool = True,
@@ -45,9 +44,9 @@ def share_moment_terms(
     """Return the named tensor bytes of a rank's share at each moment of a training step.
 
     Raises:
-        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
+        UsageError: neither coefficients nor a bound from the model's structure exist.
     """
-    model, step = share.model, rank_step(layout, share, job, activations, unmasked=unmasked, gpu=gpu)
+    model, step = share.model, rank_step(layout, share, job, unmasked=unmasked, gpu=gpu)
     activation_parts = activation_terms(step)
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
@@ -325,7 +324,6 @@ def estimate_memory(
     hardware: HardwareSpec,
     job: TrainingJob,
     *,
-    activations: ActivationSource | None = None,
     calibration: Calibration | None = None,
 ) -> MemoryEstimate:
     """Return the memory of a layout: `max over phases of (states + buffers + activations)` plus overheads.
@@ -360,19 +358,18 @@ def estimate_memory(
     processes need 24,000,000,000 bytes of host memory.
 
     Raises:
-        UsageError: there are fewer layers than pipeline stages.
-        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
+        UsageError: there are fewer layers than pipeline stages, or neither activation coefficients nor a bound.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     reserved = EXPANDABLE_RESERVED if expands_segments(job, hardware) else RESERVED_OVER_ALLOCATED
     factors = moved_factors(reserved.times(ALLOCATED_OVER_PREDICTED), ratios)
     stages = []
     for share in rank_shares(layout, model, job):
-        phases = fullest_by_phase(share_moment_terms(layout, share, job, activations, gpu=hardware.gpu != "CPU"))
+        phases = fullest_by_phase(share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU"))
         stages.append(_with_overheads(layout, hardware, share, phases, factors, calibrated_runs=len(ratios)))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout), activations),
+        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout)),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 
@@ -411,21 +408,6 @@ def _with_overheads(
     )
 
 
-def terms_by_phase(
-    layout: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None, gpu: bool = True
-) -> dict[Phase, Terms]:
-    """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
-
-    For a plan with traced activations the sums differ, because traces are not stored. `stage` is `GpuMemory.stage`.
-
-    Raises:
-        UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
-    """
-    shares = rank_shares(layout, model, job)
-    share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
-    return fullest_by_phase(share_moment_terms(layout, share, job, gpu=gpu))
-
-
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
     """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
     is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})
@@ -436,7 +418,7 @@ def cpu_rank_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[P
     """Return the named tensor bytes of each phase on one CPU rank, including what a GPU rank would offload.
 
     Raises:
-        UnknownFamilyError: no stored coefficients.
+        UsageError: neither coefficients nor a bound from the model's structure exist.
     """
     return max(
         (phases for _, phases in cpu_share_terms(layout, model, job)),

@@ -10,7 +10,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.terms import Term
 from ..specs.units import pinned_block_bytes
-from .activations import ActivationSource, activation_mode, cached_activations
+from .activations import activation_mode, cached_activations
 from .layers import checkpoint_bytes
 from .moments import Terms
 from .offload import nvme_bytes, offload_terms
@@ -51,7 +51,6 @@ def estimate_host_memory(
     hardware: HardwareSpec,
     job: TrainingJob,
     parameters: RankParameters,
-    activations: ActivationSource | None = None,
 ) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
@@ -63,7 +62,7 @@ def estimate_host_memory(
     for second in job.second_models:
         training |= second_model_host_terms(second, layout, job, ranks)
     if count := layout.offloaded_layers(model.dimensions.num_layers):
-        traced = (activations or cached_activations(model, job))(layout.micro_batch_size, activation_mode(layout, job))
+        traced = cached_activations(model, job)(layout.micro_batch_size, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)

@@ -14,7 +14,6 @@ from ..specs.terms import Term
 from .activations import (
     SMALLEST_MASK_TOKENS,
     ActivationEstimate,
-    ActivationSource,
     Attention,
     activation_mode,
     cached_activations,
@@ -96,28 +95,14 @@ STAGING_BUFFERS = 2
 
 
 def rank_step(
-    layout: Layout,
-    share: RankShare,
-    job: TrainingJob,
-    activations: ActivationSource | None = None,
-    *,
-    unmasked: Attention = "auto",
-    gpu: bool = True,
+    layout: Layout, share: RankShare, job: TrainingJob, *, unmasked: Attention = "auto", gpu: bool = True
 ) -> RankStep:
-    """Return a rank's micro-batch with the traced bytes of its activations.
-
-    `activations` may be a trace of the complete model, which is too large under tensor parallelism.
-
-    Raises:
-        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
-    """
+    """Return a rank's micro-batch with the bytes of its activations."""
     model, mode = share.model, activation_mode(layout, job)
-    # Tiles of the loss are part of the eager one, of which a trace contains the loss that it ran.
-    tiles_loss = job.loss == "chunked" and activations is None and not has_fused_loss(model, layout, job, gpu=gpu)
-    source = activations or cached_activations(
-        model, replace(job, loss="eager") if tiles_loss else job, unmasked=unmasked
-    )
-    traced = source(layout.micro_batch_size, mode)
+    # Tiles of the loss are part of the eager one.
+    tiles_loss = job.loss == "chunked" and not has_fused_loss(model, layout, job, gpu=gpu)
+    counted = replace(job, loss="eager") if tiles_loss else job
+    traced = cached_activations(model, counted, unmasked=unmasked)(layout.micro_batch_size, mode)
     if tiles_loss:
         traced = with_tiled_loss(layout, model, job, traced)
     if layout.tiled_mlp:

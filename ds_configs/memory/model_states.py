@@ -265,14 +265,11 @@ def _stage1_and_2(
     if job.method == "full":
         by_rank = whole_tensors_of_partitions(model, layout.shard_size, layout.ep)
         fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
-    fp32_accumulation = layout.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
     if layout.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
-        if fp32_accumulation:
-            rest["gradients"] = 4 * shard
         if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:
             # They are on the host when the step begins.
             return at_moments(rest, **growing_gradients(layout, parameters, full))
@@ -280,14 +277,6 @@ def _stage1_and_2(
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, layout)}
     group = parameters.largest_group_shard(layout)
     foreach = {"optimizer_transient": _step_transient(job, parameters, group)}
-    if fp32_accumulation and layout.zero_stage == 1:
-        rest["gradients"] = 4 * trainable
-        return at_moments(rest, backward={"gradients": full}, step=foreach)
-    if fp32_accumulation:
-        # The buffer of the partition is already flat.
-        gradients = {"gradients": 4 * shard}
-        growing = _partition_gradients(layout, parameters, 4 * shard, 0)
-        return at_moments(rest, **growing, step=gradients | foreach)
     flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
         flattening["flat_gradients"] = 2 * group
@@ -353,11 +342,11 @@ def _partition_gradients(
     if reduces_once(layout, parameters):
         if layout.gradient_accumulation_steps > 1:
             return {"loss": gradients, "backward": gradients}
-        # A flat fp32 buffer exists during the reduction; others are allocated after its copy is freed.
-        return {} if last_bytes else {"embedding_backward": gradients}
+        # The buffer is allocated after the copy of the reduction is freed.
+        return {}
     if layout.gradient_accumulation_steps > 1:
         early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
-        late = {"gradients": whole_bytes if last_bytes else 0}
+        late = {"gradients": whole_bytes}
         return {
             "loss": gradients,
             "backward": gradients,
@@ -384,10 +373,9 @@ def _stage3(
     sub_group = min(shard, layout.zero.sub_group_size)
     if sub_group < shard and job.method == "full" and layout.ep == 1:
         sub_group = min(shard, _fullest_sub_group(model, layout.shard_size, layout.zero.sub_group_size))
-    accumulation = 4 if layout.zero.gradient_accumulation_fp32 else width
     rest |= {
         "master_weights": 4 * shard,
-        "gradients": accumulation * shard,
+        "gradients": width * shard,
         "optimizer_states": parameters.state_shard(states, layout),
     }
     if OPTIMIZERS[job.optimizer].matrix_states:
@@ -395,7 +383,7 @@ def _stage3(
         bucket = min(layout.zero.reduce_bucket_size, muon_elements(model))
         rest["optimizer_states"] += width * (bucket + -(-bucket // layout.shard_size))
     transient = _step_transient(job, parameters, sub_group)
-    if width == 2 and not layout.zero.gradient_accumulation_fp32:
+    if width == 2:
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}

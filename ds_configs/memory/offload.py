@@ -61,9 +61,8 @@ def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters
         }
     if layout.zero_stage == 3:
         zero = layout.zero
-        accumulation = 4 if zero.gradient_accumulation_fp32 else width
-        pinned = [accumulation * shard]
-        terms: Terms = {"offloaded_gradients": accumulation * shard}
+        pinned = [width * shard]
+        terms: Terms = {"offloaded_gradients": width * shard}
         if layout.offload_optimizer == "cpu":
             # fp32 gradients are pinned per sub-group (stage3.py:1338).
             sub_group = min(shard, zero.sub_group_size)

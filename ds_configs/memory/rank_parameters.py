@@ -11,7 +11,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
-from .activations import ActivationEstimate, Mode, UnknownFamilyError, cached_activations
+from .activations import ActivationEstimate, Mode, cached_activations
 from .moments import PHASES, Moment
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
@@ -74,9 +74,8 @@ def pipeline_stages(
     The time of a stage is that of its forward matrix products, `forward_flops_per_token`, plus the output head on the
     last stage. Stages minimize the slowest time first, because every stage waits for it, and then the largest memory:
     weights, gradients and optimizer states (embedding on the first stage, head on the last, tied ones on both), and
-    the activations of `pp - stage` micro-batches, which 1F1B keeps in flight (arXiv 2104.04473, 2.2). Without stored
-    coefficients, activations are not counted. With tensor parallelism, the costs are those of one rank, whose layers
-    are split and whose embedding and head are not.
+    the activations of `pp - stage` micro-batches, which 1F1B keeps in flight (arXiv 2104.04473, 2.2). With tensor
+    parallelism, the costs are those of one rank, whose layers are split and whose embedding and head are not.
 
     Raises:
         UsageError: there are fewer layers than stages.
@@ -104,14 +103,9 @@ def _fastest_stages(
     layer = inside / max(1, model.dimensions.num_layers) * per_element
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
-    try:
-        traced = cached_activations(model, job)(
-            job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16"
-        )
-        recomputes = job.gradient_checkpointing == "on"
-        activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
-    except UnknownFamilyError:
-        activations = 0
+    traced = cached_activations(model, job)(job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
+    recomputes = job.gradient_checkpointing == "on"
+    activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)
 
     def memory(index: int, first: int, end: int) -> float:

@@ -60,8 +60,8 @@ class Plan(LaunchSpec):
     """The other layouts: those that fit first, fastest first."""
     versions: tuple[tuple[str, str], ...] = ()
     """Names and versions of the libraries that the plan was made with."""
-    activations: Literal["stored", "traced", "upper bound"] = "stored"
-    """Source of activation bytes: coefficients of the family, a trace of the model, or a bound from its structure."""
+    activations: Literal["stored", "upper bound"] = "stored"
+    """Source of activation bytes: coefficients of the family, or a bound from its structure."""
     command: str = ""
     """Command line that made the plan; empty for a plan made from Python."""
     trials: tuple[Trial, ...] = ()
@@ -578,8 +578,6 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if release == planned.release:
         return None
     versions = f"the plan is for transformers {planned.release}, but {release} is installed"
-    if plan.activations == "traced":
-        return f"{versions}: activations were traced with {planned.release}; plan again"
     attention = planned.attention
     # An attention implementation that `config.json` requests stays the same.
     if attention == _class_attention(planned, planned.release):

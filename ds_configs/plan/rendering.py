@@ -313,8 +313,6 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         config["tensor_parallel"] = {"autotp_size": layout.tp, "vocab_parallel_lm_head": False}
     if layout.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
-    if layout.zero.gradient_accumulation_fp32:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
     return config

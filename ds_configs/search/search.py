@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from ..memory.estimate import MemoryEstimate
 from ..memory.host import loading_terms
@@ -48,33 +49,15 @@ class Search:
 
     by_layout: dict[int, list[Candidate]]
     """All candidates of each layout, by its index."""
-    partial: bool
-    """Whether recomputing some of the layers may be tried."""
+
     leanest: dict[int, Candidate] = field(default_factory=dict)
     """The candidate of each layout that needs the least memory."""
-    slower: dict[Candidate, list[Candidate]] = field(default_factory=dict)
-    """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
-        """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
-
-        Recomputation and smaller buffers are never faster, so that candidates that only add them are timed only if the
-        search comes to them.
-        """
+        """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
         if index not in self._ordered:
-            fastest: dict[tuple[int, str, bool, int], Candidate] = {}
-            alone: list[Candidate] = []
-            for candidate in sorted(self.by_layout[index], key=_savings):
-                layout = candidate.layout
-                form = layout.micro_batch_size, candidate.job.loss, layout.tiled_mlp, layout.offloaded_checkpoints
-                first = fastest.setdefault(form, candidate)
-                adds = all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True))
-                if first is not candidate and adds:
-                    self.slower.setdefault(first, []).append(candidate)
-                else:
-                    alone.append(candidate)
-            self._ordered[index] = sorted(alone, key=_order)
+            self._ordered[index] = sorted(self.by_layout[index], key=_order)
         return self._ordered[index]
 
     def possible(self, index: int) -> bool:
@@ -133,10 +116,6 @@ def _fewest(with_layers: Callable[[int], Candidate], low: int, high: int) -> Can
     return fitting
 
 
-def _savings(candidate: Candidate) -> tuple[bool, bool]:
-    return candidate.layout.gradient_checkpointing, candidate.lean
-
-
 def _fastest(legal: list[Candidate]) -> Candidate:
     # A single candidate is not timed.
     return legal[0] if len(legal) == 1 else min(legal, key=_order)
@@ -154,40 +133,35 @@ def _need(candidate: Candidate) -> tuple[int, int]:
 
 def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
     """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
-    heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, str, Candidate]] = []
-    order = 0
+    heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, bool, Candidate]] = []
+    order = count()
 
-    def push(candidate: Candidate, state: str, bound: float) -> None:
-        nonlocal order
-        order += 1
-        heapq.heappush(heap, (-bound, candidate.complexity, order, state, candidate))
+    def push(candidate: Candidate, bound: float, *, partly: bool = False) -> None:
+        heapq.heappush(heap, (-bound, candidate.complexity, next(order), partly, candidate))
 
     # No candidate of a layout needs to be timed if the leanest one does not fit.
     possible = [index for index in indices if explored.possible(index)]
     for index in possible:
         for candidate in explored.fastest_first(index):
-            push(candidate, "unchecked", candidate.tokens_per_second)
+            push(candidate, candidate.tokens_per_second)
     best: float | None = None
     near: list[Candidate] = []
     while heap:
-        bound, _, _, state, candidate = heapq.heappop(heap)
+        bound, _, _, partly, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
         if near and candidate.complexity >= min(other.complexity for other in near):
             # Neither faster nor simpler than one that fits.
             continue
-        if state == "some layers":
+        if partly:
             fewest = fewest_layers(candidate)
             if fewest is not None:
-                push(fewest, "fits", fewest.tokens_per_second)
-            continue
-        for other in explored.slower.get(candidate, ()) if state == "unchecked" else ():
-            push(other, "unchecked", other.tokens_per_second)
-        if state == "fits" or candidate.memory.fits:
+                push(fewest, fewest.tokens_per_second)
+        elif candidate.memory.fits:
             best = best or candidate.tokens_per_second
             near.append(candidate)
-        elif explored.partial and not candidate.layout.gradient_checkpointing:
-            push(candidate, "some layers", candidate.with_recomputed(1).tokens_per_second)
+        elif candidate.job.gradient_checkpointing == "auto" and not candidate.layout.gradient_checkpointing:
+            push(candidate, candidate.with_recomputed(1).tokens_per_second, partly=True)
     if best is None:
         return None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
@@ -591,4 +565,4 @@ def _legal(layouts: list[Layout], indices: list[int], context: SearchContext, er
         legal = list(candidates(layout, contexts, index, reported))
         if legal:
             by_layout[index] = legal
-    return Search(by_layout=by_layout, partial=context.job.gradient_checkpointing == "auto")
+    return Search(by_layout=by_layout)

@@ -36,8 +36,6 @@ class ZeroOptions:
     """ZeRO++ qwZ: int8 weight gathers."""
     quantized_gradients: bool = False
     """ZeRO++ qgZ: int4 gradient reduction; only between nodes."""
-    gradient_accumulation_fp32: bool = False
-    """Whether gradients accumulate in fp32 (`data_types.grad_accum_dtype`)."""
     parameter_buffer_elements: int = 0
     """Elements of one NVMe parameter swap buffer; 0 without NVMe."""
     parameter_buffer_count: int = 5

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from ..deepspeed.compiled_operators import break_abandoned_locks
-from ..launching.shared_memory import release_buffer
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +139,6 @@ def _start_gloo_state(*, deepspeed: bool) -> None:
             f"Accelerate reports {state.num_processes} processes, but the launcher started WORLD_SIZE = "
             f"{launched}: ranks would train on the same samples; use accelerate 1.15, which was tested"
         )
-    if deepspeed:
-        release_buffer()
 
 
 # Queries, keys and values are [batch, heads, sequence, head width].

@@ -79,10 +79,10 @@ class RepeatedSamples:
     def unlabelled(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a step, without the labels of repeated samples."""
         self._collected.clear()
-        return batches if self._loader is None else self._without_repeated(trainer, batches)
-
-    def _without_repeated(self, trainer: Trainer, batches: Iterator[Any]) -> Iterator[Any]:
         loader, state = self._loader, trainer.accelerator.gradient_state
+        if loader is None:
+            yield from batches
+            return
         for batch in batches:
             if not self._collected:
                 _check_labels(batch, loader, trainer)
@@ -205,15 +205,15 @@ class SamplesOnce:
         """Return which samples of the next batch count; call it once for each batch of the loader."""
         index, self._steps = self._steps, self._steps + 1
         if self._shard is not None:
-            deal = _deal(self._shard)
-            if index < deal.full:
-                return EvaluationStep(batch=batch, rows=deal.rows, samples=None)
-            if index == deal.steps - 1:
+            rows, full, share, rest = _deal(self._shard)
+            if index < full:
+                return EvaluationStep(batch=batch, rows=rows, samples=None)
+            if index == len(self._shard) - 1:
                 # Accelerate expects the number of samples after the last full batches.
-                self._loader.remainder = deal.rest
-            if deal.share and index == deal.full:
-                return EvaluationStep(batch=batch, rows=deal.share, samples=None)
-            counts = self._shard.process_index < deal.rest
+                self._loader.remainder = rest
+            if share and index == full:
+                return EvaluationStep(batch=batch, rows=share, samples=None)
+            counts = self._shard.process_index < rest
             return EvaluationStep(batch=batch if counts else _unlabelled(batch), rows=1, samples=int(counts))
         last = _last_samples(self._loader, self._state) if self._state.end_of_dataloader else None
         if last is None:
@@ -225,25 +225,14 @@ class SamplesOnce:
         return EvaluationStep(batch=_masked(batch, self._loader, *last)[0], rows=rows, samples=kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Deal:
-    """Distribution of samples over ranks: full batches, one batch of equal shares, and one of single samples."""
+def _deal(shard: Any) -> tuple[int, int, int, int]:
+    """Return the rows of a rank in a full batch, the full batches, the rows of one batch of equal shares, and the rest.
 
-    rows: int
-    full: int
-    share: int
-    rest: int
-
-    @property
-    def steps(self) -> int:
-        return self.full + bool(self.share) + bool(self.rest)
-
-
-def _deal(shard: Any) -> _Deal:
+    The samples of the rest are read singly, in one more batch.
+    """
     rows = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
     full, left = divmod(len(shard.batch_sampler.sampler), rows * shard.num_processes)
-    share, rest = divmod(left, shard.num_processes)
-    return _Deal(rows=rows, full=full, share=share, rest=rest)
+    return rows, full, *divmod(left, shard.num_processes)
 
 
 @cache
@@ -254,10 +243,11 @@ def _each_sample_once() -> Any:
         """Distributes the samples of a data set; see `SamplesOnce`."""
 
         def __len__(self) -> int:
-            return _deal(self).steps
+            _, full, share, rest = _deal(self)
+            return full + bool(share) + bool(rest)
 
         def __iter__(self) -> Iterator[list[Any]]:
-            rows, ranks, rank = _deal(self).rows, self.num_processes, self.process_index
+            rows, ranks, rank = _deal(self)[0], self.num_processes, self.process_index
             waiting: list[Any] = []
             for batch in self.batch_sampler:
                 waiting += batch
@@ -319,8 +309,8 @@ def _last_samples(loader: DataLoader, state: Any) -> tuple[int, int, int] | None
         seen = count % (rows * stream.num_processes)
         return (seen, stream.process_index, rows) if seen else None
     shard = _batch_shard(loader)
-    last = (0, 0, 0) if shard is None else _last_of_shard(shard)
-    return last if last[0] else None
+    last = None if shard is None else _last_of_shard(shard)
+    return last if last and last[0] else None
 
 
 def _batch_shard(loader: DataLoader, *, even: bool = True) -> Any:

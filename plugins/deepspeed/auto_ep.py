@@ -22,14 +22,14 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.legality.axes import expert_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.layout import Layout, ZeroOptions
 from ...ds_configs.specs.model import ModelTraits
 from .. import patches
-from ..transformers.training_arguments import deepspeed_configuration
+from ..transformers.run_settings import layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -73,29 +73,11 @@ def expert_parallelism_errors(
     arguments: TrainingArguments, model_config: PreTrainedConfig, ep: int
 ) -> list[ConfigError]:
     """Return the errors of `expert_errors` for a run that is about to start."""
-    configuration = deepspeed_configuration(arguments) or {}
-    zero = configuration.get("zero_optimization", {})
-    axes = arguments.parallelism_config
-    tp, sp, cp = (int(getattr(axes, name, None) or 1) for name in ("tp_size", "sp_size", "cp_size"))
-    tp = max(tp, int(configuration.get("tensor_parallel", {}).get("autotp_size", 1) or 1))
-    sp = max(sp, int(configuration.get("sequence_parallel_size", 1) or 1))
+    layout = layout_of(arguments)
+    data_ranks = arguments.world_size // (layout.tp * layout.sp * layout.cp)
     return expert_errors(
-        ModelTraits(model_type=model_config.model_type, num_experts=expert_count(model_config) or 0),
-        Layout(
-            engine="deepspeed" if configuration else "fsdp2" if arguments.fsdp else "ddp",
-            zero_stage=zero.get("stage", 0),
-            dp_shard=arguments.world_size // (tp * sp * cp),
-            tp=tp,
-            sp=sp,
-            cp=cp,
-            ep=ep,
-            offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
-            offload_param=(zero.get("offload_param") or {}).get("device", "none"),
-            zero=ZeroOptions(
-                hpz_partition_size=zero.get("zero_hpz_partition_size", 1),
-                quantized_gradients=bool(zero.get("zero_quantized_gradients")),
-            ),
-        ),
+        ModelTraits(model_type=model_config.model_type, num_experts=expert_count(model_config)),
+        replace(layout, engine="ddp" if layout.engine == "single" else layout.engine, dp_shard=data_ranks, ep=ep),
         precision="fp32" if arguments.mixed_precision == "no" else arguments.mixed_precision,
     )
 

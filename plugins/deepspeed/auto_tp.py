@@ -42,8 +42,6 @@ FUSED_MLP_UP = "gate_up_proj"
 FUSED_MLP_DOWN = "down_proj"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = "rowwise_split_input"
-# Words in the state of Python's Mersenne twister, with its position.
-_PYTHON_WORDS = 625
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
@@ -171,45 +169,21 @@ def align_random_state(device: torch.device) -> None:
 
     torch's generators on the CPU and `device` draw dropout; collators draw masks from Python's and numpy's.
     """
+    import numpy
     import torch
     import torch.distributed as dist
     from deepspeed.utils import groups
 
-    group, source = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_src_rank()
-
-    def shared(state: torch.Tensor) -> torch.Tensor:
-        state = state.to(device)
-        dist.broadcast(state, src=source, group=group)
-        return state.cpu()
-
-    torch.set_rng_state(shared(torch.get_rng_state()))
-    if device.type != "cpu":
-        generators = torch.get_device_module(device)
-        generators.set_rng_state(shared(generators.get_rng_state()))
-    set_host_generators(shared(host_generators()))
-
-
-def host_generators() -> torch.Tensor:
-    """Return the states of Python's and numpy's global generators as one fp64 tensor, exact for their 32-bit words."""
-    import numpy
-    import torch
-
-    version, words, gauss = random.getstate()
-    python = [version, gauss is not None, gauss or 0.0, *words]
-    state: Any = numpy.random.get_state()
-    _, keys, position, has_gauss, cached = state
-    return torch.tensor([*python, position, has_gauss, cached, *keys.tolist()], dtype=torch.float64)
-
-
-def set_host_generators(states: torch.Tensor) -> None:
-    """Set Python's and numpy's global generators to the states that `host_generators` returned."""
-    import numpy
-
-    values = states.tolist()
-    python, other = values[: 3 + _PYTHON_WORDS], values[3 + _PYTHON_WORDS :]
-    random.setstate((int(python[0]), tuple(map(int, python[3:])), python[2] if python[1] else None))
-    keys = numpy.array(other[3:], dtype=numpy.uint32)
-    numpy.random.set_state(("MT19937", keys, int(other[0]), int(other[1]), other[2]))
+    generators = None if device.type == "cpu" else torch.get_device_module(device)
+    states: list[Any] = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()]
+    states.append(None if generators is None else generators.get_rng_state())
+    source = groups.get_tensor_model_parallel_src_rank()
+    dist.broadcast_object_list(states, src=source, group=groups.get_tensor_model_parallel_group(), device=device)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
+    if generators is not None:
+        generators.set_rng_state(states[3])
 
 
 def seed_workers_by_group(trainer: Trainer, loader: Any, size: int) -> None:

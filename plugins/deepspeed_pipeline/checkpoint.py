@@ -17,6 +17,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
 from ..safetensors.writing import SHARD_BYTES, name_shards, publish, save_tensors
+from ..transformers.sound_model import gathered
 from .stage import whole_tensor
 
 if TYPE_CHECKING:
@@ -127,9 +128,6 @@ def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int) -> dict[str
 
 def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
     """Run `work` on the ranks with `here`, and raise an error on all ranks if one fails."""
-    import torch
-    from torch import distributed
-
     failure = None
     if here:
         try:
@@ -137,13 +135,10 @@ def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
         except Exception as error:
             # Otherwise the others would wait for this rank.
             failure = error
-    on_cpu = distributed.get_backend() == "gloo"
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    failures = torch.tensor(int(failure is not None), device=device)
-    distributed.all_reduce(failures)
+    failed = gathered(failure is not None)
     if failure is not None:
         raise ShardwrightError(f"{what}: {failure}") from failure
-    if failures.item():
+    if any(failed):
         raise ShardwrightError(f"{what} on another rank")
 
 

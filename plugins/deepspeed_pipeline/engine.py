@@ -16,23 +16,19 @@ Observed with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import patches
-from ..metering import WARM_UP_STEPS, Meter, MeterPhase, meter_trainer
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
-    from torch.distributed import ProcessGroup
-    from transformers import Trainer
 
-_BATCH_KEY = "train_batch_size"
-_REMEMBERED = "_written_global_batch"
+BATCH_KEY = "train_batch_size"
 
 
 def read_own_replica(accelerator: Accelerator, *, replicas: int, replica: int) -> None:
@@ -66,57 +62,32 @@ def read_own_replica(accelerator: Accelerator, *, replicas: int, replica: int) -
     patches.apply("pipeline-data-loader", lambda _: prepare, on=accelerator)
 
 
-def written_global_batch(given: Any, hf_deepspeed_config: Any) -> Any:
-    """Return the `train_batch_size` that a user wrote; `auto` or `None` if it must be computed.
-
-    The configuration keeps the result of the first call, so that a second trainer does not read a computed value.
-
-    Args:
-        written: Value of `TrainingArguments(deepspeed=...)`; `None` with a configuration from `accelerate launch`.
-        hf_deepspeed_config: The configuration in use, which the Trainer may have completed.
-    """
-    if not hasattr(hf_deepspeed_config, _REMEMBERED):
-        config = hf_deepspeed_config.config
-        if given is not None:
-            from accelerate.utils.deepspeed import HfDeepSpeedConfig
-
-            config = getattr(given, "config", None) or HfDeepSpeedConfig(given).config
-        setattr(hf_deepspeed_config, _REMEMBERED, config.get(_BATCH_KEY))
-    return getattr(hf_deepspeed_config, _REMEMBERED)
-
-
-def set_global_batch(hf_deepspeed_config: Any, *, written: Any, replicas: int) -> int | None:
-    """Set the samples per optimizer step in a DeepSpeed configuration; return a user's value that contradicts it.
-
-    Does nothing while sizes are still `auto`: the Trainer completes a configuration from `accelerate launch` when it
-    creates its accelerator. `written` is the result of `written_global_batch` for this configuration.
-    """
-    # Transformers may have replaced the configuration since `written_global_batch` was called.
-    setattr(hf_deepspeed_config, _REMEMBERED, written)
-    config = hf_deepspeed_config.config
-    sizes = [config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if "auto" in sizes:
-        return None
-    samples = sizes[0] * sizes[1] * replicas
+def set_global_batch(hf_deepspeed_config: Any, samples: int) -> None:
+    """Set the samples of an optimizer step in a DeepSpeed configuration, whatever Transformers has computed."""
+    hf_deepspeed_config.config[BATCH_KEY] = samples
     if hasattr(hf_deepspeed_config, "mismatches"):
         hf_deepspeed_config.mismatches = [
-            line for line in hf_deepspeed_config.mismatches if f"ds {_BATCH_KEY}=" not in line
+            line for line in hf_deepspeed_config.mismatches if f"ds {BATCH_KEY}=" not in line
         ]
-    if written not in (None, "auto", samples):
-        return int(written)
-    config[_BATCH_KEY] = samples
-    return None
 
 
 def repair_clipping(engine: DeepSpeedEngine) -> None:
     """Make a pipeline engine clip fp32 ZeRO-0 gradients by the norm over all stages, counting tied weights once."""
 
     def clip() -> None:
-        grid = engine.grid
-        replicated = grid.get_slice_parallel_rank() == 0
-        counted = (p for p in engine.module.parameters() if counts_in_norm(p, counts_replicated=replicated))
-        norm = gradient_norm(counted, grid.get_model_parallel_group(), engine.device)
-        engine._global_grad_norm = norm
+        import torch
+        import torch.distributed as dist
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        grid, squares = engine.grid, torch.zeros((), dtype=torch.float32, device=engine.device)
+        # Exactly one rank counts a parameter that is tied, or replicated in a tensor-parallel group.
+        counts_replicated = grid.get_slice_parallel_rank() == 0
+        for parameter in engine.module.parameters():
+            counts = counts_replicated or is_model_parallel_parameter(parameter)
+            if counts and parameter.grad is not None and not getattr(parameter, "ds_pipe_replicated", False):
+                squares += parameter.grad.float().pow(2).sum()
+        dist.all_reduce(squares, group=grid.get_model_parallel_group())
+        engine._global_grad_norm = norm = squares.sqrt()
         factor = engine.gradient_clipping() / (norm + 1e-6)
         if factor < 1:
             for parameter in engine.module.parameters():
@@ -124,30 +95,6 @@ def repair_clipping(engine: DeepSpeedEngine) -> None:
                     parameter.grad.mul_(factor)
 
     patches.apply("pipeline-clipping", lambda _: clip, on=engine)
-
-
-def counts_in_norm(parameter: torch.Tensor, *, counts_replicated: bool) -> bool:
-    """Return whether this rank counts a parameter in the norm of all stages, so that exactly one rank does.
-
-    `counts_replicated`: whether it counts parameters that are replicated in its tensor-parallel group.
-    """
-    from deepspeed.runtime.utils import is_model_parallel_parameter
-
-    tied_copy = getattr(parameter, "ds_pipe_replicated", False)
-    return not tied_copy and (counts_replicated or is_model_parallel_parameter(parameter))
-
-
-def gradient_norm(parameters: Iterable[torch.Tensor], group: ProcessGroup, device: torch.device) -> torch.Tensor:
-    """Return the 2-norm over the gradients of all ranks of a group; each rank passes the parameters that it counts."""
-    import torch
-    import torch.distributed as dist
-
-    squares = torch.zeros((), dtype=torch.float32, device=device)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            squares += parameter.grad.float().pow(2).sum()
-    dist.all_reduce(squares, group=group)
-    return squares.sqrt()
 
 
 def free_logits_early(engine: DeepSpeedEngine) -> None:
@@ -232,48 +179,3 @@ class ShapeWatch:
         if now != self._last:
             engine.reset_activation_shape()
             self._last = now
-
-
-_PHASES: dict[str, MeterPhase] = {
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "ReduceGrads": "backward",
-    "OptimizerStep": "step",
-}
-"""Phase that each instruction of a schedule begins."""
-
-
-def meter_pipeline_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS) -> None:
-    """Make `meter` follow the instructions of a `PipelineTrainer`'s schedule, and discard the first steps.
-
-    Micro-batches interleave, so a phase includes memory that other phases of the step keep. Call it before `train()`.
-    """
-    # A schedule never calls `compute_loss`, and `PipelineTrainer` rejects an object that replaces it.
-    meter_trainer(trainer, meter, warm_up_steps=warm_up_steps, computes_loss=False)
-    followed: list[Any] = []
-
-    def metered(training_step: Callable[..., Any]) -> Callable[..., Any]:
-        def metered_step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
-            if not any(engine is other for other in followed):
-                followed.append(engine)
-                patches.apply("metered-instructions", metered_instructions, on=engine)
-                patches.apply("metered-stage-loss", partial(entering, phase="loss"), on=engine.module)
-            return training_step(engine, *args, **kwargs)
-
-        return metered_step
-
-    def entering(execute: Callable[..., Any], phase: MeterPhase) -> Callable[..., Any]:
-        # A function, because instructions are called as methods of the engine.
-        def run(*args: object, **kwargs: object) -> Any:
-            meter.enter(phase)
-            return execute(*args, **kwargs)
-
-        return run
-
-    def metered_instructions(instructions: dict[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
-        return {
-            kind: entering(execute, _PHASES[kind.__name__]) if kind.__name__ in _PHASES else execute
-            for kind, execute in instructions.items()
-        }
-
-    patches.apply("metered-pipeline-step", metered, on=trainer)

@@ -6,7 +6,7 @@ B sequences, S tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,8 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
 from .. import patches
 from ..deepspeed.engine import stages_of
-from ..transformers.checkpoint_tensors import CheckpointTensors
+from ..huggingface_hub.hub import model_directory
+from ..safetensors.reading import StoredTensor, opened, read_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,7 +144,8 @@ class StageParts:
         revision: Revision of a Hub id.
 
     Raises:
-        UsageError: The model does not support pipelines, or the checkpoint has no safetensors.
+        UsageError: The model does not support pipelines.
+        RefusedInputError: The checkpoint has no safetensors, or damaged ones.
     """
 
     def __init__(
@@ -154,13 +156,16 @@ class StageParts:
         attn_implementation: str | None = None,
         revision: str | None = None,
     ) -> None:
-        self._tensors: CheckpointTensors | None = None
+        self._stored: Mapping[str, StoredTensor] | None = None
         if isinstance(model, str | Path):
             from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
             source = str(model)
-            self._tensors = CheckpointTensors(source, revision=revision)
-            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+            directory = model_directory(source, revision=revision)
+            self._stored = read_checkpoint(directory)
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            # A checkpoint must not record a directory of this machine's cache.
+            config._name_or_path = source
             if type(config) not in AutoModelForCausalLM._model_mapping:
                 rule = "has no causal language model in transformers"
                 raise UsageError(ConfigError(where="model_type", value=config.model_type, rule=rule))
@@ -172,7 +177,7 @@ class StageParts:
             model.tie_weights()
             # Most checkpoints of a base model have none.
             with suppress(OSError):
-                model.generation_config = GenerationConfig.from_pretrained(source, revision=revision)
+                model.generation_config = GenerationConfig.from_pretrained(directory)
         self.family = pipeline_family(model)
         self.config = model.config
         self.generation_config = getattr(model, "generation_config", None)
@@ -216,6 +221,24 @@ class StageParts:
         """Return the checkpoint name of a part; a tied head uses the embedding's tensor on any rank."""
         return self.family.embedding if self.tied and name == self.family.head else name
 
+    def _read(self, name: str, made: Tensor) -> None:
+        """Copy a tensor of the checkpoint, in which names of a base model lack the first part.
+
+        Raises:
+            UsageError: The checkpoint lacks it, or has it in another shape.
+        """
+        assert self._stored is not None, "the parts come from a checkpoint"
+        names = (candidate for candidate in (name, name.partition(".")[2]) if candidate in self._stored)
+        stored = next(names, None)
+        shape = None if stored is None else self._stored[stored].shape
+        if stored is None or shape != made.shape:
+            rule = "is missing in the checkpoint"
+            if shape is not None:
+                rule = f"has shape {shape}, but the config requires {tuple(made.shape)}"
+            raise UsageError(ConfigError(where="model", value=name, rule=rule))
+        with opened(self._stored[stored].file) as file, torch.no_grad():
+            made.copy_(file.get_tensor(stored))
+
     def _materialise(self, name: str, module: nn.Module) -> None:
         """Give the meta tensors of a module memory, and weights from the checkpoint or random ones."""
         meta_tensors = [
@@ -232,10 +255,8 @@ class StageParts:
                 made = torch.empty_like(placeholder, device="cpu")
                 if isinstance(placeholder, nn.Parameter):
                     made = nn.Parameter(made)
-                    if self._tensors is not None:
-                        stored = self._stored_name(name) + path.removeprefix(name)
-                        with torch.no_grad():
-                            made.copy_(self._tensors.read(stored, shape=placeholder.shape))
+                    if self._stored is not None:
+                        self._read(self._stored_name(name) + path.removeprefix(name), made)
                         loaded.append(made)
                 self._made[id(placeholder)] = made
                 self._placeholders.append(placeholder)
@@ -412,19 +433,11 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
     return losses * scale.to(losses.dtype)
 
 
-class StageGroup:
-    """The ranks that hold the stages of a model; without a pipeline, one rank."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._pipeline: Any = stages_of(model)
-
-    def add_up(self, counts: Tensor) -> Tensor:
-        """Return counts summed over all stages; every rank must call it."""
-        if self._pipeline is None:
-            return counts
-        import torch.distributed as dist
-
-        device = next(self._pipeline.parameters()).device
-        summed = counts.to(device)
-        dist.all_reduce(summed, group=self._pipeline._grid.get_pipe_parallel_group())
-        return summed.to(counts.device)
+def add_over_stages(model: nn.Module, counts: Tensor) -> Tensor:
+    """Return counts summed over the ranks that hold the stages of a model; every rank must call it."""
+    pipeline: Any = stages_of(model)
+    if pipeline is None:
+        return counts
+    summed = counts.to(next(pipeline.parameters()).device)
+    torch.distributed.all_reduce(summed, group=pipeline._grid.get_pipe_parallel_group())
+    return summed.to(counts.device)

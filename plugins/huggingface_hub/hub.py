@@ -11,12 +11,11 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,10 +30,6 @@ _NOTICE_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-class HubTimeoutError(ShardwrightError):
-    """The Hub did not answer in time."""
-
-
 def within_limit(work: Callable[[], Result], what: str) -> Result:
     """Return the response of a request to the Hub within six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s by default).
 
@@ -45,7 +40,7 @@ def within_limit(work: Callable[[], Result], what: str) -> Result:
         what: Name of the request for messages, such as `model ORG/NAME`.
 
     Raises:
-        HubTimeoutError: the limit has passed; `work` continues in a thread that ends with the process.
+        ShardwrightError: the limit has passed; `work` continues in a thread that ends with the process.
     """
     from huggingface_hub import constants
 
@@ -70,19 +65,8 @@ def within_limit(work: Callable[[], Result], what: str) -> Result:
         raise failure[0]
     if not response:
         fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
-        raise HubTimeoutError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
+        raise ShardwrightError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
     return response[0]
-
-
-def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Sequence[str]) -> Path:
-    """Return the local directory of a model's files; download files that are not in the cache.
-
-    Raises:
-        Exception: any error of connection, cache or disk.
-    """
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -141,13 +125,6 @@ def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
     if not HUB_ID.fullmatch(model):
         raise UsageError(ConfigError(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
     return _read_hub(model, revision)
-
-
-def is_offline() -> bool:
-    """Return whether `HF_HUB_OFFLINE` disables requests, so that headers of Hub models are not read."""
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    return bool(HF_HUB_OFFLINE)
 
 
 def split_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -210,29 +187,26 @@ def _read_config(file: Path) -> bytes:
 
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, is_offline_mode
 
-    def request() -> ModelSource:
+    def request() -> tuple[Path, str | None, int | None]:
         sha = HfApi().model_info(model, revision=revision).sha
-        file = hf_hub_download(model, "config.json", revision=revision)
-        commit = commit_of(Path(file)) or sha
+        file = Path(hf_hub_download(model, "config.json", revision=revision))
+        commit = commit_of(file) or sha
         tensors = _hub_tensors(model, commit)
-        count = None if tensors is None else sum(tensor.elements for tensor in tensors.values())
-        return _hub_source(model, commit, Path(file), count)
+        return file, commit, None if tensors is None else sum(tensor.elements for tensor in tensors.values())
 
     try:
-        if is_offline():
-            file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
-            return _hub_source(model, commit_of(Path(file)), Path(file), None)
-        return within_limit(request, f"model {model}")
+        if is_offline_mode():
+            file = Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=True))
+            commit, count = commit_of(file), None
+        else:
+            file, commit, count = within_limit(request, f"model {model}")
+        config = parse_config_json(_read_config(file), source=model)
     except ShardwrightError:
         raise
     except hub_errors() as error:
         raise explain_hub_error(model, revision, error) from None
-
-
-def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -> ModelSource:
-    config = parse_config_json(_read_config(file), source=model)
     return ModelSource(name=model, revision=commit, config=config, checkpoint_parameters=count)
 
 
@@ -248,7 +222,9 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
         RefusedInputError: a header is corrupt.
         ShardwrightError: the Hub does not answer.
     """
-    if is_offline():
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
         return {}
     try:
         return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}
@@ -284,17 +260,13 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
     Its own errors are `OSError` or `ValueError`; it also raises those of its HTTP client.
     """
-    # `datasets` uses httpx itself, whichever client huggingface_hub has.
-    clients = {http_client(), *(module for name in ("httpx", "httpx2") if (module := sys.modules.get(name)))}
-    return (*(kind for client in clients for kind in (client.HTTPError, client.InvalidURL)), OSError, ValueError)
-
-
-def http_client() -> ModuleType:
-    """Return the module of the HTTP client of huggingface_hub: httpx in 1.x, httpx2 in 2.x."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    # `huggingface_hub.utils` exports the module only since 1.31; errors derive from the client's in every release.
-    return sys.modules[HfHubHTTPError.__bases__[0].__module__]
+    # huggingface_hub uses httpx in 1.x and httpx2 in 2.x, and exports the module only since 1.31; its errors derive
+    # from the client's in every release. `datasets` uses httpx itself.
+    names = {HfHubHTTPError.__bases__[0].__module__, "httpx", "httpx2"}
+    clients = [module for name in names if (module := sys.modules.get(name))]
+    return (*(kind for client in clients for kind in (client.HTTPError, client.InvalidURL)), OSError, ValueError)
 
 
 _DENIED = (401, 403)
@@ -404,8 +376,11 @@ def model_directory(model: str, *, revision: str | None = None, weights: bool = 
     if (cached := _cached(model, revision, weights=weights)) is not None:
         return cached
     refuse_no_hub_id(model)
+    from huggingface_hub import snapshot_download
+
     try:
-        return fetch_snapshot(model, revision=revision, patterns=_FILES if weights else _SMALL_FILES)
+        patterns = list(_FILES if weights else _SMALL_FILES)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except ShardwrightError:
         raise
     except Exception as error:

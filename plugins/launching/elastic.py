@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
-from .lifetime import end_with_launcher
+from .lifetime import signal_at_parent_death
 from .messages import LAUNCH_TOKEN
 from .network import main_address, meet, stay_on_loopback
 
@@ -63,7 +63,9 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
             Path(os.environ[ERROR_FILE]).write_text(json.dumps(failure), encoding="utf-8")
 
     def launched() -> None:
-        end_with_launcher()
+        # A rank that was started by hand may outlive its shell.
+        if "TORCHELASTIC_RUN_ID" in os.environ and (end_with_launcher := signal_at_parent_death(signal.SIGKILL)):
+            end_with_launcher()
         stay_on_loopback()
         main()
 

@@ -27,7 +27,6 @@ from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
 from .lifetime import signal_at_parent_death, tell_to_end
 from .messages import LAUNCH_TOKEN, Message, log_message, read_message
-from .shared_memory import remove_buffers
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
 TAIL_CHARACTERS = 6000
@@ -76,8 +75,6 @@ class Launch:
     """Arguments of `interpreter`, such as `-m torch.distributed.run ...`."""
     environment: Mapping[str, str] | None = None
     """Variables in addition to `cpu_rank_environment`."""
-    port: int | None = None
-    """Port where its ranks connect, which identifies their shared memory; `None` if it starts none."""
     program: tuple[str, ...] | None = None
     """Program instead of `interpreter`, which stops when its standard input ends, such as `ssh` and a host."""
     name: str | None = None
@@ -100,18 +97,6 @@ def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
     return ("-m", f"{__package__}.elastic", *command)
 
 
-def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
-    """Add a free port to a launch command, and return both; torchrun's `--standalone` selects a port itself.
-
-    >>> at_free_port(["torchrun", "--standalone", "script.py"])
-    (['torchrun', '--standalone', 'script.py'], None)
-    """
-    if command[0] != "accelerate":
-        return list(command), None
-    port = free_port()
-    return [*command[:2], "--main_process_port", str(port), *command[2:]], port
-
-
 def launch_ranks(
     *launches: Launch,
     timeout_seconds: float = LONGEST_RUN_SECONDS,
@@ -128,7 +113,6 @@ def launch_ranks(
             the end of the output.
     """
     token = uuid.uuid4().hex
-    ports = {launch.port for launch in launches if launch.port is not None}
 
     def on_output(line: str) -> None:
         message = read_message(line)
@@ -156,8 +140,6 @@ def launch_ranks(
             raise
         finally:
             _end_processes([started.process for started in running], token)
-            for port in ports:
-                remove_buffers(port)
         text = "".join(started.text() for started in running)
         failures = [failure for started in running for failure in read_failures(started.error_file)]
     if failed is None:

@@ -20,8 +20,6 @@ from collections.abc import Callable
 
 # `PR_SET_PDEATHSIG` of linux/prctl.h.
 _SET_PARENT_DEATH_SIGNAL = 1
-_LAUNCHED = "TORCHELASTIC_RUN_ID"
-"""Variable that torchrun and accelerate launch set for their ranks. A rank started by hand may outlive its shell."""
 
 
 def signal_at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
@@ -30,13 +28,6 @@ def signal_at_parent_death(number: signal.Signals) -> Callable[[], object] | Non
         return None
     prctl = ctypes.CDLL(None).prctl
     return lambda: prctl(_SET_PARENT_DEATH_SIGNAL, number)
-
-
-def end_with_launcher() -> None:
-    """Make the system kill this rank when its launcher dies."""
-    request_signal = signal_at_parent_death(signal.SIGKILL) if _LAUNCHED in os.environ else None
-    if request_signal is not None:
-        request_signal()
 
 
 _END = b"end\n"

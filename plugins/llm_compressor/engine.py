@@ -15,7 +15,7 @@ from ..activation_ranges import ActivationHistogram, activation_range
 from ..compressed_tensors.compressed_model import CompressedModel
 from ..launching.messages import log_progress
 from ..transformers.quantized_model import QuantizationSource
-from ..transformers.sound_model import check_config, loading_errors, nonfinite_weights, refused_by_name
+from ..transformers.sound_model import check_config, loading_errors, nonfinite_errors, refused_by_name
 from .autoround import exact_autoround, head_errors
 from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
 
@@ -105,25 +105,6 @@ _OF_AUTOROUND = ("batch_size", "device_ids", "disable_opt_rtn")
 """Set by `--batch-size` and `--device`, or ignored by AutoRound."""
 
 
-def modifier_kinds(method: EngineMethod) -> tuple[type[Any], ...]:
-    """Return the modifier classes of a method, in the order in which they run."""
-    if method == "autoround":
-        return (exact_autoround(),)
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
-
-    kinds: Mapping[str, tuple[type[Any], ...]] = {
-        "rtn": (QuantizationModifier,),
-        "gptq": (GPTQModifier,),
-        "awq": (AWQModifier, QuantizationModifier),
-        "smoothquant": (SmoothQuantModifier, QuantizationModifier),
-        "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
-    }
-    return kinds[method]
-
-
 def build_modifiers(
     scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any], *, batch_size: int = 1
 ) -> list[Any]:
@@ -132,9 +113,21 @@ def build_modifiers(
     Raises:
         UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
     """
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
     from pydantic import PrivateAttr, ValidationError
 
-    kinds = modifier_kinds(method)
+    # In the order in which they run.
+    classes: Mapping[str, tuple[type[Any], ...]] = {
+        "rtn": (QuantizationModifier,),
+        "gptq": (GPTQModifier,),
+        "awq": (AWQModifier, QuantizationModifier),
+        "smoothquant": (SmoothQuantModifier, QuantizationModifier),
+        "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
+    }
+    kinds = classes[method] if method != "autoround" else (exact_autoround(),)
     excluded = {*_OF_THE_SCHEME, *_OF_TRAINING, *_WITHOUT_EFFECT}
     preset: dict[str, Any] = {}
     if method == "autoround":
@@ -322,12 +315,6 @@ def load_for_quantization(source: QuantizationSource) -> Any:
         else:
             options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, info = AutoModelForCausalLM.from_pretrained(directory, **options)
-    fix = "train it again, or download a valid copy"
-    errors = loading_errors(info, source.name)
-    errors += [
-        ConfigError(where=source.name, value=name, rule="holds NaN or infinity", fix=fix)
-        for name in nonfinite_weights(model)
-    ]
-    if errors:
+    if errors := [*loading_errors(info, source.name), *nonfinite_errors(model, source.name)]:
         raise RefusedInputError(errors)
     return model.eval()

@@ -90,7 +90,11 @@ def read_served_model(model: str, *, revision: str | None = None) -> ServedModel
         ShardwrightError: the Hub cannot be reached or denies access.
     """
     loaded = load_model_spec(model, revision=revision)
-    tensors = _tensors(model, loaded.spec.revision)
+    path, tensors = Path(model).expanduser(), dict[str, StoredTensor]()
+    if not path.exists():
+        tensors = read_hub_tensors(model, loaded.spec.revision)
+    elif path.is_dir() and checkpoint_files(path):
+        tensors = read_checkpoint(path)
     weights = {
         name: StoredWeight(
             stored_bytes=tensor.bits // 8, is_matrix=len(tensor.shape) > 1, is_fp32=tensor.dtype == "F32"
@@ -98,10 +102,3 @@ def read_served_model(model: str, *, revision: str | None = None) -> ServedModel
         for name, tensor in tensors.items()
     }
     return ServedModel(spec=loaded.spec, config=loaded.config, weights=weights)
-
-
-def _tensors(model: str, revision: str | None) -> dict[str, StoredTensor]:
-    path = Path(model).expanduser()
-    if not path.exists():
-        return read_hub_tensors(model, revision)
-    return read_checkpoint(path) if path.is_dir() and checkpoint_files(path) else {}

@@ -8,7 +8,6 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 def checkpoint_first_layers(model: nn.Module, count: int) -> int:
@@ -43,21 +42,6 @@ def decoder_layers(model: nn.Module) -> list[Any]:
         if stack and len(stack) >= len(longest):
             longest = stack
     return longest
-
-
-def partial_checkpointing_callback(count: int) -> TrainerCallback:
-    """Return a callback for the stock Trainer that recomputes only the first `count` layers once training begins."""
-    from transformers import TrainerCallback
-
-    class FirstLayersCallback(TrainerCallback):
-        """Clears the flag of the later layers, which the Trainer has just set."""
-
-        def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-        ) -> None:
-            checkpoint_first_layers(kwargs["model"], count)
-
-    return FirstLayersCallback()
 
 
 def in_backward_pass() -> bool:

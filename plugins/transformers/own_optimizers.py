@@ -36,7 +36,6 @@ _HOOKS = (
     "_optimizer_step_post_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_SECTIONS = ("optimizer", "scheduler")
 
 
 def replaces_optimizers(columns: Iterable[str]) -> bool:
@@ -70,18 +69,8 @@ def optimizer_errors(
         errors.append(ConfigError(where=where, value=type(scheduler).__name__, rule=rule, fix=fix))
     if not replaces_optimizers(columns):
         return errors
-    configuration = deepspeed_configuration(arguments) or {}
-    for section in _SECTIONS:
-        if section in configuration and (section == "optimizer" or scheduler is not None):
-            rule = f"conflicts with the {section} of the DeepSpeed configuration, which DeepSpeed would use instead"
-            fix = f"remove the section {section!r}, or omit optimizers"
-            errors.append(ConfigError(where=where, rule=rule, fix=fix))
-    if any(optimizer.state.values()):
-        rule = "already has states, and the engine replaces the parameters that they belong to"
-        fix = "pass an optimizer that has not stepped and creates its states in its first step"
-        errors.append(ConfigError(where=where, value=type(optimizer).__name__, rule=rule, fix=fix))
-        return errors
-    return errors + _stepping_errors(optimizer, arguments, columns, where)
+    sections = ("optimizer",) if scheduler is None else ("optimizer", "scheduler")
+    return errors + _engine_errors(optimizer, arguments, columns, where, sections)
 
 
 def optimizer_class_errors(
@@ -94,24 +83,15 @@ def optimizer_class_errors(
     where = "optimizer_cls_and_kwargs"
     if not replaces_optimizers(columns):
         return []
-    if "optimizer" in (deepspeed_configuration(arguments) or {}):
-        rule = "conflicts with the optimizer of the DeepSpeed configuration, which DeepSpeed would use instead"
-        return [ConfigError(where=where, rule=rule, fix="remove the section 'optimizer', or omit the argument")]
     parameter = torch.nn.Parameter(torch.zeros(_ROWS, _COLUMNS, device=arguments.device))
     own = {name: value for name, value in keywords.items() if name not in ("params", "model", "optimizer_dict")}
     name = str(getattr(kind, "__name__", type(kind).__name__))
     try:
         optimizer = kind([parameter], **own)
-        has_states = any(optimizer.state.values())
     except Exception as error:
         rule = f"cannot be tested on a small matrix before training starts: {type(error).__name__}: {error}"
         return [ConfigError(where=where, value=name, rule=rule, fix="pass an optimizer class, or train with DDP")]
-    if has_states:
-        rule = "creates its states before the engine replaces the parameters"
-        return [
-            ConfigError(where=where, value=name, rule=rule, fix="use an optimizer that creates them in its first step")
-        ]
-    return _stepping_errors(optimizer, arguments, columns, where)
+    return _engine_errors(optimizer, arguments, columns, where)
 
 
 def model_errors(optimizer: torch.optim.Optimizer, model: PreTrainedModel, columns: Sequence[str]) -> list[ConfigError]:
@@ -199,14 +179,30 @@ def _engine_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     return engines
 
 
-def _stepping_errors(
-    optimizer: torch.optim.Optimizer, arguments: TrainingArguments, columns: Sequence[str], where: str
+def _engine_errors(
+    optimizer: torch.optim.Optimizer,
+    arguments: TrainingArguments,
+    columns: Sequence[str],
+    where: str,
+    sections: Sequence[str] = ("optimizer",),
 ) -> list[ConfigError]:
-    """Return errors if an optimizer steps the tensors of a layout's engine differently from whole matrices."""
+    """Return errors if an engine would not use an optimizer, or steps its tensors differently from whole matrices."""
     import torch
 
     name = type(optimizer).__name__
     configuration = deepspeed_configuration(arguments) or {}
+    rule = "conflicts with the {} of the DeepSpeed configuration, which DeepSpeed would use instead"
+    errors = [
+        ConfigError(where=where, rule=rule.format(section), fix=f"remove the section {section!r}, or omit {where}")
+        for section in sections
+        if section in configuration
+    ]
+    if any(optimizer.state.values()):
+        rule = "already has states before the engine replaces the parameters that they belong to"
+        fix = "pass an optimizer that has not stepped and creates its states in its first step"
+        errors.append(ConfigError(where=where, value=name, rule=rule, fix=fix))
+    if errors:
+        return errors
     offload = (configuration.get("zero_optimization") or {}).get("offload_optimizer") or {}
     device = offload.get("device", "none")
     if getattr(device, "value", device) != "none" and configuration.get("zero_force_ds_cpu_optimizer", True):

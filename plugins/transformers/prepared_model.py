@@ -19,7 +19,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from ..unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
+from .unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""
@@ -93,7 +93,12 @@ def first_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
     if choosing:
         accept_unused_parameters(trainer, choosing)
     if resume_from_checkpoint is not None and trainer.is_deepspeed_enabled:
-        _complete_groups(trainer.model_wrapped.basic_optimizer)
+        # DeepSpeed 0.19.8 has replaced the groups by those of the checkpoint, whose optimizer may have had fewer
+        # settings: CPU Adam fails with the groups of torch's AdamW.
+        optimizer = trainer.model_wrapped.basic_optimizer
+        for group in optimizer.param_groups if optimizer is not None else ():
+            for name, value in optimizer.defaults.items():
+                group.setdefault(name, value)
 
 
 @contextmanager
@@ -112,26 +117,14 @@ def later_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
     before, trainer.keeps_engine = trainer.keeps_engine, True
     try:
         with (
-            patches.applied("prepared-model", lambda _: _unchanged, on=trainer.accelerator),
+            patches.applied(
+                "prepared-model", lambda _: lambda *own: own if len(own) > 1 else own[0], on=trainer.accelerator
+            ),
             patches.applied("renewed-schedule", lambda _: _renew_schedule),
         ):
             yield
     finally:
         trainer.keeps_engine = before
-
-
-def _complete_groups(optimizer: Any) -> None:
-    """Give groups loaded from a checkpoint the settings that the optimizer which saved it does not have.
-
-    DeepSpeed 0.19.8 replaces the groups: its CPU Adam fails with the groups of torch's AdamW.
-    """
-    for group in optimizer.param_groups if optimizer is not None else ():
-        for name, value in optimizer.defaults.items():
-            group.setdefault(name, value)
-
-
-def _unchanged(*prepared: Any) -> Any:
-    return prepared if len(prepared) > 1 else prepared[0]
 
 
 def _schedule(trainer: Any) -> dict[str, Any]:

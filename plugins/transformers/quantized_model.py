@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,10 +13,10 @@ from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.model import Dimensions
-from ..huggingface_hub.hub import ModelSource, model_directory, read_model_source
-from ..safetensors.reading import checkpoint_files, read_checkpoint
+from ..huggingface_hub.hub import model_directory, read_model_source
+from ..safetensors.reading import read_checkpoint
 from .meta_model import build_meta_model, model_spec_from_meta
-from .sound_model import check_weights, refuse_code
+from .sound_model import check_weights, refuse_code, refuse_other_formats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,15 +40,6 @@ class QuantizedModel(Protocol):
 EXPERT_WEIGHT = re.compile(r"(.+\.experts\.\d+\.\w+)\.weight")
 """Name of the weight of one expert's matrix in a checkpoint."""
 _ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-
-
-def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str]) -> tuple[LinearLayer, ...]:
-    """Return the matrices of single experts, by their names in a checkpoint."""
-    return tuple(
-        LinearLayer(name=match[1], out_features=shape[0], in_features=shape[1], is_expert=True)
-        for name, (shape, _) in tensors.items()
-        if (match := EXPERT_WEIGHT.fullmatch(name)) and len(shape) == 2 and match[1] not in known
-    )
 
 
 def router_names(model: PreTrainedModel, *, linear: bool) -> tuple[str, ...]:
@@ -77,9 +68,6 @@ def linear_layer(model: Any, name: str, module: Any) -> LinearLayer:
         is_tied=is_head and bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False)),
         is_head=is_head,
     )
-
-
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +105,22 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     """
     source = read_model_source(model, revision=revision)
     refuse_code(source.config, source.name)
-    if errors := unquantizable_errors(source):
+    errors = []
+    if section := source.config.get("quantization_config") or source.config.get("compression_config"):
+        method = section.get("quant_method", "unknown") if isinstance(section, dict) else "unknown"
+        rule, fix = f"is already quantized ({method})", "quantize the model that it was made from"
+        errors.append(ConfigError(where=source.name, rule=rule, fix=fix))
+    if source.config.get("auto_map"):
+        rule = "needs code from its repository (auto_map), which is never run"
+        errors.append(ConfigError(where=source.name, rule=rule, fix="use a model whose class is in Transformers"))
+    if errors:
         raise RefusedInputError(errors)
     directory = model_directory(source.name, revision=source.revision)
-    if errors := weight_errors(directory):
-        raise RefusedInputError(errors)
+    if directory.is_file():
+        rule, fix = "is a configuration without weights", "pass the model's directory"
+        raise RefusedInputError(ConfigError(where=str(directory), rule=rule, fix=fix))
+    fix = "load and save it with save_pretrained, which writes safetensors"
+    refuse_other_formats(directory, where="model", fix=fix)
     check_weights(directory)
     meta = build_meta_model(source.config, source=model)
     if errors := class_errors(source.config, meta):
@@ -152,19 +151,6 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     )
 
 
-def unquantizable_errors(source: ModelSource) -> list[ConfigError]:
-    """Return why a model cannot be quantized: it is already quantized, or needs custom code."""
-    config, where, errors = source.config, source.name, []
-    if section := config.get("quantization_config") or config.get("compression_config"):
-        method = section.get("quant_method", "unknown") if isinstance(section, dict) else "unknown"
-        rule, fix = f"is already quantized ({method})", "quantize the model that it was made from"
-        errors.append(ConfigError(where=where, rule=rule, fix=fix))
-    if config.get("auto_map"):
-        rule = "needs code from its repository (auto_map), which is never run"
-        errors.append(ConfigError(where=where, rule=rule, fix="use a model whose class is in Transformers"))
-    return errors
-
-
 def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[ConfigError]:
     """Return why the class of a model cannot be quantized."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -179,23 +165,6 @@ def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[Confi
         model_type=meta.config.get_text_config().model_type,
         transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],
     )
-
-
-def weight_errors(directory: Path) -> list[ConfigError]:
-    """Return errors if a directory has no safetensors weights."""
-    where = str(directory)
-    if directory.is_file():
-        return [ConfigError(where=where, rule="is a configuration without weights", fix="pass the model's directory")]
-    if checkpoint_files(directory):
-        return []
-    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
-    if others:
-        rule = f"has weights only in {', '.join(others[:3])}, and such files can run code when they are read"
-        fix = "load and save it with save_pretrained, which writes safetensors"
-        return [ConfigError(where=where, rule=rule, fix=fix)]
-    # Other formats of a Hub repository were not downloaded.
-    rule = "has no safetensors weights; other formats can run code when they are read"
-    return [ConfigError(where=where, rule=rule, fix="pass a trained model, saved with save_pretrained")]
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorShape]:
@@ -219,7 +188,13 @@ def linear_layers(meta: PreTrainedModel, tensors: Mapping[str, TensorShape]) -> 
     layers = [
         linear_layer(meta, name, module) for name, module in meta.named_modules() if isinstance(module, torch.nn.Linear)
     ]
-    return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
+    known = {layer.name for layer in layers}
+    experts = [
+        LinearLayer(name=match[1], out_features=shape[0], in_features=shape[1], is_expert=True)
+        for name, (shape, _) in tensors.items()
+        if (match := EXPERT_WEIGHT.fullmatch(name)) and len(shape) == 2 and match[1] not in known
+    ]
+    return (*layers, *experts)
 
 
 def _kept_in_fp32(meta: PreTrainedModel, tensors: Mapping[str, TensorShape], dtype: str) -> frozenset[str]:

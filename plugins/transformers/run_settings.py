@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.legality.combinations import columns_of, incompatibility_errors
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.layout import Layout
+from ...ds_configs.specs.layout import Layout, ZeroOptions
 from .training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def balances_experts(model: PreTrainedModel) -> bool:
 
 
 def layout_of(arguments: TrainingArguments, *, pipeline: bool = False, stage_tensor_ranks: int = 1) -> Layout:
-    """Return engine, offload and axes of a run; sizes above 1 are given as 2."""
+    """Return engine, offload and axes of a run; `pp` is 2 for a pipeline of any number of stages."""
     configuration = deepspeed_configuration(arguments) or {}
     zero = configuration.get("zero_optimization", {})
     axes = arguments.parallelism_config
@@ -132,7 +132,7 @@ def layout_of(arguments: TrainingArguments, *, pipeline: bool = False, stage_ten
         "ep": int((configuration.get("expert_parallel") or {}).get("autoep_size", 1) or 1),
         "pp": 2 if pipeline else 1,
     }
-    stated: dict[str, Any] = {name: 2 for name, size in sizes.items() if size > 1}
+    stated: dict[str, Any] = {name: size for name, size in sizes.items() if size > 1}
     if configuration:
         offloads: dict[str, Any] = {}
         # Without this the optimizer is the user's own, on any device.
@@ -140,7 +140,11 @@ def layout_of(arguments: TrainingArguments, *, pipeline: bool = False, stage_ten
             for part in ("offload_optimizer", "offload_param"):
                 device = (zero.get(part) or {}).get("device", "none")
                 offloads[part] = str(getattr(device, "value", device))
-        return Layout(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), **offloads, **stated)
+        options = ZeroOptions(
+            hpz_partition_size=zero.get("zero_hpz_partition_size", 1),
+            quantized_gradients=bool(zero.get("zero_quantized_gradients")),
+        )
+        return Layout(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), zero=options, **offloads, **stated)
     if arguments.fsdp:
         offloaded: Any = "cpu" if (arguments.fsdp_config or {}).get("offload_params") else "none"
         return Layout(engine="fsdp2", offload_optimizer=offloaded, offload_param=offloaded, **stated)

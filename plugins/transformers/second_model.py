@@ -13,7 +13,7 @@ from ..peft import four_bit_loading
 from .checkpoint_tensors import without_zero3
 from .document_attention import attend_by_document
 from .output_heads import OutputHead, head_module, output_head, shaped_head
-from .sound_model import load_causal_lm, weights_on_every_rank
+from .sound_model import load_causal_lm
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,10 @@ def load_second_model(
         # This rank's device: bitsandbytes would use the current one, which is the first before ranks choose theirs.
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
         options = {"quantization_config": four_bit_loading(dtype), "device_map": {"": device}}
-    with weights_on_every_rank(), without_zero3():
+    from accelerate.utils import patch_environment
+
+    # Every rank reads the weights.
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"), without_zero3():
         is_spread = placement in ("sharded", "offloaded") and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if is_spread and engine != "fsdp2":
             from transformers.integrations import HfDeepSpeedConfig

@@ -24,22 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _ON = ("1", "true", "yes", "on", "y", "t")
-
-
-@contextmanager
-def weights_on_every_rank() -> Iterator[None]:
-    """Make `from_pretrained` read the weights on every rank inside the block."""
-    from accelerate.utils import patch_environment
-
-    with patch_environment(**{_VARIABLE: "false"}):
-        yield
 
 
 def loads_on_first_rank() -> bool:
     """Return whether `from_pretrained` reads weights only on the first rank of a node."""
-    return all(os.environ.get(name, "").lower() in _ON for name in ("ACCELERATE_USE_FSDP", _VARIABLE))
+    return all(
+        os.environ.get(name, "").lower() in _ON for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    )
 
 
 _ELEMENTS_AT_ONCE = 2**24

@@ -42,7 +42,10 @@ IGNORED_LABEL = -100
 def mlps(model: PreTrainedModel) -> list[Any]:
     """Return the modules of a model's layers that can run in tiles: MLPs, and experts that get routed tokens."""
     named = [named for module in model.modules() for named in module.named_children()]
-    dense = [child for name, child in named if name in _MLP_NAMES and not _has_experts(child)]
+    mixtures = {
+        child for name, child in named if any(path.rpartition(".")[2] == _EXPERTS for path, _ in child.named_modules())
+    }
+    dense = [child for name, child in named if name in _MLP_NAMES and child not in mixtures]
     return dense + [child for name, child in named if name == _EXPERTS and _takes_routed_tokens(child)]
 
 
@@ -50,10 +53,6 @@ def untiled_experts(model: PreTrainedModel) -> list[Any]:
     """Return experts whose forward does not take tokens, their experts and their weights."""
     named = [named for module in model.modules() for named in module.named_children()]
     return [child for name, child in named if name == _EXPERTS and not _takes_routed_tokens(child)]
-
-
-def _has_experts(module: Any) -> bool:
-    return any(name.rpartition(".")[2] == _EXPERTS for name, _ in module.named_modules())
 
 
 def _takes_routed_tokens(experts: Any) -> bool:

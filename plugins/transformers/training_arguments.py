@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import netrc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -308,7 +306,7 @@ _PACKAGES = {"azure_ml": "azureml-core", "flyte": "flytekit"}
 
 
 def tracker_errors(names: Sequence[str]) -> list[ConfigError]:
-    """Return an error for each tracker that is unknown, not installed, or not logged in."""
+    """Return an error for each tracker that is unknown or not installed."""
     if not names:
         return []
     from transformers.integrations import get_available_reporting_integrations
@@ -324,21 +322,7 @@ def tracker_errors(names: Sequence[str]) -> list[ConfigError]:
             near = get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
             errors.append(ConfigError(where="report_to", value=name, rule="is not a tracker of Transformers", fix=fix))
-        elif name == "wandb" and not _wandb_is_ready():
-            fix = "wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
-            errors.append(ConfigError(where="report_to", value=name, rule="is not logged in", fix=fix))
     return errors
-
-
-def _wandb_is_ready() -> bool:
-    """Return whether wandb has a key or needs none; otherwise it asks on the terminal, which ranks do not have."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return True
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return find_spec("wandb") is not None and any("wandb" in host for host in netrc.netrc(file).hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def check_first_of_its_kind(callback: Any, trainer: Trainer) -> None:

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from session import warm_command
 from training_runs import command, losses_of, make_inputs, trained
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
@@ -56,26 +55,6 @@ def test_two_machines_train_as_one(inputs: Path, tmp_path: Path, deepspeed_cpu_o
     assert json.loads(first.stdout)["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
     assert "same versions and files" in first.stderr
     assert other.stdout == "" and "machine 1 is done; the results are on 127" in other.stderr
-
-
-@pytest.mark.full
-def test_two_machines_teach_and_quantize_as_one(inputs: Path, tmp_path: Path) -> None:
-    stated = {"dataset": str(inputs / "rows.jsonl"), "strategy": "ddp", "max_steps": 2, "seq_len": 32}
-    stated |= {"global_batch_size": 4, "logging_steps": 1, "learning_rate": 5e-3, "evaluation_samples": 4}
-    (tmp_path / "settings.yaml").write_text(json.dumps(stated))
-    words = [*warm_command("shardwright"), "qat", str(inputs / "llama"), "--teacher", "self"]
-    words += ["--group-size", "32", "--config", "settings.yaml"]
-    done = subprocess.run([*words, "--hardware", "2xCPU", "--output-dir", "one"], cwd=tmp_path, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    both = [*words, "--hardware", "2x1xCPU", "--output-dir", "two", "--no-check-nodes"]
-    assert [(ended.returncode, ended.stderr) for ended in on_two_machines(both, tmp_path) if ended.returncode] == []
-    one, two = (
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    )
-    assert two == pytest.approx(one, abs=1e-6)
-    weights = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
-    assert [file.name for file in weights[1]] == [file.name for file in weights[0]] != []
 
 
 def test_machines_with_other_data_are_reported_apart(inputs: Path, tmp_path: Path) -> None:

@@ -121,18 +121,6 @@ def test_an_incomplete_installation_is_rejected(part: str, complete: dict[str, I
     assert f"is installed incompletely: it has no {what}; pip install --force-reinstall 'peft" in config_error
 
 
-def test_an_editable_installation_passes(
-    complete: dict[str, Installed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Metadata is installed, the module is in a source tree that a `.pth` file adds to the path."""
-    tree = tmp_path / "tree" / "src"
-    tree.mkdir(parents=True)
-    shutil.move(complete["transformers"].module, tree / "transformers")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tree)])
-    assert errors() == []
-    assert releases.release_warnings() == []
-
-
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

@@ -24,7 +24,6 @@ from typing import Any
 
 from shardwright.plugins.launching.elastic import signal_name
 from shardwright.plugins.launching.launch import TAIL_CHARACTERS, cpu_rank_environment
-from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
 from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, receive_number, request_process
@@ -120,7 +119,6 @@ def run_ranks(
             assert receive_number(connection), "the server of warm processes has ended"
         ended = _wait(running, timeout_seconds)
         output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
-        remove_buffers(store.port)
         # Other ranks can notice that a rank was killed, and fail, before its status arrives here.
         failed = min(filter(ended.get, ended), key=lambda rank: ended[rank] != -signal.SIGKILL, default=None)
         if failed is not None:

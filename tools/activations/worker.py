@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 from shardwright.ds_configs.memory.activations import ActivationEstimate, Mode
-from shardwright.plugins import patches
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
@@ -219,10 +219,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     logging.set_verbosity_error()
     # transformers 5.17 takes fake tensors for a compiler's trace and then builds masks that training on
     # unpadded batches never has; values of fake masks cannot be read.
-    patches.apply("traced-masks-is_tracing", lambda _: lambda *_: False)
-    patches.apply("traced-masks-fast_all", lambda _: lambda _: True)
-    patches.apply("traced-masks-find_packed_sequence_indices", lambda _: lambda *_, **__: None)
-    patches.apply("traced-layer-drop", _keep_layers)
+    masking_utils.is_tracing = lambda *_: False
+    masking_utils.fast_all = lambda _: True
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    torch.rand = _keep_layers(torch.rand)
     tracer = Tracer(request["config"], request["micro_batch_size"], request["mode"])
     asked = request["seq_len_tokens"]
     near, far = clear_lengths(tracer, asked)

@@ -37,8 +37,6 @@ class StartingModel:
     """Hub id, local directory, or `config.json`."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; `None` for the newest commit of its main branch."""
-    tokenizer: str | None = None
-    """Directory of another tokenizer, such as an adapter's; `None` for that of the model."""
     random_weights: bool = False
     method: str = "full"
     """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
@@ -115,19 +113,18 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
-    """Return the requested tokenizer, the model's, or a byte tokenizer if a local model has none.
+    """Return the model's tokenizer, or a byte tokenizer if a local model has none.
 
     Raises:
         UsageError: the tokenizer produces ids for which the model has no embedding.
     """
     from transformers import AutoTokenizer
 
-    path = Path(source.tokenizer or source.model)
-    if source.tokenizer is None and path.exists() and not has_tokenizer(path):
+    path = Path(source.model)
+    if path.exists() and not has_tokenizer(path):
         note_on_first_rank(f"{path} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
-    revision = None if source.tokenizer else source.revision
-    directory = model_directory(str(path), revision=revision, weights=False)
+    directory = model_directory(str(path), revision=source.revision, weights=False)
     tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     tokenizer.name_or_path = str(path)
     largest = max(tokenizer.get_vocab().values())

@@ -144,8 +144,8 @@ def local_place(text: str | None) -> str | None:
     return next((name for name in (text, text.rpartition("#")[0]) if name and Path(name).exists()), None)
 
 
-def read_rows(source: Source, *, split: str, revision: str | None, streaming: bool = False) -> Iterator[Row]:
-    """Yield the rows of a source up to its limit; with `streaming`, download Hub rows as they are needed.
+def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
+    """Yield the rows of a source up to its limit; with a limit, Hub rows are downloaded as they are needed.
 
     Raises:
         UsageError: the name, configuration or split does not exist, or a file cannot be read as rows.
@@ -153,15 +153,14 @@ def read_rows(source: Source, *, split: str, revision: str | None, streaming: bo
     """
     if revision is not None and source.is_local:
         raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
-    streaming = streaming or source.limit is not None
-    return islice(_rows(source, split=split, revision=revision, streaming=streaming), source.limit)
+    return islice(_rows(source, split=split, revision=revision), source.limit)
 
 
-def _rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
+def _rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
     if source.name == PYTHON_HELP:
         return ({"text": text} for text in read_documents(None))
     if not source.is_local:
-        return _hub_rows(source, split=split, revision=revision, streaming=streaming)
+        return _hub_rows(source, split=split, revision=revision)
     path = Path(source.name)
     files = [path]
     if path.is_dir():
@@ -237,11 +236,12 @@ def _row(value: object, where: str) -> Row:
     return value
 
 
-def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
+def _hub_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
     from datasets import load_dataset
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+    streaming = source.limit is not None
     unreachable: tuple[type[Exception], ...] = (*hub_errors(), RuntimeError)
     try:
         yield from load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)

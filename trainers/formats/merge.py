@@ -15,7 +15,6 @@ from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...plugins.huggingface_hub.hub import (
     ModelSource,
     commit_of,
-    is_offline,
     model_directory,
     read_model_source,
     split_revision,
@@ -162,11 +161,13 @@ def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_rev
             raise
         rule = f"names the base model {base_name!r}, which does not exist here ({error})"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
+    from huggingface_hub import is_offline_mode
+
     refuse_code(source.config, source.name)
     if source.config.get("quantization_config"):
         rule, fix = "has quantized weights", f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    if source.checkpoint_parameters is None and not (source.revision is not None and is_offline()):
+    if source.checkpoint_parameters is None and not (source.revision is not None and is_offline_mode()):
         rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)

@@ -34,14 +34,13 @@ class RehearsalTask(RehearsalJob, RankTask):
 
 def train_shrunken(job: RehearsalJob, plan: Plan, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write a record."""
-    from ...plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
     from ...plugins.metering import meter_trainer, start_meter
 
     arguments, engine = _arguments(job, plan, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
         trainer = _trainer(job, plan, arguments, engine)
-        (meter_pipeline_trainer if plan.chosen.strategy.pp > 1 else meter_trainer)(trainer, meter)
+        meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
     logits_BTV = engine_logits(trainer, probe_tokens(plan))

@@ -130,7 +130,6 @@ def card_text(
     tags: Sequence[str],
     library: str = "transformers",
     others: Sequence[str] = (),
-    task: str | None = "text-generation",
 ) -> str:
     """Return `README.md` with the metadata that the Hub reads.
 
@@ -139,8 +138,8 @@ def card_text(
         blocks: Paragraphs, tables and code above the section on licenses; empty ones are omitted.
         licenses: Text of that section.
         others: Further models whose license may apply, such as a second model.
-        base, relation, tags, library, task: As in `model_card`.
+        base, relation, tags, library: As in `model_card`.
     """
     text = "\n\n".join(filter(None, [f"# {title}", *blocks, "## License", licenses])) + "\n"
     tags = (*tags, "shardwright")
-    return model_card(text, base=base, relation=relation, library=library, tags=tags, others=others, task=task)
+    return model_card(text, base=base, relation=relation, library=library, tags=tags, others=others)

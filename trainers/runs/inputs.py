@@ -147,12 +147,12 @@ def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, h
     return arguments
 
 
-def optimizer_steps(settings: LaunchedSettings, strategy: Layout, samples: int) -> int:
+def optimizer_steps(settings: LaunchedSettings, layout: Layout, samples: int) -> int:
     """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
     if settings.max_steps is not None:
         return settings.max_steps
-    batches = ceil(ceil(samples / strategy.micro_batch_size) / strategy.data_parallel_size)
-    return ceil(settings.epochs * max(1, ceil(batches / strategy.gradient_accumulation_steps)))
+    batches = ceil(ceil(samples / layout.micro_batch_size) / layout.data_parallel_size)
+    return ceil(settings.epochs * max(1, ceil(batches / layout.gradient_accumulation_steps)))
 
 
 def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: Any) -> TrainingJob:

@@ -11,7 +11,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, launch_arguments
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.launching.launch import Launch, at_free_port, launch_ranks, python_arguments
+from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from .settings import JOB_FILE, RESULT_FILE, RankJob
 
 RANK_MODULE = "shardwright.trainers.rank_main"
@@ -82,11 +82,10 @@ def launch_job(
         compare_nodes(plan, plan_directory, place)
     launcher = launcher or launch_arguments(plan, directory=str(plan_directory.absolute()), node=place)
     command = [*launcher, *rank_words(job, work)]
-    port = None
-    if place is None:
-        command, port = at_free_port(command)
-    launch = Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan), port=port)
-    launch_ranks(launch, **waiting)
+    # torchrun's `--standalone` selects a port itself.
+    if place is None and command[0] == "accelerate":
+        command[2:2] = ["--main_process_port", str(free_port())]
+    launch_ranks(Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan)), **waiting)
     file = work / RESULT_FILE
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return result

@@ -209,11 +209,11 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
     Raises:
         UsageError: the model's layers cannot be recomputed in part.
     """
-    strategy = plan.chosen.strategy
+    layout = plan.chosen.strategy
     attend_by_document(base_model(model))
-    if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
-        checkpoint_first_layers(model, strategy.checkpointed_layers)
-    if strategy.zero_stage == 3 and plan.job.method == "qlora":
+    if layout.checkpointed_layers is not None and args.gradient_checkpointing:
+        checkpoint_first_layers(model, layout.checkpointed_layers)
+    if layout.zero_stage == 3 and plan.job.method == "qlora":
         read_weights_in_backward(model)
 
 
@@ -224,7 +224,7 @@ def argument_differences(
 
     `stated` has the script's `seq_len` and `method`, if known.
     """
-    strategy, stated = plan.chosen.strategy, stated or {}
+    layout, stated = plan.chosen.strategy, stated or {}
     optimizer = getattr(args.optim, "value", args.optim)
     deepspeed = deepspeed_configuration(args)
     engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
@@ -249,13 +249,13 @@ def argument_differences(
     facts: dict[str, tuple[Any, Any]] = {
         TRAINED_TYPE: (trained_type, planned_type),
         "ranks": (ranks, plan.hardware.world_size),
-        "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
-        "zero_stage": (stage, strategy.zero_stage),
-        "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
-        "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
-        "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
-        "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
-        "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
+        "engine": (engine, "ddp" if layout.engine == "single" else layout.engine),
+        "zero_stage": (stage, layout.zero_stage),
+        "offload_optimizer": (_offload(deepspeed, "optimizer"), layout.offload_optimizer),
+        "offload_param": (_offload(deepspeed, "param"), layout.offload_param),
+        "per_device_train_batch_size": (args.per_device_train_batch_size, layout.micro_batch_size),
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps, layout.gradient_accumulation_steps),
+        "gradient_checkpointing": (args.gradient_checkpointing, layout.gradient_checkpointing),
         "precision": (
             {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
             plan.job.precision if autocasts else "fp32",

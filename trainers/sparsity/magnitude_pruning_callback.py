@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.engine import whole_shape
-from ...plugins.deepspeed_pipeline.stage import StageGroup
+from ...plugins.deepspeed_pipeline.stage import add_over_stages
 from ..formats.bit_packing import pack_bits
 from .callback import SparsityCallback
 
@@ -84,7 +84,7 @@ class MagnitudePruningCallback(SparsityCallback):
             raise UsageError(errors)
         self._masks: dict[tuple[str, int, int], Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._stages = StageGroup(None)
+        self._model: Any = None
         self.sparsity = 0.0
         """Current fraction of zeros in the target layers."""
 
@@ -110,7 +110,7 @@ class MagnitudePruningCallback(SparsityCallback):
         """Check that the engine keeps zeros, and set the first zeros, or those of a resumed run."""
         super().on_train_begin(args, state, control, model=model, optimizer=optimizer)
         self._shapes = {name: whole_shape(module) for name, module in self._layers.items()}
-        self._stages, self._masks, self.sparsity = StageGroup(model), {}, 0.0
+        self._model, self._masks, self.sparsity = model, {}, 0.0
         if state.global_step >= self._start:
             self._update(state.global_step)
 
@@ -164,7 +164,7 @@ class MagnitudePruningCallback(SparsityCallback):
                 piece = pack_bits(own[region.start : region.start + region.length], 1)
                 self._masks[name, region.start, region.length] = piece.to(region.device)
         self._apply()
-        zeros, weights = self._stages.add_up(counts).tolist()
+        zeros, weights = add_over_stages(self._model, counts).tolist()
         self.sparsity = zeros / weights
 
     def _apply(self) -> None:

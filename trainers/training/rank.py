@@ -55,15 +55,15 @@ class TrainTask(TrainJob, TrainingTask):
         return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
 
 
-def held_out(trainer: Any, strategy: Layout) -> Estimate | None:
+def held_out(trainer: Any, layout: Layout) -> Estimate | None:
     """Return the cross-entropy of the held-out samples in nats per token; every rank must call it.
 
     The standard error is over samples and is known if every rank reads other samples. Sequence and pipeline
     parallelism evaluate with the Trainer. `None` under context parallelism, which cannot evaluate.
     """
-    if strategy.cp > 1:
+    if layout.cp > 1:
         return None
-    if strategy.pp > 1 or strategy.sp > 1:
+    if layout.pp > 1 or layout.sp > 1:
         return Estimate(value=float(trainer.evaluate()["eval_loss"]), standard_error=None)
     mean = held_out_cross_entropy(trainer)
-    return mean if strategy.tp == 1 else Estimate(value=mean.value, standard_error=None)
+    return mean if layout.tp == 1 else Estimate(value=mean.value, standard_error=None)

@@ -96,7 +96,7 @@ def carry_axes(plan: Plan) -> None:
     """
     from ...plugins.transformers.optimizers import prepare_optimizer
 
-    strategy = plan.chosen.strategy
+    layout = plan.chosen.strategy
     accept_muon()
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
@@ -134,7 +134,7 @@ def carry_axes(plan: Plan) -> None:
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
             try:
-                attach_long_sequences(trainer, strategy, plan.job)
+                attach_long_sequences(trainer, layout, plan.job)
             except UsageError as error:
                 for each in error.errors:
                     note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")

@@ -96,11 +96,6 @@ CASES = {
     "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
     "bf16": (ZERO1, {"hardware": "8xV100-32GB"}, "is not supported by V100-32GB; use fp16 or fp32"),
     "fp16 on cpu": (ZERO1, {"hardware": "8xCPU", "precision": "fp16"}, "is not supported on CPU ranks"),
-    "accumulation": (
-        Layout(engine="deepspeed", zero_stage=0, dp_replicate=8, zero=ZeroOptions(gradient_accumulation_fp32=True)),
-        {},
-        "is not supported with ZeRO-0",
-    ),
     "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "requires ZeRO-3; use 1"),
     "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
     "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),

@@ -11,9 +11,9 @@ from planning import llama, public_model
 from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_errors
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.candidates import SearchContext, candidates, layouts_to_search, losses
+from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.reasons import AS_FAST, display_name
-from shardwright.ds_configs.search.search import Search, anything_fits, search
+from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -189,32 +189,3 @@ def test_unloadable_model_is_detected_before_candidates_are_built(host_bytes):
     fits = host_bytes == 10**11
     assert anything_fits(SearchContext(model=model, hardware=cluster, job=TrainingJob())) == fits
     assert (search(SearchContext(model=model, hardware=cluster, job=TrainingJob())).chosen is not None) == fits
-
-
-@pytest.mark.parametrize("seq_len", [2048, 8192])
-@pytest.mark.parametrize("checkpointing", ["auto", "on"])
-@pytest.mark.parametrize("long_sequences", [False, True])
-def test_recomputation_and_smaller_buffers_are_never_faster(
-    seq_len: int, checkpointing: str, long_sequences: bool
-) -> None:
-    job = TrainingJob(seq_len_tokens=seq_len, gradient_checkpointing=checkpointing)
-    context = SearchContext(
-        model=LLAMA_8B,
-        hardware=parse_hardware("2x8xA100-80GB"),
-        job=job,
-        long_sequences=long_sequences,
-    )
-    layouts = layouts_to_search(context.model, context.hardware, job)
-    explored = Search(
-        by_layout={
-            index: legal
-            for index, layout in enumerate(layouts)
-            if layout.pp == 1 and (legal := list(candidates(layout, losses(context), index, None)))
-        },
-        partial=True,
-    )
-    for index in explored.by_layout:
-        for candidate in explored.fastest_first(index):
-            for slower in explored.slower.get(candidate, ()):
-                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.layout
-    assert len(explored.slower) > 50

@@ -14,7 +14,6 @@ from shardwright.plugins.accelerate.repeated_samples import (
     SamplesOnce,
     hide_files,
     let_ranks_read_streams,
-    repeated_samples,
     trained_rows,
 )
 from torch.utils.data import DataLoader, IterableDataset
@@ -58,12 +57,6 @@ def test_every_sample_counts_once(samples: int, streams: bool, split: bool) -> N
         labels_of_an_epoch(rank_loader(samples, rank, streams=streams, split=split), epochs=2) for rank in range(RANKS)
     ]
     assert sorted(label for labels in seen for label in labels) == list(range(samples))
-
-
-def test_a_dataset_without_weights_reports_repeated_samples() -> None:
-    assert [repeated_samples(rank_loader(count, 1, streams=False)) for count in (7, 8, 9)] == [1, 0, 3]
-    assert repeated_samples(rank_loader(7, 1, streams=False, drop_last=True)) == 0
-    assert repeated_samples(rank_loader(7, 1, streams=True)) == 0
 
 
 def test_accelerate_repeats_samples_of_an_evaluation() -> None:

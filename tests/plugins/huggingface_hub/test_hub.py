@@ -7,17 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_ranks
 from hub_server import HubHandler, serving
 from readable_hub import COMMIT, CONFIG, FILES, PARAMETERS, Hub, readable_hub
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from warm_ranks.protocol import SERVER_NAME
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +33,7 @@ def local_only(self, address):
         raise OSError("outside")
     return connect(self, address)
 
-resolve = socket.getaddrinfo
-
-def resolve_local_only(host, *rest, **named):
-    if host not in ("127.0.0.1", "localhost", b"127.0.0.1"):
-        outside.append(repr(host))
-        raise socket.gaierror(-2, "outside")
-    return resolve(host, *rest, **named)
-
-socket.socket.connect, socket.getaddrinfo = local_only, resolve_local_only
+socket.socket.connect = local_only
 
 from shardwright.cli.main import run
 
@@ -201,6 +191,7 @@ def test_no_command_shows_a_traceback_for_a_hub_that_fails(tmp_path: Path, statu
     with serving(Failing, status=status) if status else closed_port() as endpoint:
         results = drive(endpoint, tmp_path / "home", cases)
     said = ["the Hub denies access (403)"] if status else ["the Hub cannot be reached", "no connection to the Hub"]
+    said.append(f"the Hub rejected it ({'403' if status else 'ConnectError'}")
     for case, (code, out, err) in zip(cases, results, strict=True):
         lines = [line for line in err.splitlines() if line.startswith("error: ")]
         assert (code in (1, 2), out) == (True, ""), (case, code, err)
@@ -226,6 +217,19 @@ def closed_port() -> Iterator[str]:
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
+def test_weights_are_fetched_once_at_the_commit_of_a_branch(hub: str, tmp_path: Path, whole_repository: str) -> None:
+    (tmp_path / "notes.txt").write_text("A sentence to read. " * 40)
+    home = tmp_path / "home"
+    arguments = ["evaluate", whole_repository, "--text", str(tmp_path / "notes.txt")]
+    ((code, _, err),) = drive(hub, home, [arguments])
+    assert code == 0, err
+    weights = [path for _, path in Hub.asked if path.startswith("GET") and path.endswith("/model.safetensors")]
+    assert [path for path in weights if whole_repository in path] == [
+        f"GET /{whole_repository}/resolve/{COMMIT}/model.safetensors"
+    ]
+    assert not list(home.rglob("pytorch_model.bin"))
+
+
 @pytest.fixture
 def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     """Publish a small model with its tokenizer, and a pickle that must never be fetched."""
@@ -235,80 +239,3 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     FILES["org/pickled"] = {"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": b"pickle"}
     yield "org/whole"
     del FILES["org/whole"], FILES["org/pickled"]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("user") / "home"
-
-
-@pytest.fixture(scope="module")
-def drive_warm(hub: str, home: Path) -> Iterator[Callable[..., list[list[Any]]]]:
-    """Run commands of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
-    session = os.environ[SERVER_NAME]
-    with ExitStack() as servers:
-        with pytest.MonkeyPatch.context() as before_imports:
-            user = of_the_hub(hub, home)
-            for name in os.environ.keys() - user.keys():
-                before_imports.delenv(name)
-            # The session's warm processes know the Hub of the process that they are forked from.
-            for name, value in (user | {"HF_HUB_OFFLINE": "0"}).items():
-                before_imports.setenv(name, value)
-            servers.enter_context(warm_ranks.server())
-            own = {SERVER_NAME: os.environ[SERVER_NAME]}
-        os.environ[SERVER_NAME] = session
-        yield lambda *cases: drive(hub, home, list(cases), python=os.environ["PYTHON_EXEC"], **own)
-
-
-def test_a_model_of_the_hub_is_trained_at_its_commit(
-    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    trained = tmp_path / "trained"
-    data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
-    training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
-    ((code, _, err),) = drive_warm(["train", whole_repository, *data, *training])
-    assert code == 0, err
-    job = json.loads((trained / "plan" / "plan.json").read_text())
-    assert job["model"]["revision"] == COMMIT
-    # Weights were fetched once, before the launch; ranks read what lies here.
-    fetched = [path for _, path in Hub.asked if path == f"GET /{whole_repository}/resolve/{COMMIT}/model.safetensors"]
-    assert len(fetched) == 1
-    launched, ended = ((trained / name).stat().st_mtime for name in ("plan/plan.json", "REPORT.md"))
-    # PEFT asks whether the base model has a config.json before it saves an adapter.
-    meanwhile = [path for when, path in Hub.asked if launched < when < ended]
-    assert [path for path in meanwhile if path.startswith("GET") and "resolve" in path] == []
-    assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == whole_repository
-    assert not list(home.rglob("pytorch_model.bin"))
-
-
-@pytest.fixture
-def adapter(tiny_llama: Path, tmp_path: Path) -> Iterator[Path]:
-    """Publish a model as `org/base` and an adapter of it as `org/tuned`; return the adapter's directory."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    directory = tmp_path / "tuned"
-    lora = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", init_lora_weights=False)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), lora).save_pretrained(directory)
-    settings = json.loads((directory / "adapter_config.json").read_text())
-    (directory / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "org/base"}))
-    byte_tokenizer(512).save_pretrained(directory)
-    tuned = {file.name: file.read_bytes() for file in directory.iterdir()}
-    tokenizer = {name: content for name, content in tuned.items() if "tokenizer" in name}
-    FILES["org/tuned"] = tuned
-    FILES["org/base"] = tokenizer | {file.name: file.read_bytes() for file in tiny_llama.iterdir()}
-    yield directory
-    del FILES["org/base"], FILES["org/tuned"]
-
-
-def test_an_adapter_of_the_hub_is_merged_at_its_commit(
-    tmp_path: Path, adapter: Path, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    began = len(Hub.asked)
-    merged = str(tmp_path / "merged")
-    ((code, out, err),) = drive_warm(["merge", f"org/tuned@{COMMIT}", "--output-dir", merged, "--format", "json"])
-    assert code == 0, err
-    complete = json.loads(out)
-    assert (complete["adapter"], complete["adapter_revision"]) == ("org/tuned", COMMIT)
-    weights = {path for _, path in Hub.asked[began:] if path.startswith("GET") and path.endswith("model.safetensors")}
-    assert {path.split("/")[4] for path in weights if "/org/tuned/" in path} == {COMMIT}

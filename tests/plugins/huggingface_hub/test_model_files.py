@@ -53,14 +53,6 @@ def test_a_complete_checkpoint_agrees_and_another_is_noted(directory: Path) -> N
     assert note == f"the checkpoint has {PARAMETERS // 2:,} parameters, but LlamaForCausalLM has {PARAMETERS:,}"
 
 
-def test_a_quantized_checkpoint_is_noted_and_not_counted(directory: Path) -> None:
-    quantized = CONFIG | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (directory / "config.json").write_text(json.dumps(quantized))
-    (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 4))
-    (note,) = load_model_spec(str(directory)).notes
-    assert "quantized (gptq)" in note
-
-
 def test_shards_may_be_links_as_in_the_cache_of_the_hub(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "blob").write_bytes(safetensors(PARAMETERS))
     (directory / "a.safetensors").symlink_to(tmp_path / "blob")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from engine_settings import cpu_arguments
 from shardwright.plugins.metering import WARM_UP_STEPS, ByteMeter, MeterPhase, MeterReading, meter_trainer
-from shardwright.plugins.peft import add_lora
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator, set_seed
 
 pytestmark = pytest.mark.slow
@@ -40,11 +39,10 @@ class Run:
     reading: MeterReading
     entered: list[MeterPhase]
     resets: list[int]
-    trained: list[torch.nn.Parameter] = field(default_factory=list)
-    frozen: list[torch.nn.Parameter] = field(default_factory=list)
+    parameters: list[torch.nn.Parameter]
 
 
-def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
+def train(directory: Any, **settings: Any) -> Run:
     settings = {"optim": "adamw_torch_fused", "max_steps": STEPS, "logging_strategy": "no"} | settings
     arguments = cpu_arguments(directory, 2, **settings)
     set_seed(0)
@@ -60,8 +58,6 @@ def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
     tokens = torch.randint(0, config.vocab_size, (arguments.gradient_accumulation_steps * 2 * STEPS, SEQ_LEN))
     with RecordingMeter() as meter:
         model: Any = LlamaForCausalLM(config)
-        if lora:
-            model = add_lora(model, rank=4, targets="all-linear", fp32_adapters=True)
         trainer = Trainer(
             model=model,
             args=arguments,
@@ -71,10 +67,7 @@ def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
         meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
-    run = Run(reading=reading, entered=meter.entered, resets=meter.resets)
-    for parameter in model.parameters():
-        (run.trained if parameter.requires_grad else run.frozen).append(parameter)
-    return run
+    return Run(reading=reading, entered=meter.entered, resets=meter.resets, parameters=list(model.parameters()))
 
 
 def count(parameters: list[torch.nn.Parameter]) -> int:
@@ -86,16 +79,16 @@ def check_roles(run: Run) -> None:
     for phase, roles in run.reading.roles.items():
         assert sum(roles.values()) == run.reading.peaks[phase], phase
         assert roles["buckets"] == 0, "one process shards nothing"
-        assert roles["weights"] == 4 * (count(run.trained) + count(run.frozen)), phase
+        assert roles["weights"] == 4 * count(run.parameters), phase
     step = run.reading.roles["step"]
-    assert step["gradients"] == 4 * count(run.trained)
+    assert step["gradients"] == 4 * count(run.parameters)
     # Adam's moments, and a step count of 4 bytes for each parameter.
-    states = 8 * count(run.trained) + 4 * len(run.trained)
+    states = 8 * count(run.parameters) + 4 * len(run.parameters)
     # The Trainer keeps the norm of the last gradients, made in the step phase.
     assert run.reading.roles["forward"]["optimizer"] == states + 4
     assert run.reading.roles["loss"]["gradients"] == 0, "gradients are forgotten after each step"
     # Clipping adds one norm of 4 bytes for each parameter, stacks them and takes a few scalars.
-    assert states <= step["optimizer"] <= states + 16 * len(run.trained) + 64
+    assert states <= step["optimizer"] <= states + 16 * len(run.parameters) + 64
 
 
 def test_phases_follow_each_other_and_roles_are_arithmetic(tmp_path):
@@ -115,7 +108,7 @@ def test_accumulation_steps_once(tmp_path):
     micro_batch = ["forward", "loss", "backward"]
     assert run.entered == [*micro_batch, "other", *micro_batch, "step", "other"] * STEPS
     roles = run.reading.roles["forward"]
-    assert roles["gradients"] in (0, 4 * count(run.trained))
-    assert run.reading.roles["step"]["gradients"] == 4 * count(run.trained)
+    assert roles["gradients"] in (0, 4 * count(run.parameters))
+    assert run.reading.roles["step"]["gradients"] == 4 * count(run.parameters)
     for phase, found in run.reading.roles.items():
         assert sum(found.values()) == run.reading.peaks[phase]

@@ -25,7 +25,6 @@ def test_adapters_are_fp32_where_no_engine_keeps_such_a_copy(fp32: bool, dtype: 
 
 
 def test_alpha_over_rank_scales_the_adapters() -> None:
-    ids = torch.arange(6)[None]
     outputs = {}
     for alpha in (None, 4, 8.0):
         torch.manual_seed(0)
@@ -37,6 +36,5 @@ def test_alpha_over_rank_scales_the_adapters() -> None:
         assert layer.lora_dropout["default"].p == 0.5
         rows = torch.ones(1, layer.in_features)
         outputs[alpha] = (layer(rows) - layer.base_layer(rows)).detach()
-        assert torch.isfinite(model(ids).logits).all()
     assert torch.equal(outputs[None], outputs[4])
     torch.testing.assert_close(outputs[8.0], 2 * outputs[4])

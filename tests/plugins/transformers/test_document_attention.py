@@ -132,29 +132,16 @@ def _models_with_other_attention() -> dict[str, tuple[Any, dict[str, torch.Tenso
     padded[1, 9:] = 0
     pixels = torch.rand(2, 3, 16, 16, generator=draw)
     vision = heads | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, "projection_dim": 32}
-    text = heads | {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 96}
     hf.set_seed(0)
-    with_image = torch.cat([torch.full((2, 4), 90), ids], dim=1)
     tower = hf.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
         depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2, patch_size=4
     )
     qwen_tower = hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(tower)
     patches = torch.rand(16, 3 * 2 * 4 * 4, generator=draw)
     return {
-        "llava": (
-            hf.LlavaForConditionalGeneration(
-                hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=90)
-            ),
-            {"input_ids": with_image, "pixel_values": pixels},
-        ),
         "qwen2_vl tower": (qwen_tower, {"hidden_states": patches, "grid_thw": torch.tensor([[1, 4, 4]])}),
         "clip tower": (hf.CLIPVisionModel(hf.CLIPVisionConfig(**vision)), {"pixel_values": pixels}),
-        "vit": (hf.ViTModel(hf.ViTConfig(**heads, image_size=16, patch_size=8)), {"pixel_values": pixels}),
         "bert": (hf.BertModel(hf.BertConfig(**heads, vocab_size=96)), {"input_ids": ids, "attention_mask": padded}),
-        "siglip": (
-            hf.SiglipVisionModel(hf.SiglipVisionConfig(**heads, image_size=16, patch_size=8)),
-            {"pixel_values": pixels},
-        ),
     }
 
 

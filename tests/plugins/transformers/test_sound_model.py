@@ -10,7 +10,7 @@ import torch
 from faults.broken_models import BROKEN, broken_copy
 from shardwright.ds_configs.specs.errors import InputError
 from shardwright.plugins.safetensors.reading import StoredTensor
-from shardwright.plugins.transformers.sound_model import load_causal_lm, stored_errors
+from shardwright.plugins.transformers.sound_model import is_finite, load_causal_lm, nonfinite_weights, stored_errors
 from small_models import llama
 
 
@@ -53,3 +53,29 @@ def test_missing_and_misshapen_tensors_are_reported_from_headers_alone(tied: boo
     del wrong["model.embed_tokens.weight"]
     missing, other_shape = stored_errors(wrong, model, "m")
     assert (missing.value, other_shape.value) == (["model.embed_tokens.weight"], ["model.norm.weight"])
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4)
+        self.second = torch.nn.Linear(4, 5, bias=False)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("mask", torch.full((2,), float("-inf")), persistent=False)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+def test_one_bad_element_is_found(bad, dtype):
+    tensor = torch.ones(7, 5).to(dtype)
+    assert is_finite(tensor)
+    tensor.view(-1)[17] = bad
+    assert not is_finite(tensor)
+
+
+def test_parameters_and_saved_buffers_are_named_and_masks_are_not():
+    model = Model()
+    assert nonfinite_weights(model) == []
+    model.first.bias.data[1] = float("nan")
+    model.kept[0] = float("inf")
+    assert nonfinite_weights(model) == ["first.bias", "kept"]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -16,11 +14,9 @@ from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import TENSOR_PARALLEL_FAMILIES, WITHOUT_TENSOR_PLAN, tensor_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.auto_tp import (
-    host_generators,
     layers_without_rule,
     partition_config,
     seed_workers_by_group,
-    set_host_generators,
     tensor_parallel_section,
     tensor_plan,
 )
@@ -208,23 +204,6 @@ def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> An
         "accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=None),
     }
     return SimpleNamespace(**(values | changes))
-
-
-def test_restored_host_generators_draw_the_same_numbers() -> None:
-    random.seed(3)
-    numpy.random.seed(4)
-    random.gauss(0, 1)
-    numpy.random.randn()
-    states = host_generators()
-
-    def drawn() -> list[float]:
-        return [random.gauss(0, 1), random.random(), float(numpy.random.randn()), float(numpy.random.rand())]
-
-    first = drawn()
-    random.seed(9)
-    numpy.random.seed(9)
-    set_host_generators(states)
-    assert drawn() == first
 
 
 def test_workers_are_seeded_by_group() -> None:

@@ -25,7 +25,6 @@ from shardwright.trainers.rehearsal.checks import (
 )
 from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal.files import choose_ranks
-from shardwright.trainers.rehearsal.worker import skewed_tokens
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -276,12 +275,3 @@ def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
     assert choose_ranks(zeropp, None) == 4
     with pytest.raises(UsageError, match="use --ranks"):
         choose_ranks(hybrid, 3)
-
-
-def test_synthetic_tokens_can_be_learned_in_a_few_steps() -> None:
-    tokens = skewed_tokens(20_000, 1024, seed=0)
-    assert tokens.tolist() == skewed_tokens(20_000, 1024, seed=0).tolist()
-    counts = tokens.bincount()
-    shares = counts[counts > 0].double() / len(tokens)
-    assert len(shares) <= 16
-    assert float(-(shares * shares.log2()).sum()) == pytest.approx(2.0, abs=0.05)

@@ -51,11 +51,3 @@ def test_a_run_with_progress_resets_the_count(turn, tmp_path: Path) -> None:
     assert turn(*arguments, job="8")[0] == 0
     code, said = turn(*arguments, job="8")
     assert (code, "is still at step 30" in said) == (1, True)
-
-
-def test_a_script_is_counted_by_the_directory_that_it_states(turn, tmp_path: Path) -> None:
-    for _ in range(3):
-        assert turn("finetune.py")[0] == 0
-    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
-    codes = [turn("finetune.py", "--output_dir", str(tmp_path / "out"))[0] for _ in range(3)]
-    assert codes == [0, 0, 1]

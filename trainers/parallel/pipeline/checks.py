@@ -9,7 +9,7 @@ from ....ds_configs.legality.axes import batch_errors, pipeline_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Layout, OffloadDevice
 from ....ds_configs.specs.model import ModelTraits
-from ....plugins.deepspeed_pipeline.engine import set_global_batch, written_global_batch
+from ....plugins.deepspeed_pipeline.engine import BATCH_KEY
 from ....plugins.deepspeed_pipeline.stage import ENGINE_SECTION
 from ....plugins.transformers.run_settings import own_class
 from ....plugins.transformers.training_arguments import deepspeed_configuration
@@ -88,13 +88,20 @@ def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_siz
         replicas: Number of copies of the pipeline.
         tensor_parallel_size: Number of ranks that share each stage.
     """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
     errors = []
     configuration = configuration_in_use(args)
-    contradiction = set_global_batch(
-        configuration, written=written_global_batch(args.deepspeed, configuration), replicas=replicas
-    )
-    if contradiction is not None:
-        errors += global_batch_errors(args, contradiction, replicas)
+    micro_batches = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    allowed: list[Any] = [None, "auto", micro_batches * replicas]
+    if args.deepspeed:
+        written = getattr(args.deepspeed, "config", None) or HfDeepSpeedConfig(args.deepspeed).config
+    else:
+        written = configuration.config
+        # An earlier Trainer has replaced "auto" by the product with all ranks.
+        allowed.append(micro_batches * args.world_size)
+    if written.get(BATCH_KEY) not in allowed:
+        errors += global_batch_errors(args, int(written[BATCH_KEY]), replicas)
     if tensor_parallel_size > 1:
         section = configuration.config.setdefault("pipeline", {})
         for key, required in ENGINE_SECTION.items():

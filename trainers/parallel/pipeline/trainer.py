@@ -28,7 +28,6 @@ from ....plugins.deepspeed_pipeline.engine import (
     repair_clipping,
     set_global_batch,
     summed_loss,
-    written_global_batch,
 )
 from ....plugins.deepspeed_pipeline.module import build_pipeline_module
 from ....plugins.launching.messages import note_on_first_rank
@@ -41,9 +40,7 @@ from ...exact import count_as_one_process
 from .batches import for_stages, of_one_shape, predicted_tokens, sampled_batch_errors
 from .checks import (
     check_pipeline,
-    configuration_in_use,
     engine_errors,
-    global_batch_errors,
     length_errors,
     override_errors,
 )
@@ -139,8 +136,6 @@ class PipelineTrainer(Trainer):
         if errors:
             raise UsageError(errors)
         self._cut = stages
-        # Read before the Trainer fills in its own value.
-        self._written_global_batch = written_global_batch(args.deepspeed, configuration_in_use(args))
         self._step_batches: list[Mapping[str, torch.Tensor]] = []
         self._warned_of_dropped_batches = False
         self._shapes = ShapeWatch()
@@ -174,10 +169,8 @@ class PipelineTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make all stages of one pipeline read the same samples, and count them once."""
         super().create_accelerator_and_postprocess()
-        configuration = self.accelerator.state.deepspeed_plugin.hf_ds_config
-        written = set_global_batch(configuration, written=self._written_global_batch, replicas=self._replicas)
-        if written is not None:
-            raise UsageError(global_batch_errors(self.args, written, self._replicas))
+        samples = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._replicas
+        set_global_batch(self.accelerator.state.deepspeed_plugin.hf_ds_config, samples)
         read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.specs.errors import ConfigError, UsageError
-from . import patches
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from .. import patches
+from .gradient_checkpointing import in_backward_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -268,7 +269,7 @@ class EqualForwards:
     def _begin(self, *_: object) -> None:
         import torch
 
-        self.is_running = self.is_sharded() and not _is_backward()
+        self.is_running = self.is_sharded() and not in_backward_pass()
         self.inside: int | None = None
         """The module that runs, if it runs all of its parts."""
         self.joined: int | None = None
@@ -279,7 +280,7 @@ class EqualForwards:
             self.has_gradients = torch.is_grad_enabled()
 
     def _enter(self, number: int, inputs: Any) -> None:
-        if _is_backward():
+        if in_backward_pass():
             if number in self.differing:
                 raise self._error(number)
             return
@@ -294,13 +295,13 @@ class EqualForwards:
 
     def _complete(self) -> None:
         """Run what other ranks run inside a module before leaving it, so that backward passes have one order."""
-        if self.is_running and self.inside is None and not _is_backward():
+        if self.is_running and self.inside is None and not in_backward_pass():
             self._agree(len(self.modules), None)
 
     def _leave(self, number: int, output: Any) -> None:
         from torch.utils._pytree import tree_leaves
 
-        if not self.is_running or _is_backward() or self.inside not in (None, number):
+        if not self.is_running or in_backward_pass() or self.inside not in (None, number):
             return
         self.inside = None
         if number in self.differing:
@@ -309,7 +310,7 @@ class EqualForwards:
     def _end(self, root: Any, inputs: object, output: Any) -> Any:
         from torch.utils._pytree import tree_map
 
-        if not self.is_running or _is_backward():
+        if not self.is_running or in_backward_pass():
             return output
         self._complete()
         self.is_running = False
@@ -370,12 +371,6 @@ def _is_selection(module: Any) -> bool:
     from torch.nn import ModuleDict, ParameterDict, ParameterList
 
     return isinstance(module, ModuleDict | ParameterDict | ParameterList) and len(module) > 1
-
-
-def _is_backward() -> bool:
-    import torch
-
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _is_differentiable(value: Any) -> bool:
