@@ -965,10 +965,7 @@ def _with_window_blocks(
 def outside_without_norm(
     traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
 ) -> ActivationEstimate:
-    """Return the activations of a pipeline stage without the final norm: only rotary tables and masks are outside.
-
-    A family without stored coefficients includes the norm, which is small compared with a layer.
-    """
+    """Return the activations of a pipeline stage without the final norm: only rotary tables and masks are outside."""
     bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
     rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
     return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)

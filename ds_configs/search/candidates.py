@@ -349,14 +349,12 @@ class Candidate:
 
     def with_recomputed(self, layers: int | None) -> Candidate:
         """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
-        return self._with_layout(self.layout.changed(gradient_checkpointing=True, checkpointed_layers=layers))
+        layout = self.layout.changed(gradient_checkpointing=True, checkpointed_layers=layers)
+        return replace(self, layout=layout)
 
     def with_offloaded(self, layers: int) -> Candidate:
         """Return the same layout with the inputs of its first `layers` in host memory."""
-        return self._with_layout(self.layout.changed(offloaded_checkpoints=layers))
-
-    def _with_layout(self, layout: Layout) -> Candidate:
-        return Candidate(layout=layout, context=self.context, index=self.index, lean=self.lean)
+        return replace(self, layout=self.layout.changed(offloaded_checkpoints=layers))
 
     def with_most_offloaded(self) -> Candidate:
         """Return the same layout with as many of its offloaded layer inputs in host memory as fit there."""

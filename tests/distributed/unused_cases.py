@@ -39,7 +39,6 @@ KINDS = {
     "shifts": (0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1),
     "images": (1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0),
     "adapters": (0, 1, 2, 1, 1, 2, 0, 2, 0, 1, 1, 0),
-    "lora": (0, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0),
 }
 
 
@@ -176,16 +175,7 @@ def make_model(name: str) -> Any:
         return LlavaForConditionalGeneration(
             LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
         )
-    if name != "lora":
-        return {"heads": Heads, "shifts": Shifts, "adapters": Adapters}[name](text)
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = get_peft_model(LlamaForCausalLM(text), settings, adapter_name="0")
-    model.add_adapter("1", settings)
-    for key, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in key)
-    return model
+    return {"heads": Heads, "shifts": Shifts, "adapters": Adapters}[name](text)
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -215,20 +205,6 @@ class InOrder(Trainer):  # type: ignore[misc]
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-class ByRow(InOrder):
-    """Selects the LoRA adapter of each micro-batch, whose rows are of one kind."""
-
-    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        tasks = inputs.pop("task")
-        (kind,) = tasks.unique().tolist()
-        for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer):
-                module._active_adapter = [str(kind)]
-        return super().compute_loss(model, inputs, *arguments, **keywords)
-
-
 def make_trainer(case: Unused, directory: Path) -> Any:
     engine = case.strategy.engine
     # Under the arguments of ZeRO-3, Transformers initializes parts of a model with other random numbers.
@@ -236,19 +212,16 @@ def make_trainer(case: Unused, directory: Path) -> Any:
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
     arguments = training_arguments(case.arguments(directory), overrides)
     rows = rows_of(case.model)
-    kind = ByRow if case.model == "lora" else InOrder
     settings = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collated}
-    settings["eval_dataset"] = None if case.model == "lora" else rows[:8]
+    settings["eval_dataset"] = rows[:8]
     if engine == "single" or case.is_stock:
-        return exact_class(kind)(**settings)
-    return parallelism_of(case.strategy).make_trainer(trainer_class=kind, **settings)
+        return exact_class(InOrder)(**settings)
+    return parallelism_of(case.strategy).make_trainer(trainer_class=InOrder, **settings)
 
 
 def result(trainer: Any) -> dict[str, Any]:
     record = {"loss": logged(trainer), "grad_norm": [float(norm) for norm in logged(trainer, "grad_norm")]}
-    if trainer.eval_dataset is not None:
-        record["eval_loss"] = [trainer.evaluate()["eval_loss"]]
-    return record
+    return record | {"eval_loss": [trainer.evaluate()["eval_loss"]]}
 
 
 def record(case: Unused, output: Path) -> dict[str, Any]:

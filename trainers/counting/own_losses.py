@@ -47,6 +47,17 @@ def own_loss_of(trainer: Trainer) -> Callable[..., Any] | None:
     return None
 
 
+def computes_own_loss(trainer: Trainer) -> bool:
+    """Return whether a Trainer computes another loss than the model's."""
+    from transformers import Trainer
+
+    return (
+        own_class(trainer).compute_loss is not Trainer.compute_loss
+        or trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
+    )
+
+
 def is_loss_of_rows(trainer: Trainer) -> bool:
     """Return whether the batches of a Trainer can be concatenated row by row."""
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]

@@ -154,18 +154,12 @@ class FeatureMatching:
             if not first <= number <= depth
         ]
 
-    def capture_student(self, model: Any) -> AbstractContextManager[Captured | None]:
-        """Record the student's attention, with its graph; gives `None` without an attention term."""
-        return self._capture(model, {student for student, _ in self._attention_pairs}, with_graph=True)
-
-    def capture_teacher(self, model: Any) -> AbstractContextManager[Captured | None]:
-        """Record the teacher's attention; gives `None` without an attention term."""
-        return self._capture(model, {teacher for _, teacher in self._attention_pairs}, with_graph=False)
-
-    def _capture(self, model: Any, layers: set[int], *, with_graph: bool) -> AbstractContextManager[Captured | None]:
+    def capture(self, model: Any, *, is_student: bool) -> AbstractContextManager[Captured | None]:
+        """Record the attention of the matched layers, of a student with its graph; `None` without an attention term."""
         if self.attention_term is None:
             return nullcontext()
-        return captured_attention(model, sorted(layers), RELATION_TENSORS, with_graph=with_graph)
+        layers = sorted({pair[0 if is_student else 1] for pair in self._attention_pairs})
+        return captured_attention(model, layers, RELATION_TENSORS, with_graph=is_student)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor

@@ -14,8 +14,7 @@ from ..data.samples import collate
 from .config import OnPolicy
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+    from transformers import Trainer
 
 
 def is_generated(config: OnPolicy, seed: int, step: int, index: int) -> bool:
@@ -55,65 +54,45 @@ def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[in
     return prompts
 
 
-def completed_batch(prompts: list[list[int]], completions: list[list[int]], pad_token_id: int) -> dict[str, Any]:
-    """Return right-padded `input_ids`, `attention_mask` and `labels` with the prompts masked, each [B, S]."""
-    samples = [
-        {"input_ids": [*prompt, *completion], "labels": [IGNORED_LABEL] * len(prompt) + completion}
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    return collate(samples, pad_token_id=pad_token_id)
+def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
+    """Return a micro-batch, by its index in the step, with one completion by the student of each of its prompts.
 
-
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    config: OnPolicy,
-    *,
-    synced: bool,
-    device: torch.device,
-) -> list[list[int]]:
-    """Sample one completion for each prompt, up to and including its first end-of-sequence token.
-
-    With `synced`, all ranks generate until the last one has finished, because each token gathers sharded weights.
+    Completions end with their first end-of-sequence token, and only they have labels. All ranks generate until the last
+    one has finished, because each token gathers sharded weights.
     """
     import torch
 
+    model, tokenizer, arguments = trainer.model, trainer.processing_class, trainer.args
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
+    prompts = prompts_of(batch, own.prompt_tokens)
     longest = max(len(prompt) for prompt in prompts)
-    ids_BS = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask_BS = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    ids = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    randomness = own_randomness(arguments.seed, trainer.state.global_step, index, arguments.process_index)
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), randomness:
             output_BS = model.generate(
-                input_ids=ids_BS,
-                attention_mask=mask_BS,
-                max_new_tokens=config.max_new_tokens,
+                input_ids=torch.tensor(ids, device=arguments.device),
+                attention_mask=torch.tensor(mask, device=arguments.device),
+                max_new_tokens=own.max_new_tokens,
                 do_sample=True,
                 temperature=1.0,
                 top_p=1.0,
                 top_k=0,
                 pad_token_id=pad,
                 eos_token_id=sorted(ends) or None,
-                synced_gpus=synced,
+                synced_gpus=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
             )
     finally:
         model.train(training)
-    completions = [row[longest:].tolist() for row in output_BS]
-    lengths = [next((at + 1 for at, token in enumerate(tokens) if token in ends), None) for tokens in completions]
-    return [tokens[:length] for tokens, length in zip(completions, lengths, strict=True)]
-
-
-def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
-    """Return a micro-batch, by its index in the step, with the student's completions of its prompts."""
-    tokenizer, arguments, step = trainer.processing_class, trainer.args, trainer.state.global_step
-    synced = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    prompts = prompts_of(batch, own.prompt_tokens)
-    with own_randomness(arguments.seed, step, index, arguments.process_index):
-        completions = generate(trainer.model, tokenizer, prompts, own, synced=synced, device=arguments.device)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return completed_batch(prompts, completions, pad)
+    samples = []
+    for prompt, row in zip(prompts, output_BS, strict=True):
+        tokens = row[longest:].tolist()
+        length = next((at + 1 for at, token in enumerate(tokens) if token in ends), None)
+        completion = tokens[:length]
+        samples.append({"input_ids": [*prompt, *completion], "labels": [IGNORED_LABEL] * len(prompt) + completion})
+    return collate(samples, pad_token_id=pad)

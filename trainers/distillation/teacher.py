@@ -259,7 +259,7 @@ def run_teacher(
     own: Callable[[torch.Tensor], torch.Tensor] = own_shard if sequence_sharded else lambda tensor: tensor
     with ExitStack() as stack:
         head = stack.enter_context(captured_head_input(teacher.model)) if fused else None
-        attention = None if features is None else stack.enter_context(features.capture_teacher(teacher.model))
+        attention = None if features is None else stack.enter_context(features.capture(teacher.model, is_student=False))
         outputs = teacher(**accepted_inputs(teacher.model, inputs))
     if head is not None and check_head:
         head.check(f"teacher {type(teacher.model).__name__}", outputs.logits)

@@ -290,7 +290,7 @@ class DistillationTrainer(Trainer):
             if step.fused:
                 head = stack.enter_context(HeadReplacement(inner, partial(self._loss_at_head, inner, step))())
             if features is not None:
-                attention = stack.enter_context(features.capture_student(inner))
+                attention = stack.enter_context(features.capture(inner, is_student=True))
             if self._early_exit is not None:
                 stack.enter_context(self._early_exit())
             outputs = original(*args, **kwargs)

@@ -96,13 +96,12 @@ def merge(
     name, revision = split_revision(str(adapter))
     with redirect_stdout(sys.stderr):
         check_push(push_to_hub)
-        errors = output_errors(output, force=force, sources=sources)
+        errors: list[ConfigError] = []
         read = None
         with collecting(errors):
             read = read_adapter(model_directory(name, revision=revision))
             sources["the base model"] = base or read.base
-        if base is None and read is not None:
-            errors += [error for error in output_errors(output, force=True, sources=sources) if error not in errors]
+        errors += output_errors(output, force=force, sources=sources)
         if errors or read is None:
             raise UsageError(errors)
         commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
@@ -147,11 +146,10 @@ def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_rev
         RefusedInputError: the adapter is of another base, or tensors are missing.
         ShardwrightError: the Hub cannot be reached.
     """
-    fix = "pass --base MODEL"
-    if base is None and adapter.base is None:
+    fix, base_name = "pass --base MODEL", base or adapter.base
+    if base_name is None:
         rule = "does not name its base model"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
-    base_name = base or adapter.base or ""
     if base is None and not Path(base_name).expanduser().exists():
         base_revision = base_revision or adapter.base_revision
     try:

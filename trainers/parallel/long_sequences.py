@@ -13,7 +13,6 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
-from ...plugins.transformers.run_settings import own_class
 from ...plugins.transformers.tiled_compute import (
     IGNORED_LABEL,
     mlps,
@@ -24,8 +23,10 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..counting.own_losses import computes_own_loss
 from ..exact import make_exact
 from ..losses.fused_loss import HeadReplacement
+from .sequence.shards import shifted_labels
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +166,7 @@ class TiledLoss:
     def _tiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def forward(*args: Any, **inputs: Any) -> Any:
-            labels_BL = _aligned_labels(inputs)
+            labels_BL = shifted_labels(inputs)
             # A model that an earlier Trainer has tiled, and Accelerate wrapped, runs both forwards.
             if labels_BL is None or self._keeps_logits or hasattr(self._model, "_tiles_its_loss"):
                 return original(*args, **inputs)
@@ -204,31 +205,9 @@ class TiledLoss:
         return outputs
 
 
-def _aligned_labels(inputs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the label that each position predicts, [B, L]."""
-    import torch
-
-    if inputs.get("shift_labels") is not None:
-        return inputs["shift_labels"]
-    if inputs.get("labels") is None:
-        return None
-    return torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-
-
 def _tile_count(tiles: bool | int) -> int | None:
     """Return the requested number of tiles; `None` if the size decides."""
     return None if isinstance(tiles, bool) else tiles
-
-
-def computes_own_loss(trainer: Trainer) -> bool:
-    """Return whether a Trainer computes another loss than the model's."""
-    from transformers import Trainer
-
-    return (
-        own_class(trainer).compute_loss is not Trainer.compute_loss
-        or trainer.compute_loss_func is not None
-        or trainer.label_smoother is not None
-    )
 
 
 def _liger_replaces(arguments: TrainingArguments, kernels: tuple[str, ...]) -> bool:

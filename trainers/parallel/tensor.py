@@ -243,22 +243,17 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(errors)
         align_random_state(args.device)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Align the random states of a group, so that its ranks shuffle alike."""
-        if self.tensor_parallel_size > 1:
-            align_random_state(args.device)
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Align the random states of a group, so that its ranks draw the same dropout masks.
+        """Align the random states of a group, so that its ranks shuffle alike and draw the same dropout masks.
 
         Saving and evaluating can advance the random state of one rank alone.
         """
         if self.tensor_parallel_size > 1:
             align_random_state(args.device)
+
+    on_epoch_begin = on_step_begin
 
 
 class TensorAxis(Axis):

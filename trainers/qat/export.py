@@ -42,7 +42,6 @@ from .rounding.experts import fake_quantize_experts, is_fused_experts
 from .rounding.layers import (
     LEARNED,
     FakeQuantizedLinear,
-    QuantizationState,
     forward_weight,
     is_lora_linear,
     lora_matrices,
@@ -415,7 +414,7 @@ def _reference(collected: Collected, directory: Path) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = empty_model(model_class(root), config, attachment.stored_dtype)
-    state = QuantizationState(enabled=True)
+    state = replace(attachment.state, enabled=True)
     for name, parameters in collected.trained.items():
         module, target = attachment.modules[name], model.get_submodule(checkpoint_name(name))
         copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}

@@ -316,9 +316,9 @@ def terms(student: Any, teacher: Any, matching: FeatureMatching, inputs: dict[st
     asked = {**inputs, "output_hidden_states": True, "use_cache": False}
     if "bert" in type(teacher).__name__.lower():
         asked.pop("use_cache")
-    with matching.capture_teacher(teacher) as taught, torch.no_grad():
+    with matching.capture(teacher, is_student=False) as taught, torch.no_grad():
         known = teacher(**asked)
-    with matching.capture_student(student) as own:
+    with matching.capture(student, is_student=True) as own:
         learned = student(**asked)
     total = torch.zeros(())
     if matching.hidden_term is not None:
@@ -341,7 +341,11 @@ def test_matched_layers_are_averaged_over_common_visible_positions() -> None:
     batch = collate(rows("llama", 4))
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     w = batch["attention_mask"].float()
-    with torch.no_grad(), matching.capture_teacher(teacher) as taught, matching.capture_student(student) as own:
+    with (
+        torch.no_grad(),
+        matching.capture(teacher, is_student=False) as taught,
+        matching.capture(student, is_student=True) as own,
+    ):
         known, learned = (model(**inputs, output_hidden_states=True).hidden_states for model in (teacher, student))
         assert own is not None
         assert taught is not None

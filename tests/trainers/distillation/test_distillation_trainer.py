@@ -18,7 +18,7 @@ from shardwright.trainers.distillation import (
     OnPolicy,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.on_policy import completed_batch, prompts_of
+from shardwright.trainers.distillation.on_policy import completed_by_student, prompts_of
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
 from transformers.utils import ModelOutput
@@ -253,14 +253,10 @@ def test_early_exit_learns_from_the_output_and_gives_no_logits(tmp_path: Path) -
 
 
 class TestOnPolicy:
-    def test_completions_of_the_prompts_are_labelled(self) -> None:
+    def test_prompts_end_before_the_first_label(self) -> None:
         batch = collate(rows("llama", 3))
         assert prompts_of(batch, None) == [row["input_ids"][: 1 + i % 4] for i, row in enumerate(rows("llama", 3))]
         assert [len(prompt) for prompt in prompts_of(batch, 4)] == [4, 4, 4]
-        batch = completed_batch([[5, 6], [7]], [[8], [9, 10, 2]], pad_token_id=0)
-        assert batch["input_ids"].tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
-        assert batch["labels"].tolist() == [[-100, -100, 8, -100], [-100, 9, 10, 2]]
-        assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
     def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers.training_arguments import byte_tokenizer
@@ -273,6 +269,9 @@ class TestOnPolicy:
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert logs[0]["loss"] == pytest.approx(logs[0]["divergence"], rel=1e-5)
         assert logs[0]["loss"] > 0
+        made, again = (completed_by_student(trainer, collate(samples), config.on_policy, 0) for _ in range(2))
+        assert torch.equal(made["input_ids"], again["input_ids"]), "a resumed run repeats them"
+        assert (made["labels"][:, :3] == -100).all() and torch.equal(made["labels"][:, 3], made["input_ids"][:, 3])
 
 
 def test_projectors_are_restored_but_not_exported(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import kd_memory
 import pytest
 import torch
 from hypothesis import given, settings
@@ -475,19 +474,3 @@ def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.M
             device="cpu",
         )
         assert meter.reading().peak_bytes - before == pytest.approx(expected, rel=0.01), (rows, width, trains, cap)
-
-
-def test_benchmark_meters_both_losses_and_matches_the_document() -> None:
-    case = kd_memory.KdCase(rows=64, columns=500, hidden_width=32, dtype="float32")
-    plain, fused = kd_memory.measure(case, "cpu")
-    assert (plain.loss, fused.loss) == ("plain", "fused")
-    assert fused.peak_bytes == pytest.approx(case.predicted_bytes("cpu"), rel=0.01)
-    assert fused.peak_bytes < plain.peak_bytes
-    stored = kd_memory.stored()
-    assert {one.case for one in stored} == set(kd_memory.CPU_CASES)
-    document = kd_memory.DOCUMENT.read_text(encoding="utf-8")
-    assert kd_memory.table(stored, "cpu") in document
-    assert kd_memory.sentence(stored) in document
-    for one in stored:
-        if one.loss == "fused":
-            assert one.peak_bytes == pytest.approx(one.case.predicted_bytes("cpu"), rel=0.01)

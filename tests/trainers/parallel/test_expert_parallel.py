@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from shardwright.plugins.deepspeed.auto_ep import expert_model_errors, mark_expe
 from shardwright.trainers.parallel.balance_loss import (
     RoutedTokens,
     assigned_to,
-    balance_factor,
     balance_loss_share,
     loads,
 )
@@ -91,35 +89,6 @@ def test_every_named_model_type_has_a_preset() -> None:
     from deepspeed.module_inject.auto_ep_presets.registry import preset_name_for_hf_model_type
 
     assert all(preset_name_for_hf_model_type(model_type) for model_type in AUTO_EP_MODEL_TYPES)
-
-
-@pytest.mark.parametrize(
-    ("scaled", "func", "accepts", "tokens", "divides"),
-    [
-        (None, None, True, 7, True),
-        (None, None, True, None, False),
-        (None, None, False, 7, False),
-        (None, print, False, None, True),
-        (True, None, False, None, True),
-        (False, print, True, 7, False),
-    ],
-)
-def test_balance_loss_is_divided_by_micro_batches_unless_the_trainer_divides(
-    scaled: bool | None, func: Any, accepts: bool, tokens: int | None, divides: bool
-) -> None:
-    from transformers import Trainer
-
-    if scaled is not None and not hasattr(Trainer, "loss_is_scaled_for_ga"):
-        divides = not scaled  # This release does not read the attribute of the class.
-    trainer = SimpleNamespace(
-        loss_is_scaled_for_ga=scaled,
-        compute_loss_func=func,
-        model_accepts_loss_kwargs=accepts,
-        args=SimpleNamespace(world_size=4),
-        current_gradient_accumulation_steps=2,
-    )
-    assert balance_factor(trainer, tokens) == (2.0 if divides else 4.0)
-    assert balance_factor(trainer, tokens, training=False) == 4.0
 
 
 def routed(logits_TE: torch.Tensor, top_k: int = 2) -> RoutedTokens:

@@ -20,7 +20,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
-    repair_clipping,
     set_global_batch,
 )
 from shardwright.trainers.parallel.pipeline.batches import (
@@ -245,28 +244,6 @@ def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
     ]
     assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
     assert counts[1][-1] < counts[0][-1]
-
-
-@pytest.mark.parametrize("first_of_its_group", [True, False])
-def test_clipping_counts_every_parameter_once(monkeypatch: pytest.MonkeyPatch, first_of_its_group: bool) -> None:
-    """The other ranks contribute 16 or 7; here gradients are 3 in a cut matrix, 3 in a whole one, 7 in a tied copy."""
-    cut, whole, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
-    cut.grad, whole.grad, tied.grad = torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([7.0])
-    tied.ds_pipe_replicated = cut.tensor_model_parallel = True  # type: ignore[attr-defined]
-    others = 7.0 if first_of_its_group else 16.0
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(others))
-    engine: Any = SimpleNamespace(
-        module=torch.nn.ParameterList([cut, whole, tied, unused]),
-        grid=SimpleNamespace(
-            get_model_parallel_group=lambda: None, get_slice_parallel_rank=lambda: 0 if first_of_its_group else 1
-        ),
-        gradient_clipping=lambda: 0.5,
-        device="cpu",
-    )
-    repair_clipping(engine)
-    engine.clip_fp32_gradients()
-    assert engine._global_grad_norm == pytest.approx(5.0)
-    assert [cut.grad.item(), whole.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.3, 0.7], rel=1e-5)
 
 
 def test_deepspeed_keeps_logits_after_the_last_stage_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:

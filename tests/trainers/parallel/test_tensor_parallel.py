@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.auto_tp import (
     layers_without_rule,
     partition_config,
-    seed_workers_by_group,
     tensor_parallel_section,
     tensor_plan,
 )
@@ -204,19 +202,6 @@ def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> An
         "accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=None),
     }
     return SimpleNamespace(**(values | changes))
-
-
-def test_workers_are_seeded_by_group() -> None:
-    from transformers.trainer_utils import seed_worker
-
-    seed = functools.partial(seed_worker, num_workers=2, rank=3)
-    loader = torch.utils.data.DataLoader([1, 2], num_workers=2, worker_init_fn=seed)  # type: ignore[arg-type]
-    own = torch.utils.data.DataLoader([1, 2], worker_init_fn=print)  # type: ignore[arg-type]
-    for made, expected in ((SimpleNamespace(base_dataloader=loader), 1), (loader, 1), (own, None)):
-        trainer: Any = SimpleNamespace(args=SimpleNamespace(process_index=3))
-        seed_workers_by_group(trainer, made, 2)
-        found = getattr(made, "base_dataloader", made).worker_init_fn
-        assert found is print if expected is None else found.keywords == {"num_workers": 2, "rank": expected}
 
 
 def test_train_batch_size_is_multiplied_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

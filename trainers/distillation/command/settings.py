@@ -72,11 +72,6 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     """Return the errors that are known before any file is read."""
     errors: list[ConfigError] = []
     cached = settings.teacher_placement == "cached"
-
-    def reject_set(names: tuple[str, ...], rule: str, fix: str) -> None:
-        values = {name: getattr(settings, name) for name in names if getattr(settings, name)}
-        errors.extend(ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in values.items())
-
     errors += launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
     if cached and settings.teacher_cache is None:
         fix = "pass --teacher-cache with a directory written by cache-teacher"
@@ -89,8 +84,10 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
             rule = "must be an existing directory"
             errors.append(ConfigError(where="teacher_cache", value=settings.teacher_cache, rule=rule))
     if settings.method == "lora" and settings.hidden_states:
-        reject_set(("hidden_states",), "trains projectors, which LoRA adapters cannot store", "use --method full")
+        rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
+        errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
     if cached or settings.teacher_cache is not None:
-        live_terms = ("hidden_states", "attention", "on_policy")
-        reject_set(live_terms, "requires a live teacher", "remove --teacher-cache")
+        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
+        rule, fix = "requires a live teacher", "remove --teacher-cache"
+        errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
     return errors

@@ -51,7 +51,34 @@ class ContextParallelism:
         Raises:
             UsageError: model or arguments do not support it; lists all errors.
         """
-        _prepare(training_arguments, model, self.context_parallel_size)
+        from accelerate import ParallelismConfig
+        from accelerate.utils import TorchContextParallelConfig
+
+        size, axes = self.context_parallel_size, training_arguments.parallelism_config
+        # Replicas of the sharded model, from the arguments or from the launcher's environment.
+        replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+        if axes is not None:
+            replicas = int(getattr(axes, "dp_replicate_size", 1))
+        errors = _model_errors(training_arguments, model, size, replicas)
+        errors += parallelism_errors(training_arguments, {"sp": 1, "cp": size, "tp": 1})
+        if size > 1:
+            errors += _argument_errors(training_arguments)
+        if errors:
+            raise UsageError(errors)
+        if size == 1:
+            return
+        if training_arguments.device.type == "cpu":
+            enable_cpu_ring_attention()
+        # Accelerate would send every rank another batch of a stream.
+        training_arguments.accelerator_config.dispatch_batches = False
+        training_arguments.parallelism_config = ParallelismConfig(
+            cp_size=size,
+            sp_size=1,
+            tp_size=1,
+            dp_replicate_size=replicas,
+            dp_shard_size=training_arguments.world_size // (size * replicas),
+            cp_handler=getattr(axes, "cp_handler", None) or TorchContextParallelConfig(),
+        )
 
     def attach(self, trainer: Any) -> None:
         """Pad the batches of a Trainer, and make it reject evaluations; call it right after the Trainer is created.
@@ -64,6 +91,8 @@ class ContextParallelism:
         """
         from transformers import Trainer
 
+        if self.context_parallel_size == 1:
+            return
         own_losses = {
             "compute_loss_func": trainer.compute_loss_func is not None,
             f"{type(trainer).__name__}.compute_loss": own_class(trainer).compute_loss is not Trainer.compute_loss,
@@ -78,37 +107,6 @@ class ContextParallelism:
         trainer.data_collator = ContextParallelCollator(trainer.data_collator, self.context_parallel_size)
         count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
         make_exact(trainer).shared_axis = ContextAxis()
-
-
-def _prepare(training_arguments: TrainingArguments, model: PreTrainedModel, size: int) -> None:
-    from accelerate import ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
-
-    axes = training_arguments.parallelism_config
-    # Replicas of the sharded model, from the arguments or from the launcher's environment.
-    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-    if axes is not None:
-        replicas = int(getattr(axes, "dp_replicate_size", 1))
-    errors = _model_errors(training_arguments, model, size, replicas)
-    errors += parallelism_errors(training_arguments, {"sp": 1, "cp": size, "tp": 1})
-    if size > 1:
-        errors += _argument_errors(training_arguments)
-    if errors:
-        raise UsageError(errors)
-    if size == 1:
-        return
-    if training_arguments.device.type == "cpu":
-        enable_cpu_ring_attention()
-    # Accelerate would send every rank another batch of a stream.
-    training_arguments.accelerator_config.dispatch_batches = False
-    training_arguments.parallelism_config = ParallelismConfig(
-        cp_size=size,
-        sp_size=1,
-        tp_size=1,
-        dp_replicate_size=replicas,
-        dp_shard_size=training_arguments.world_size // (size * replicas),
-        cp_handler=getattr(axes, "cp_handler", None) or TorchContextParallelConfig(),
-    )
 
 
 class ContextAxis(Axis):

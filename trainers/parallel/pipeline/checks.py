@@ -210,22 +210,8 @@ _NEVER_CALLED = frozenset(
     """.split()  # noqa: SIM905
 )
 """Methods of a Trainer that a schedule does not call: stages compute the loss, and the engine clips over all stages."""
-
-SUPPORTED_METHODS = frozenset(
-    """
-    __init__ _validate_args get_learning_rates get_num_trainable_parameters get_optimizer_group log_metrics
-    metrics_format save_metrics save_state get_train_dataloader get_eval_dataloader get_test_dataloader num_examples
-    _get_dataloader _get_train_sampler _get_eval_sampler _set_signature_columns_if_needed _remove_unused_columns
-    _get_collator_with_removed_columns create_optimizer_and_scheduler create_optimizer create_scheduler
-    get_optimizer_cls_and_kwargs get_decay_parameter_names _get_learning_rate train _inner_training_loop
-    _init_training_state _run_epoch _finalize_training _maybe_log_save_evaluate _prepare_input _prepare_inputs evaluate
-    _evaluate _get_output_dir _save_checkpoint _determine_best_metric _save_rng_state _load_rng_state
-    _load_callback_state save_model log init_hf_repo create_model_card push_to_hub _push_from_checkpoint
-    _finish_current_push add_callback pop_callback remove_callback is_local_process_zero is_world_process_zero end
-    """.split()  # noqa: SIM905
-)
-"""Methods that a subclass may override. Overrides of others would skip the schedule of a step, count samples once for
-each rank, or not find the stages."""
+_REPLACEABLE = frozenset({"__init__", "save_model"})
+"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages, or count samples once."""
 
 
 def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
@@ -233,16 +219,11 @@ def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
 
     An attribute of the object that wraps a called method, for example to measure it, is allowed.
     """
-    from transformers import Trainer
-
     own = vars(trainer).keys() & _NEVER_CALLED
+    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))}
     errors = []
-    for name in dir(Trainer):
-        if name in SUPPORTED_METHODS or (name.startswith("__") and name.endswith("__")):
-            continue
-        if not callable(getattr(Trainer, name)):
-            continue
-        if name in own or getattr(own_class(trainer), name) is not getattr(pipeline, name):
+    for name in sorted(_NEVER_CALLED | needed):
+        if name in own or getattr(own_class(trainer), name, None) is not getattr(pipeline, name, None):
             rule = "is never called" if name in _NEVER_CALLED else "runs the stages of a pipeline and must stay"
             where, fix = f"{type(trainer).__name__}.{name}", "omit it, or use ZeRO with tp or sp and the Trainer"
             errors.append(ConfigError(where=where, rule=rule, fix=fix))

@@ -73,7 +73,7 @@ class PipelineTrainer(Trainer):
         **kwargs: Further arguments of the Trainer: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
 
-    Subclasses may override the methods in `checks.SUPPORTED_METHODS`; an override of any other method is rejected.
+    Overrides of methods that the schedule does not call, or that run the stages, are rejected.
 
     Raises:
         UsageError: the model, the arguments, the layout or an overridden method break a rule of pipelines.

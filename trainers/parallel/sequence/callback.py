@@ -21,9 +21,8 @@ from ....plugins.deepspeed.ulysses import (
 )
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
-from ...counting.own_losses import requested_kind
+from ...counting.own_losses import computes_own_loss, requested_kind
 from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
-from ..long_sequences import computes_own_loss
 from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,

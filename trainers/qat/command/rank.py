@@ -113,14 +113,10 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
 @contextmanager
 def _evaluated(attachment: Attachment, *, rounded: bool) -> Iterator[None]:
     """Compute in full precision, or as if the model were quantized now, by rounding to nearest."""
-    state, quantizers = attachment.state, list(attachment.quantizers())
-    enabled, rules = state.enabled, [quantizer.rule for quantizer in quantizers]
-    state.enabled = rounded
-    for quantizer in quantizers:
-        quantizer.rule = "minmax" if quantizer.rule == "learned" else quantizer.rule
+    state = attachment.state
+    enabled, rule = state.enabled, state.rule
+    state.enabled, state.rule = rounded, "minmax" if rule == "learned" else rule
     try:
         yield
     finally:
-        state.enabled = enabled
-        for quantizer, rule in zip(quantizers, rules, strict=True):
-            quantizer.rule = rule
+        state.enabled, state.rule = enabled, rule

@@ -189,14 +189,14 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
-    strategy, packed = plan.chosen.strategy, samples
+    layout, packed = plan.chosen.strategy, samples
     models = [(own.config, plan.model.attention)]
     if teacher is not None and teacher.config != own.config:
         models.append((teacher.config, teacher.spec.attention))
     with collecting(errors):
         packed = packed_if_possible(packed, settings, plan, models)
-    errors += step_errors(attachment, optimizer_steps(settings, strategy, len(packed.train)))
-    errors += settings.engine_errors(strategy.engine)
+    errors += step_errors(attachment, optimizer_steps(settings, layout, len(packed.train)))
+    errors += settings.engine_errors(layout.engine)
     if errors:
         raise UsageError(errors)
     return PreparedQAT(

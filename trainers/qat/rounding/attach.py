@@ -141,7 +141,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         config=config,
         scheme=replace(scheme, ignore=(*scheme.ignore, *(name for name in routers if name not in scheme.ignore))),
         stored_dtype=stored_dtype or model.dtype,
-        state=QuantizationState(),
+        state=QuantizationState(rule=config.weight_rule),
         modules={},
         layers=selected,
         lora_rank=getattr(adapter_config, "r", None),
@@ -232,9 +232,7 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
     common: dict[str, Any] = {"scheme": scheme, "stored_dtype": stored_dtype, "state": attachment.state}
     for module_name, layers in candidates.items():
         quantizers = {
-            layer.name: LayerQuantizer(name=layer.name, rule=config.weight_rule, **common)
-            for layer in layers
-            if layer.name in selected
+            layer.name: LayerQuantizer(name=layer.name, **common) for layer in layers if layer.name in selected
         }
         if not quantizers:
             continue

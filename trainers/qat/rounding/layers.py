@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class QuantizationState:
     """Progress of quantization-aware training, shared by all layers of a model."""
 
+    rule: WeightRule
+    """Source of the scales."""
     enabled: bool = False
     """Whether forward passes round."""
     observing: bool = False
@@ -160,7 +162,6 @@ class LayerQuantizer:
     """Name of the layer in the checkpoint."""
     scheme: QuantizationScheme
     """Quantization scheme of the checkpoint."""
-    rule: WeightRule
     stored_dtype: torch.dtype
     """Dtype of scales in the checkpoint."""
     state: QuantizationState
@@ -174,7 +175,7 @@ class LayerQuantizer:
         """Return the rounding of a forward pass."""
         return Rounding(
             quantization=self.scheme.weights,
-            rule=self.rule,
+            rule=self.state.rule,
             stored_dtype=self.stored_dtype,
             inputs=self.scheme.activations,
             adapter_scaling=adapter_scaling,

@@ -79,12 +79,11 @@ def experts_module(dtype=torch.float64, kind=MixtralExperts):
 
 def rounded(module, quantization, *, rule="minmax", stored_dtype=torch.float32, enabled=True):
     """Return the state after changing the class of a module."""
-    state = QuantizationState(enabled=enabled)
+    state = QuantizationState(rule=rule, enabled=enabled)
     scheme = QuantizationScheme(name="x", weights=quantization)
     names = [str(place) for place in range(EXPERTS * (3 if module.has_gate else 2))]
     quantizers = {
-        name: LayerQuantizer(name=name, scheme=scheme, rule=rule, stored_dtype=stored_dtype, state=state)
-        for name in names
+        name: LayerQuantizer(name=name, scheme=scheme, stored_dtype=stored_dtype, state=state) for name in names
     }
     fake_quantize_experts(module, "experts", quantizers)
     return state

@@ -26,11 +26,6 @@ from shardwright.trainers.qat.rounding.rounding import round_weight
 from small_models import llama
 
 
-def quantizer(scheme: QuantizationScheme, state: QuantizationState, **changes: Any) -> LayerQuantizer:
-    settings = {"rule": "minmax", "stored_dtype": torch.float32} | changes
-    return LayerQuantizer(name="layer", scheme=scheme, state=state, **settings)
-
-
 def of_groups(name: str) -> QuantizationScheme:
     """Return a preset with groups that are small enough for the models here."""
     found = scheme_named(name)
@@ -39,15 +34,13 @@ def of_groups(name: str) -> QuantizationScheme:
     return replace(found, weights=replace(found.weights, group_size=GROUP))
 
 
-def rounded_layers(model: torch.nn.Module, scheme: str, **changes: Any) -> QuantizationState:
+def rounded_layers(model: torch.nn.Module, scheme: str, stored_dtype: torch.dtype = torch.float32) -> None:
     """Change the class of all linear layers but the head."""
-    found = of_groups(scheme)
-    state = QuantizationState(enabled=True)
+    shared = {"scheme": of_groups(scheme), "state": QuantizationState(rule="minmax", enabled=True)}
     for name, module in model.named_modules():
         if type(module) is torch.nn.Linear and name != "lm_head":
             module.__class__ = FakeQuantizedLinear
-            module.quantizer = quantizer(found, state, **changes)
-    return state
+            module.quantizer = LayerQuantizer(name="layer", stored_dtype=stored_dtype, **shared)
 
 
 def two_layers(**where: Any) -> torch.nn.Sequential:
