@@ -141,7 +141,6 @@ def test_a_plan_is_run_on_chats_with_adapters(
     assert {"README.md", "REPORT.md", "adapter_model.safetensors", "tokenizer.json"} <= set(hub.files)
     shown = json.loads(found.out)
     assert shown["dataset"]["kind"] == "prompt and completion" and shown["settings"]["seq_len"] == 16
-    assert shown["settings"]["micro_batch_size"] == shown["plan"]["chosen"]["strategy"]["micro_batch_size"]
     assert (shown["dataset"]["train_samples"], shown["dataset"]["evaluation_samples"]) == (10, 4)
     assert all(math.isfinite(shown["cross_entropy"][when]) for when in ("before", "after"))
     out = tmp_path / "out"
