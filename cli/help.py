@@ -30,73 +30,50 @@ def short_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> N
     DefaultFormatter()(console, options, panel.copy(entries=entries))
 
 
-EXAMPLES: dict[str, tuple[str, str, str]] = {
+EXAMPLES = {
     "plan": (
         "meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan",
         "MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048",
-        "MODEL --hardware 4x8xH100-80GB --strategy zero3 --format json",
     ),
-    "check": ("plan", "ds_config.json --num-processes 8", "ds_config.json accelerate.yaml --format json"),
-    "explain": ("plan", "gathered_parameters", "names"),
-    "calibrate": ("plan/model", "--list", "plan/model --format json"),
-    "rehearse": ("plan", "plan --ranks 4 --steps 12", "plan --script finetune.py -- --epochs 1"),
-    "tune": ("plan", "plan --trials 8 --steps 10", "plan --time-limit 60 --output-dir tuned"),
-    "launch": (
-        "plan finetune.py --epochs 3",
-        "plan run_clm.py --output_dir out @plan",
-        "plan --on slurm -- --dataset chats.jsonl --output-dir tuned",
-    ),
+    "check": ("plan", "ds_config.json --num-processes 8"),
+    "explain": ("plan", "gathered_parameters"),
+    "calibrate": ("plan/model", "--list"),
+    "rehearse": ("plan", "plan --script finetune.py -- --epochs 1"),
+    "tune": ("plan", "plan --trials 8 --steps 10"),
+    "launch": ("plan finetune.py --epochs 3", "plan --on slurm -- --dataset chats.jsonl --output-dir tuned"),
     "train": (
         "MODEL --dataset chats.jsonl --method lora --output-dir tuned",
         "MODEL --plan plan --dataset chats.jsonl --output-dir tuned",
-        "MODEL --dataset notes.csv --text-column body --max-steps 100 --output-dir tuned",
     ),
     "distill": (
         "TEACHER STUDENT --dataset chats.jsonl --output-dir taught",
-        "TEACHER STUDENT --dataset chats.jsonl --loss reverse_kl --temperature 2 --output-dir taught",
         "TEACHER STUDENT --dataset chats.jsonl --teacher-cache answers --output-dir taught",
     ),
     "cache-teacher": (
         "TEACHER --dataset chats.jsonl --output-dir answers",
         "TEACHER --dataset chats.jsonl --temperature 2 --output-dir answers",
-        "TEACHER --dataset chats.jsonl --seq-len 1024 --output-dir answers",
     ),
-    "merge": (
-        "tuned --output-dir merged",
-        "tuned --base MODEL --output-dir merged",
-        "tuned --output-dir merged --format json",
-    ),
+    "merge": ("tuned --output-dir merged", "tuned --base MODEL --output-dir merged"),
     "student": (
         "TEACHER --layers 16 --output-dir student",
         "TEACHER --layers 16 --intermediate 8192 --output-dir student",
-        "TEACHER --layers 16 --dry-run",
     ),
     "qat": (
         "MODEL --scheme W4A16 --dataset chats.jsonl --output-dir trained-w4",
         "MODEL --scheme W4A16 --teacher self --dataset chats.jsonl --output-dir trained-w4",
-        "MODEL --scheme W8A8 --dataset chats.jsonl --max-steps 200 --output-dir trained-w8",
     ),
     "quantize": (
         "MODEL --scheme W4A16 --method gptq --dataset chats.jsonl --output-dir model-w4",
         "MODEL --scheme NF4 --output-dir model-nf4",
-        "MODEL --scheme W4A16 --dry-run",
     ),
-    "evaluate": (
-        "model-w4 --baseline MODEL --dataset book.txt",
-        "MODEL --dataset python-help --output-dir judged",
-        "MODEL --dataset book.txt --format json",
-    ),
-    "report": ("tuned", "tuned --output other.html", "plan --output plan.html --force"),
-    "serve": (
-        "model-w4 --hardware 1xRTX4090",
-        "MODEL --hardware 2xA100-80GB --max-model-len 32768 --dry-run",
-        "MODEL --hardware 1xL40S --draft STUDENT --port 9000",
-    ),
-    "ui": ("", "--port 8080", "--host 0.0.0.0"),
-    "configs": ("ls", "ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
-    "schema": ("settings", "hardware", "plan --format json"),
-    "env": ("", "--patches", "--format json"),
-    "demo": ("", "my-demo --steps 10", "--format json --force"),
+    "evaluate": ("model-w4 --baseline MODEL --dataset book.txt", "MODEL --dataset python-help --output-dir judged"),
+    "report": ("tuned", "tuned --output other.html"),
+    "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
+    "ui": ("", "--port 8080"),
+    "configs": ("ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
+    "schema": ("settings", "hardware"),
+    "env": ("", "--patches"),
+    "demo": ("", "my-demo --steps 10"),
 }
 """Arguments after `shardwright COMMAND`."""
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from io import TextIOWrapper
 
 from cyclopts import App, CycloptsError, Parameter
@@ -48,7 +49,7 @@ _COMMANDS = {
     "serve": ("serve:serve_command", "Serve a checkpoint, and print the memory that it needs."),
     "ui": ("ui:ui_command", "Plan and check in the browser."),
     "configs": ("configs:app", "List ready-made configurations, or copy one."),
-    "env": ("env:app", "Print versions and hardware for a bug report."),
+    "env": ("env:env_command", "Print versions and hardware for a bug report."),
     "schema": ("schema:schema_command", "Print the JSON schema of a file of Shardwright."),
     "demo": ("demo:demo_command", "Plan a model, then train a small one on two CPU ranks."),
 }
@@ -88,13 +89,10 @@ def run(arguments: Sequence[str]) -> int:
             print(f"error: {line}", file=sys.stderr)
         if asks_for_json(app, arguments):
             listed = [
-                {
-                    "where": error.where,
-                    "value": error.value if isinstance(error.value, str | int | bool | None) else repr(error.value),
-                    "rule": error.rule,
-                    "fix": error.fix,
-                }
-                for error in errors
+                asdict(
+                    each if isinstance(each.value, str | int | bool | None) else replace(each, value=repr(each.value))
+                )
+                for each in errors
             ]
             print(json.dumps({"schema_version": 2, "error": {"exit_code": code, "message": message, "errors": listed}}))
         return code
@@ -146,28 +144,21 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of stdout is gone (`| head`).
         _discard_stdout()
         return 0
-    except OSError as error:
-        if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+    except Exception as error:
+        # A library may request a file of the Hub where no caller expects it.
+        from ..plugins.huggingface_hub.hub import uncaught_hub_failure
+
+        failure = uncaught_hub_failure(error)
+        if failure is None and isinstance(error, OSError):
+            failure = (f"{error.filename}: " if error.filename else "") + str(error.strerror or error)
+        if failure is None or os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        file = f"{error.filename}: " if error.filename else ""
-        code = report(1, _uncaught_hub_failure(error) or f"{file}{error.strerror or error}")
+        code = report(1, failure)
         try:
             sys.stdout.flush()
         except OSError:
             _discard_stdout()
         return code
-    except Exception as error:
-        failure = _uncaught_hub_failure(error)
-        if failure is None or os.environ.get("SHARDWRIGHT_DEBUG") == "1":
-            raise
-        return report(1, failure)
-
-
-def _uncaught_hub_failure(error: Exception) -> str | None:
-    # A library may request a file of the Hub where no caller expects it.
-    from ..plugins.huggingface_hub.hub import uncaught_hub_failure
-
-    return uncaught_hub_failure(error)
 
 
 def _discard_stdout() -> None:

@@ -8,28 +8,21 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from ..ds_configs.plan.rendering import MAIN_PORT, NodePlace
+from ..ds_configs.specs.errors import ConfigError, UsageError
+from ..ds_configs.specs.job import JobSettings
 from ..ds_configs.specs.settings import Settings
-from ..ds_configs.specs.texts import FileSettings, read_small_file, settings_mapping
 
 
-class ConfigOption(Settings):
+class ConfigFile(Settings):
     """Option of every command."""
 
     group = "Output"
 
     config: str | None = Field(None, description="YAML file with settings; environment and flags override it")
 
-    @classmethod
-    def read_config(cls, name: str) -> FileSettings:
-        """Return the settings in a file by name, as text.
 
-        Raises:
-            UsageError: it cannot be read, or is not a YAML mapping.
-        """
-        return settings_mapping(read_small_file(Path(name), what="config"), name=name)
-
-
-class FormatOptions(ConfigOption):
+class Output(ConfigFile):
     format: Literal["human", "json"] = Field("human", description="Output format; json prints one object on stdout")
 
     @property
@@ -38,25 +31,12 @@ class FormatOptions(ConfigOption):
         return self.format == "json"
 
 
-class CheckedFor(Settings):
-    """How the checked files will be used."""
-
-    group = "Run"
-
-    num_processes: int | None = Field(None, ge=1, description="Ranks of the job; checks the batch equation")
-    transformers: bool = Field(True, description='Files are for the Trainer, which replaces "auto"')
-
-
-class ReportOptions(FormatOptions):
+class OutputDirectory(Output):
     output_dir: Path | None = Field(None, description="Directory for the files")
     force: bool = Field(False, description="Write into a directory that is not empty")
 
 
-class WriteOptions(ReportOptions):
-    dry_run: bool = Field(False, description="Check and print everything; write nothing")
-
-
-class RunOptions(FormatOptions):
+class ResultDirectory(Output):
     """Options of a command that needs --output-dir, except for a dry run."""
 
     # Before output_dir, whose validator reads it.
@@ -71,10 +51,71 @@ class RunOptions(FormatOptions):
         return output_dir
 
 
-class TrainingOptions(FormatOptions):
+class Machine(Settings):
+    """This machine's place among those that run a command together; the hardware or the plan sets their number."""
+
+    group = "Machines"
+
+    node_rank: int | None = Field(None, ge=0, description="Rank of this machine, if you start each one yourself")
+    main_address: str | None = Field(None, description="Host name or address of machine 0")
+    main_port: int = Field(
+        MAIN_PORT, ge=1, le=65534, description="TCP port of machine 0; training also uses the next port"
+    )
+    until_stdin_closes: bool = Field(False, description="Stop when standard input ends; a training run saves first")
+    check_nodes: bool = Field(True, description="Compare versions, accelerators and files of all machines first")
+
+    def errors(self) -> list[ConfigError]:
+        """Return an error for each option that needs another one."""
+        if self.node_rank is not None and self.main_address is None:
+            return [ConfigError(where="node_rank", value=self.node_rank, rule="needs --main-address")]
+        if self.main_address is not None and self.node_rank is None:
+            return [ConfigError(where="main_address", value=self.main_address, rule="needs --node-rank")]
+        if self.node_rank is None and self.main_port != MAIN_PORT:
+            rule, fix = "is for one of several machines", "pass --node-rank and --main-address too"
+            return [ConfigError(where="main_port", value=self.main_port, rule=rule, fix=fix)]
+        return []
+
+    def place(self) -> NodePlace | None:
+        """Return this machine's rank and address, or `None` for a single machine; start `until_stdin_closes`.
+
+        Raises:
+            UsageError: options that cannot be combined.
+        """
+        if errors := self.errors():
+            raise UsageError(errors)
+        if self.until_stdin_closes:
+            from ..plugins.launching.lifetime import stop_with_stdin
+
+            stop_with_stdin()
+        if self.node_rank is None or self.main_address is None:
+            return None
+        return NodePlace(rank=self.node_rank, main_address=self.main_address, main_port=self.main_port)
+
+
+class TrainingRun(Output, Machine):
     """Options of a command that launches a training run."""
 
     output_dir: Path = Field(description="Directory for the model, its report, model card and plan")
     resume: bool = Field(False, description="Resume from the last checkpoint in the output directory")
+    resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
     force: bool = Field(False, description="Write into a directory that is not empty")
     dry_run: bool = Field(False, description="Print data, plan and files; launch and write nothing")
+
+
+class CheckedFor(Settings):
+    """How the checked files will be used."""
+
+    group = "Run"
+
+    num_processes: int | None = Field(None, ge=1, description="Ranks of the job; checks the batch equation")
+    transformers: bool = Field(True, description='Files are for the Trainer, which replaces "auto"')
+
+
+class PlanSettings(JobSettings):
+    """Every setting of a plan and of the estimate of its run, for `plan` and the page."""
+
+    group = "Run"
+
+    tokens: float | None = Field(
+        None, gt=0, description="Tokens to train on (e.g. 1e11); adds total time and GPU hours"
+    )

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..plugins.launching.messages import NOTE, Figures, Progress
@@ -24,29 +24,25 @@ _NARROW = 60
 Draw = Callable[[Progress], None]
 
 
-class _Notes(logging.Handler):
-    """Prints log messages on stderr, except progress."""
+class _Handler(logging.Handler):
+    """Passes logged progress to a bar or to lines; without either, prints the other messages on stderr."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if not hasattr(record, "progress"):
-            note(record.getMessage())
-
-
-class _Drawing(logging.Handler):
-    """Passes logged progress to a bar or to lines."""
-
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: Draw | None = None) -> None:
         super().__init__()
         self._draw = draw
 
     def emit(self, record: logging.LogRecord) -> None:
-        if hasattr(record, "progress"):
-            self._draw(record.progress)
+        progress = getattr(record, "progress", None)
+        if self._draw is None and progress is None:
+            note(record.getMessage())
+        elif self._draw is not None and progress is not None:
+            self._draw(progress)
 
 
 @contextmanager
-def _handled(handler: logging.Handler) -> Iterator[None]:
-    """Pass the log messages of the run pipeline to a handler."""
+def _handled(draw: Draw | None = None) -> Iterator[None]:
+    """Handle the log messages of the run pipeline."""
+    handler = _Handler(draw)
     loggers = [logging.getLogger(f"shardwright.{name}") for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -60,9 +56,8 @@ def _handled(handler: logging.Handler) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def notes_on_stderr() -> AbstractContextManager[None]:
-    """Print the log messages of the run pipeline on stderr during the block."""
-    return _handled(_Notes())
+notes_on_stderr = _handled
+"""Print the log messages of the run pipeline on stderr during the block."""
 
 
 def note(text: str) -> None:
@@ -134,12 +129,12 @@ def compared(figures: Figures, plan: Plan | None) -> str:
 def progress_on_stderr(begins: str, elsewhere: Draw | None = None, plan: Plan | None = None) -> Iterator[None]:
     """Show the progress that is logged during the block: a bar on a terminal, else `elsewhere`, by default lines."""
     if not sys.stderr.isatty():
-        with _handled(_Drawing(elsewhere or Lines(plan))):
+        with _handled(elsewhere or Lines(plan)):
             yield
         return
     from rich.console import Console
 
     # Not `stderr=True`, which follows redirections.
     bar = Bar(begins, Console(file=sys.stderr), plan)
-    with bar.shown, _handled(_Drawing(bar)):
+    with bar.shown, _handled(bar):
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from functools import cache
 from inspect import BoundArguments
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
@@ -30,20 +31,54 @@ from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset(
-    {"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN", "SHARDWRIGHT_CPU_TENSOR_BYTES"}
+    PREFIX + name for name in ("DEBUG", "DATA_DIR", "LAUNCH_TOKEN", "CPU_TENSOR_BYTES", "FAULT", "FAULT_LOG")
 )
-"""Environment variables that are no setting of a command."""
+"""Environment variables that are no setting of a command; the last two are for tests."""
 
 _TOKEN_COUNTS = frozenset({"seq_len", "max_length", "max_seq_length", "max_model_len"})
 """Options with the length of a sequence, which may be written as 16k (16,384) or 1M."""
-_PRECISION_SWITCHES = ("--bf16", "--fp16")
-"""Switches of `TrainingArguments` for two values of --precision."""
+_SWITCH = re.compile(r"--(?:(?P<precision>bf16|fp16)(?:=true)?|(?P<name>[\w-]+)=(?P<word>on|off))", re.IGNORECASE)
+"""Switches of `TrainingArguments` for two values of --precision, and words that Cyclopts 5.4.0 does not accept."""
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
-Kind = TypeVar("Kind", bound=type)
-Options = Parameter(name="*")
-"""Marks a parameter whose fields are options of the command."""
+Kind = TypeVar("Kind")
 FILLED: Any = None
-"""Default that Cyclopts requires for such a parameter; `Sources` always fills it."""
+"""Default that Cyclopts requires for a parameter of type `Options`; `Sources` always fills it."""
+
+if TYPE_CHECKING:
+    Options = Annotated[Kind, ...]
+    """Type of a parameter whose fields are options of the command."""
+else:
+
+    class Options:
+        def __class_getitem__(cls, kind):
+            return Annotated[_grouped(kind), Parameter(name="*")]
+
+
+@cache
+def _grouped(kind: Any) -> Any:
+    """Return a class of settings with the heading of each option, and its other names."""
+    from ..ds_configs.specs.job import HUGGING_FACE_NAMES
+
+    groups = kind.groups()
+    for name, field in kind.model_fields.items():
+        # Several NAME=VALUE are a repeated flag.
+        tokens = -1 if get_origin(field.annotation) is dict else None
+        option, extra = name.replace("_", "-"), field.json_schema_extra or {}
+        negative = [f"--{extra['negative']}", f"--no-{option}"] if "negative" in extra else None
+        alias = [
+            f"--{other.replace('_', '-')}" for other in extra.get("hugging_face") or HUGGING_FACE_NAMES.get(name, ())
+        ]
+        group = _heading(groups[name])
+        field.metadata.append(Parameter(group=group, n_tokens=tokens, negative=negative, alias=alias or None))
+    return kind
+
+
+@cache
+def _heading(name: str) -> Group:
+    """Return the group of a heading: first those of `_HEADINGS`, then the command's own, output last."""
+    position = _HEADINGS.index(name) if name in _HEADINGS else len(_HEADINGS)
+    return Group(name, sort_key=position + (name == "Output"))
+
 
 _arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
 
@@ -90,68 +125,77 @@ class Sources(Env):
     def __init__(self, commands: Iterable[str]) -> None:
         super().__init__(PREFIX, source="environment")
         self.reset()
-        self._commands = [name.upper().replace("-", "_") for name in commands]
+        self._commands = tuple(f"{PREFIX}{name.upper().replace('-', '_')}_" for name in commands)
 
     def reset(self) -> None:
         """Forget the command and the errors of an earlier call."""
         self.errors: list[ConfigError] = []
         self.arguments = ArgumentCollection()  # type: ignore[no-untyped-call]
-        self._lines: dict[str, int] = {}
 
     def _prefix(self, commands: tuple[str, ...]) -> str:
         return str(super()._prefix(commands)).replace("-", "_")
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         """Append the tokens of both sources to the arguments that have none yet."""
+        from ..ds_configs.specs.settings import parsed
+
         options = _options(arguments)
         if "config" not in options:
             # A command of Cyclopts itself, such as --install-completion.
             return
         self.arguments = arguments
-        for name, variable, text in self._environment(self._prefix(commands), options):
-            _append(options[name], text, variable)
+        self._read_environment(self._prefix(commands), options)
         if options["config"].tokens:
-            self._read_file(arguments, options)
-        for name in _TOKEN_COUNTS & options.keys():
-            argument = options[name]
-            argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
+            self._read_file(options)
         for name, argument in options.items():
-            if get_origin(argument.hint) is dict:
-                self._read_mappings(name, argument)
+            if name in _TOKEN_COUNTS:
+                argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
+            if get_origin(argument.hint) is not dict:
+                continue
+            for index, token in enumerate(argument.tokens):
+                # Users write mappings in YAML; Cyclopts reads JSON.
+                if token.value.lstrip().startswith("{"):
+                    try:
+                        argument.tokens[index] = token.evolve(value=json.dumps(parsed(token.value), default=str))
+                    except ValueError as error:
+                        self.errors.append(ConfigError(where=name, value=token.value, rule=str(error)))
+                        argument.tokens[index] = token.evolve(value="{}")
         for root in arguments:
             # Cyclopts builds a group of options only if one of them has a value.
             if not root.keys and root.children and not root.has_tokens:
                 root.append(Token(implicit_value={}, source="default"))
 
-    def _environment(self, own: str, options: Mapping[str, Argument]) -> Iterator[tuple[str, str, str]]:
-        """Yield option, variable and text; collect errors for variables that this command would ignore."""
+    def _read_environment(self, own: str, options: Mapping[str, Argument]) -> None:
+        """Append the tokens of variables; collect errors for variables that no command uses."""
         names = {f"{start}{name.upper()}": name for name in options for start in (PREFIX, own)}
         for variable, text in sorted(os.environ.items()):
+            name = variable.removeprefix(own).lower()
             if variable in NOT_SETTINGS or not variable.startswith(PREFIX):
                 continue
-            name = variable.removeprefix(own).lower()
-            if variable.startswith(own):
-                if name in options:
-                    yield name, variable, text
-                else:
-                    self.errors.append(_unknown(name, options, variable))
-            elif not any(variable.startswith(f"{PREFIX}{command}_") for command in self._commands) and (
-                near := get_close_matches(variable, names, n=1, cutoff=0.9)
-            ):
-                rule, fix = "names no command, so it has no effect", f"use {own}{names[near[0]].upper()}"
-                self.errors.append(ConfigError(where=variable, value=text, rule=rule, fix=fix))
+            if not variable.startswith(own):
+                if not variable.startswith(self._commands):
+                    near = get_close_matches(variable, names, n=1, cutoff=0.9)
+                    fix = f"use {own}{names[near[0]].upper()}" if near else f"its name must begin like {own}"
+                    rule = "names no command, so it has no effect"
+                    self.errors.append(ConfigError(where=variable, value=text, rule=rule, fix=fix))
+            elif name in options:
+                _append(options[name], text, variable)
+            else:
+                self.errors.append(_unknown(name, options, variable))
 
-    def _read_file(self, arguments: ArgumentCollection, options: Mapping[str, Argument]) -> None:
+    def _read_file(self, options: Mapping[str, Argument]) -> None:
         """Append the tokens of the settings file; collect errors for keys that cannot be used."""
-        config = options["config"]
-        file, owner = config.tokens[0].value, next(root for root in arguments if config in root.children)
+        from ..ds_configs.specs.texts import read_small_file, settings_mapping
+
+        file = options["config"].tokens[0].value
         try:
-            values = owner.resolved_hint.read_config(file)
+            values, lines = settings_mapping(read_small_file(Path(file), what="config"), name=file)
         except InputError as error:
-            self.errors += error.errors
+            # Recipes of quantization have no names any more.
+            self.errors += [replace(each, fix=REMOVED.get(f"configs={file}", each.fix)) for each in error.errors]
             return
         for name, value in values.items():
-            source = f"{file}:{values.lines[name]}" if name in values.lines else file
+            source = f"{file}:{lines[name]}"
             where = f"{name} (from {source})"
             if name not in options:
                 self.errors.append(_unknown(name, options, where))
@@ -163,36 +207,28 @@ class Sources(Env):
             else:
                 _append(options[name], value, source)
 
-    def _read_mappings(self, name: str, argument: Argument) -> None:
-        """Convert mappings from YAML, which users write, to JSON, which Cyclopts reads."""
-        from ..ds_configs.specs.settings import parsed
-
-        for index, token in enumerate(argument.tokens):
-            if token.value.lstrip().startswith("{"):
-                try:
-                    argument.tokens[index] = token.evolve(value=json.dumps(parsed(token.value), default=str))
-                except ValueError as error:
-                    self.errors.append(ConfigError(where=name, value=token.value, rule=str(error)))
-                    argument.tokens[index] = token.evolve(value="{}")
-
     def located(self, errors: Iterable[ConfigError]) -> list[ConfigError]:
         """Return errors whose options a variable or a file sets with that source; with flags, if there are several."""
-        sources = {
-            name: argument.tokens[0].source for name, argument in _options(self.arguments).items() if argument.tokens
-        }
+        options = _options(self.arguments)
+        sources = {name: argument.tokens[0].source for name, argument in options.items() if argument.tokens}
         errors = list(errors)
-        if len({source for error in errors if (source := sources.get(error.where))}) < 2:
+        if len({sources.get(error.where) for error in errors} - {None}) < 2:
             sources = {name: source for name, source in sources.items() if source != "cli"}
         return [
-            replace(error, where=f"{error.where} (from {_flag_of(error.where, sources[error.where])})")
-            if error.where in sources
+            replace(error, where=f"{name} (from {f'--{name}'.replace('_', '-') if source == 'cli' else source})")
+            if (source := sources.get(name := error.where))
             else error
             for error in errors
         ]
 
-
-def _flag_of(name: str, source: str) -> str:
-    return f"--{name.replace('_', '-')}" if source == "cli" else source
+    def origins(self) -> dict[str, str]:
+        """Return `flag`, `environment` or `file` for each option that is set."""
+        kinds = {"cli": "flag"}
+        return {
+            name: kinds.get(source, "environment" if source.startswith(PREFIX) else "file")
+            for name, argument in _options(self.arguments).items()
+            for source in [token.source for token in argument.tokens[:1]]
+        }
 
 
 def _append(argument: Argument, value: object, source: str) -> None:
@@ -221,6 +257,13 @@ def _options(arguments: ArgumentCollection) -> dict[str, Argument]:
     }
 
 
+def _options_of(app: App, command: str) -> dict[str, Argument]:
+    """Return the options of a command; none for a group of commands, or for a word that is no command."""
+    if command.startswith("-") or command not in app or app[command].default_command is None:
+        return {}
+    return _options(app[command].assemble_argument_collection())
+
+
 def _unknown(name: str, options: Iterable[str], where: str) -> ConfigError:
     # Imported here, like the other functions of this module: pydantic takes a fifth of the time of --help.
     from ..ds_configs.specs.settings import unknown_error
@@ -240,11 +283,11 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         UsageError: all errors of its settings, from all sources.
         CycloptsError: a command or flag is unknown.
     """
-    sources, tokens = sources_of(app), _with_precision(app, tokens)
+    sources, tokens = sources_of(app), _spelled(app, tokens)
     sources.reset()
+    errors: list[ConfigError] = []
     try:
         command, bound, unused, _ = app.parse_known_args(tokens)
-        conversion_errors = []
     except CycloptsError as error:
         error.verbose = False
         unused = error.unused_tokens or []
@@ -257,63 +300,33 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
             options = _options(error.argument_collection)
             raise UsageError(_unused_errors(app, tokens, [error.token.value], options)) from error
         if not sources.arguments:
-            # Cyclopts 5.4.0 accepts neither `on` nor `off` for `--switch=WORD`.
-            token, argument = getattr(error, "token", None), error.argument
-            word = {"on": "true", "off": "false"}.get("" if token is None else token.value.lower())
-            if token is None or word is None or argument is None or argument.resolved_hint is not bool:
-                raise
-            return resolve(
-                app,
-                [f"{token.keyword}={word}" if item == f"{token.keyword}={token.value}" else item for item in tokens],
-            )
-        conversion_errors = _conversion_errors(sources.arguments)
-        bound = None
-    errors = sources.located(sources.errors + conversion_errors)
+            raise
+        bound, errors = None, _conversion_errors(sources.arguments)
+    errors = sources.located(sources.errors + errors)
     if bound is None or unused:
         errors += _unused_errors(app, tokens, unused, _options(sources.arguments))
     if errors or bound is None:
         raise UsageError(errors)
     for value in bound.arguments.values():
         if hasattr(value, "stated_by"):
-            value.stated_by(_origins(sources.arguments))
+            value.stated_by(sources.origins())
     return command, bound
 
 
-def _origins(arguments: ArgumentCollection) -> dict[str, str]:
-    """Return `flag`, `environment` or `file` for each option that is set."""
-    return {
-        name: "flag"
-        if (source := argument.tokens[0].source) == "cli"
-        else "environment"
-        if source.startswith(PREFIX)
-        else "file"
-        for name, argument in _options(arguments).items()
-        if argument.tokens
-    }
-
-
-def _with_precision(app: App, tokens: Sequence[str]) -> list[str]:
-    """Return the tokens with `--bf16`, `--bf16 true` or `--bf16=true` as --precision, if the command has it."""
-    given = [token.partition("=")[0] for token in tokens]
-    if not set(given).intersection(_PRECISION_SWITCHES) or tokens[0] not in app:
-        return list(tokens)
-    if "precision" not in _options(app[tokens[0]].assemble_argument_collection()):
-        return list(tokens)
-    changed, last = [], given.index("--") if "--" in given else len(given)
-    words = iter(enumerate(tokens))
-    for index, token in words:
-        switch, sign, value = token.partition("=")
-        if switch in _PRECISION_SWITCHES and index < last:
-            following = tokens[index + 1].lower() if index + 1 < last and not sign else ""
-            if following in ("true", "false"):
-                value = following
-            if value.lower() in ("", "true"):
-                changed.append(f"--precision={switch[2:]}")
-                if following == "true":
-                    next(words)
-                continue
-        changed.append(token)
-    return changed
+def _spelled(app: App, tokens: Sequence[str]) -> list[str]:
+    """Return tokens with `--bf16`, `--bf16 true` and `--bf16=true` as --precision, and `on` and `off` as JSON."""
+    spelled, last = list(tokens), [*tokens, "--"].index("--")
+    switches = {index: match for index in range(last) if (match := _SWITCH.fullmatch(tokens[index]))}
+    options = _options_of(app, tokens[0]) if switches else {}
+    for index, match in reversed(switches.items()):
+        argument = options.get((match["name"] or "precision").replace("-", "_"))
+        if argument is not None and match["precision"]:
+            following = tokens[index + 1].lower() if index + 1 < last and "=" not in tokens[index] else ""
+            if following != "false":
+                spelled[index : index + 1 + (following == "true")] = [f"--precision={match['precision'].lower()}"]
+        elif argument is not None and argument.resolved_hint is bool:
+            spelled[index] = f"--{match['name']}={'true' if match['word'].lower() == 'on' else 'false'}"
+    return spelled
 
 
 def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
@@ -326,14 +339,15 @@ def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
 
 def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
     """Return the errors of all parameters of the command; Cyclopts stops at the first."""
-    from pydantic import ValidationError
+    from pydantic import ValidationError, create_model
 
-    from ..ds_configs.specs.settings import errors_of
+    from ..ds_configs.specs.settings import Settings, errors_of, settings_of
 
     errors: list[ConfigError] = []
     for argument in arguments:
         if argument.keys or not argument.parse:
             continue
+        name = argument.names[0].removeprefix("--").lower()
         try:
             argument.convert()
             is_missing = argument.field_info.required and not argument.has_tokens
@@ -342,14 +356,21 @@ def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
             if isinstance(error.__cause__, ValidationError):
                 errors += errors_of(error.__cause__, argument.resolved_hint)
                 continue
-            if not is_missing:
+            if get_origin(argument.hint) is Literal and argument.tokens:
+                parameter: Any = (argument.hint, ...)
+                try:
+                    settings_of(
+                        create_model(name, __base__=Settings, **{name: parameter}), {name: argument.tokens[0].value}
+                    )
+                except UsageError as choice:
+                    errors += choice.errors
+            elif not is_missing:
                 errors.append(ConfigError(where=argument.names[0], rule=" ".join(str(error).split())))
         if is_missing:
-            name = argument.names[0].removeprefix("--")
             fix = f"pass {' or '.join(argument.names)}"
             if argument.index is not None:
                 fix = f"pass it after the command, or as --{name}"
-            errors.append(ConfigError(where=name.lower(), rule="is missing", fix=fix))
+            errors.append(ConfigError(where=name, rule="is missing", fix=fix))
     return errors
 
 
@@ -375,39 +396,9 @@ def _unused_errors(
 
 def _for_other_commands(app: App, command: str, flag: str) -> str:
     """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
-    options = {
-        name: _options(app[name].assemble_argument_collection())
-        for name in app
-        if not name.startswith("-") and name != command and app[name].default_command is not None
-    }
+    options = {name: _options_of(app, name) for name in app if name != command}
     for name in meanings(flag):
         if owners := [other for other in options if name in options[other]]:
             listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
             return f"pass --{name.replace('_', '-')} to {listed}"
     return ""
-
-
-def grouped(kind: Kind) -> Kind:
-    """Put the options of a class under the headings that its bases declare, and return the class."""
-    from ..ds_configs.specs.job import HUGGING_FACE_NAMES
-
-    groups = kind.groups()  # type: ignore[attr-defined]
-    for name, field in kind.model_fields.items():  # type: ignore[attr-defined]
-        # Several NAME=VALUE are a repeated flag.
-        tokens = -1 if get_origin(field.annotation) is dict else None
-        option, extra = name.replace("_", "-"), field.json_schema_extra or {}
-        opposite = extra.get("negative")
-        negative = [f"--{opposite}", f"--no-{option}"] if opposite else None
-        others = extra.get("hugging_face") or HUGGING_FACE_NAMES.get(name, ())
-        alias = [f"--{other.replace('_', '-')}" for other in others]
-        field.metadata.append(
-            Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative, alias=alias or None)
-        )
-    return kind
-
-
-@cache
-def _heading(name: str) -> Group:
-    """Return the group of a heading: first those of `_HEADINGS`, then the command's own, output last."""
-    position = _HEADINGS.index(name) if name in _HEADINGS else len(_HEADINGS)
-    return Group(name, sort_key=position + (name == "Output"))

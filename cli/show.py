@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -27,6 +27,9 @@ from ..ds_configs.specs.job import TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
 from ..ds_configs.step_time.utilization import utilization
+
+if TYPE_CHECKING:
+    from ..trainers.reports.report import Report
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
@@ -93,6 +96,22 @@ def print_rows(
     for row in rows:
         table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)
+
+
+def show_report(report: Report) -> None:
+    """Print the summary of a report, and the paragraphs and tables of its sections."""
+    from ..trainers.reports.report import Section
+
+    out = console()
+    for section in (Section("", tables=report.summary), *report.sections):
+        out.print()
+        if section.heading:
+            out.print(Text(section.heading, style="bold"))
+        for text in section.texts:
+            out.print(text, markup=False)
+        for table in section.tables:
+            folded = {table.headings[-1]: 40}
+            print_rows(out, table.headings, table.rows, title=table.caption, folded=folded)
 
 
 def print_figures(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.specs.errors import UsageError, collecting
-from .machines import MachineOptions
-from .options import TrainingOptions
+from ..ds_configs.specs.job import AXIS_FIELDS
+from .options import TrainingRun
 from .progress import note, progress_on_stderr
 from .settings import command_line
 
@@ -30,8 +30,7 @@ Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
 
 def launched_command(
     prepare: Callable[[RunRequest], PreparedTraining[Outcome]],
-    options: TrainingOptions,
-    machines: MachineOptions,
+    options: TrainingRun,
     show: Callable[[Outcome, Path], None],
     describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
 ) -> int:
@@ -43,14 +42,15 @@ def launched_command(
     from ..trainers.runs.run import run_part, run_training
     from ..trainers.runs.settings import RunRequest
 
-    output_dir, as_json, errors = options.output_dir, options.as_json, machines.errors()
+    output_dir, as_json, errors = options.output_dir, options.as_json, options.errors()
     request = RunRequest(
         output_dir=output_dir,
-        resume=options.resume,
+        resume=options.resume or options.resume_or_anew,
+        or_anew=options.resume_or_anew,
         force=options.force,
         dry_run=options.dry_run,
-        place=None if options.dry_run or errors else machines.place(),
-        check_nodes=machines.check_nodes,
+        place=None if options.dry_run or errors else options.place(),
+        check_nodes=options.check_nodes,
         command=command_line(),
         full_command=command_line(full=True),
     )
@@ -63,7 +63,7 @@ def launched_command(
     assert prepared is not None, "a failed preparation left an error"
     if options.dry_run:
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
-        show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
+        _show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
         return 0
     if request.place is not None and not request.place.is_first:
         with redirect_stdout(sys.stderr):
@@ -114,7 +114,7 @@ def show_outcome(
     out.print(f"{noun} in {output_dir}; see {files}", markup=False)
 
 
-def show_dry_run(
+def _show_dry_run(
     settings: LaunchedSettings, plan: Plan, samples: Samples, files: list[Path], *, as_json: bool, **more: Any
 ) -> None:
     """Print settings, plan, data and files of a run that was not launched, as text or one JSON object."""
@@ -123,6 +123,10 @@ def show_dry_run(
 
     statistics, values = samples.statistics, settings.model_dump()
     if as_json:
+        layout = plan.chosen.strategy
+        planned = plan.job.options() | {name: getattr(layout, axis) for name, axis in AXIS_FIELDS.items()}
+        planned |= {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size")}
+        values |= {name: planned[name] for name in planned.keys() & values.keys() if values[name] is None}
         shown = {"schema_version": 1, "settings": values, "dataset": asdict(statistics), "plan": plan_to_dict(plan)}
         print(json.dumps(shown | more | {"files": [str(file) for file in files]}))
         return

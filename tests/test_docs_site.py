@@ -52,7 +52,7 @@ def test_marked_parts_are_made_from_the_code(gathered):
         assert missing in ([], ["__version__"])
     expected = {
         "reference/accelerators.md": ["| `A100-80GB` |"],
-        "reference/schema.md": ["## plan\n"],
+        "reference/schema.md": ["## hardware\n"],
         "reference/combinations.md": ["## Reasons", "## Parameters of trainers"],
         "guides/checkpoints.md": ["| fact that differs |"],
         "index.md": [":::{grid-item-card} Install\n:link: start/install\n"],

@@ -6,27 +6,23 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_writer import CacheSettings
-from ..options import RunOptions
+from ..options import ResultDirectory
 from ..progress import note, progress_on_stderr
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
     from ...trainers.distillation.cache.cache_writer import CacheJob
 
 
-grouped(CacheSettings)
-grouped(RunOptions)
-
-
 def cache_teacher_command(
     teacher: str,
     *,
-    settings: Annotated[CacheSettings, Options] = FILLED,
-    options: Annotated[RunOptions, Options] = FILLED,
+    settings: Options[CacheSettings] = FILLED,
+    options: Options[ResultDirectory] = FILLED,
 ) -> int:
     """Store the outputs of a teacher for a dataset, which `distill --teacher-cache` reads instead of running it.
 

@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ..options import FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..options import Output
+from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
     from ...ds_configs.memory.estimate import MeasuredRun
@@ -24,15 +24,14 @@ if TYPE_CHECKING:
 _SHOWN_DIGITS = 12
 
 
-@grouped
-class CalibrateOptions(FormatOptions):
+class Flags(Output):
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")
     forget: str | None = Field(None, description="Remove a run by a prefix of its identifier, or all")
 
 
-def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
+def calibrate_command(run_dir: Path | None = None, *, options: Options[Flags] = FILLED) -> int:
     """Store the measured memory and step time of a run, or a measured network, for later plans.
 
     Parameters

@@ -9,19 +9,15 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ...ds_configs.check.files import check
-from ..options import CheckedFor, FormatOptions
-from ..settings import FILLED, Options, grouped
-
-
-@grouped
-class CheckOptions(CheckedFor, FormatOptions):
-    """Options of `check`."""
+from ..options import CheckedFor, Output
+from ..settings import FILLED, Options
 
 
 def check_command(
     files: Annotated[list[Path], Parameter(negative="", json_list=False)],
     *,
-    options: Annotated[CheckOptions, Options] = FILLED,
+    facts: Options[CheckedFor] = FILLED,
+    options: Options[Output] = FILLED,
 ) -> int:
     """Find all errors in DeepSpeed JSON and Accelerate YAML files.
 
@@ -32,7 +28,7 @@ def check_command(
     files
         Files, or the directory of a plan. The DeepSpeed JSON of an Accelerate YAML is checked too.
     """
-    result = check(*files, num_processes=options.num_processes, transformers=options.transformers)
+    result = check(*files, num_processes=facts.num_processes, transformers=facts.transformers)
     if options.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 from cyclopts import App
 from pydantic import Field
@@ -13,14 +12,14 @@ from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.synonyms import REMOVED
 from ..help import shown_examples
-from ..options import ConfigOption, FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..options import ConfigFile, Output
+from ..settings import FILLED, Options
 
 app = App(name="configs", help="List ready-made configurations, or copy one.", help_epilogue=shown_examples("configs"))
 
 
 @app.command(name="ls")
-def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
+def list_command(subject: str = "", *, options: Options[Output] = FILLED) -> int:
     """List the gallery, or its entries with a word such as llama.
 
     Parameters
@@ -48,13 +47,12 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
     return 0
 
 
-@grouped
-class CopyOptions(ConfigOption):
+class Flags(ConfigFile):
     force: bool = Field(False, description="Replace the files of an earlier copy")
 
 
 @app.command(name="cp")
-def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions, Options] = FILLED) -> int:
+def copy_command(name: str, output_dir: Path, *, options: Options[Flags] = FILLED) -> int:
     """Copy a configuration with its paths changed to the new directory.
 
     Parameters

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -14,8 +14,8 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.settings import settings_of
-from ..options import FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..options import Output
+from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
     from ...trainers.training.report import TrainOutcome
@@ -35,13 +35,12 @@ SMALL_LLAMA: dict[str, Any] = {
 """A Llama with grouped-query attention that two CPU cores train in seconds."""
 
 
-@grouped
-class DemoOptions(FormatOptions):
+class Flags(Output):
     steps: int = Field(30, ge=1, description="Optimizer steps")
     force: bool = Field(False, description="Replace the files of an earlier demo")
 
 
-def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[DemoOptions, Options] = FILLED) -> int:
+def demo_command(output_dir: Path = Path("demo-output"), *, options: Options[Flags] = FILLED) -> int:
     """Plan a model for 8 GPUs, then plan and train a small Llama on two CPU ranks.
 
     The text is Python's help topics.
@@ -51,12 +50,11 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
     output_dir
         Directory for the small model, its plan and the trained checkpoint.
     """
-    if not options.as_json:
-        _demo(output_dir, options)
-        return 0
-    # stdout is for the JSON object only.
-    with redirect_stdout(sys.stderr):
+    # With --format json, stdout is for the JSON object only.
+    with redirect_stdout(sys.stderr) if options.as_json else nullcontext():
         outcome = _demo(output_dir, options)
+    if not options.as_json:
+        return 0
     plan, result = outcome.plan, outcome.result
     shown = {"strategy": plan.chosen.strategy.label, "hardware": plan.hardware.name, "steps": result.steps}
     shown |= {"before": result.before, "after": result.after, "output_dir": str(output_dir / "trained")}
@@ -64,7 +62,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
     return 0
 
 
-def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
+def _demo(output_dir: Path, options: Flags) -> TrainOutcome:
     from ...ds_configs.plan.gallery import gallery_entry, gallery_plan
     from ...ds_configs.plan.plan import make_plan
     from ...plugins.planning.from_names import plan

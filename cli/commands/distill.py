@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ...trainers.distillation.command.settings import DistillSettings
-from ..machines import MachineOptions
-from ..options import TrainingOptions
-from ..settings import FILLED, Options, grouped
+from ..options import TrainingRun
+from ..settings import FILLED, Options
 from ..training import launched_command, show_outcome
 
 if TYPE_CHECKING:
     from ...trainers.distillation.command.report import DistillationOutcome
-    from ...trainers.distillation.command.task import PreparedDistillation
-    from ...trainers.runs.settings import RunRequest
-
-
-grouped(DistillSettings)
-grouped(MachineOptions)
-grouped(TrainingOptions)
 
 
 def distill_command(
-    teacher: str,
-    student: str,
-    *,
-    settings: Annotated[DistillSettings, Options] = FILLED,
-    options: Annotated[TrainingOptions, Options],
-    machines: Annotated[MachineOptions, Options] = FILLED,
+    teacher: str, student: str, *, settings: Options[DistillSettings] = FILLED, options: Options[TrainingRun]
 ) -> int:
     """Distill a teacher into a student: plan, train, evaluate before and after, save with a model card.
 
@@ -41,10 +29,7 @@ def distill_command(
     """
     from ...trainers.distillation.command.task import prepare_distillation
 
-    def prepare(request: RunRequest) -> PreparedDistillation:
-        return prepare_distillation(settings, teacher, student, request)
-
-    return launched_command(prepare, options, machines, show_distillation)
+    return launched_command(partial(prepare_distillation, settings, teacher, student), options, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

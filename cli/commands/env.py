@@ -8,27 +8,20 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import App
 from pydantic import Field
 
 from ... import __version__
-from ..help import shown_examples
-from ..options import FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..options import Output
+from ..settings import FILLED, Options
 
 
-@grouped
-class EnvOptions(FormatOptions):
+class Flags(Output):
     patches: bool = Field(False, description="List the patches of upstream libraries, and which are needed here")
 
 
-app = App(name="env", help="Print versions and hardware for a bug report.", help_epilogue=shown_examples("env"))
-
-
-@app.default
-def env_command(*, options: Annotated[EnvOptions, Options] = FILLED) -> int:
+def env_command(*, options: Options[Flags] = FILLED) -> int:
     """Print versions, hardware and build tools, without secrets."""
     if options.patches:
         patches = patch_facts()

@@ -6,23 +6,21 @@ import json
 import sys
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import Names, RevisionSettings
-from ..options import ReportOptions
+from ...ds_configs.specs.settings import Names, RevisionFields
+from ..options import OutputDirectory
 from ..progress import note, progress_on_stderr
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...plugins.launching.messages import Progress
     from ...trainers.evaluation.evaluate import Evaluation
 
 
-@grouped
-class EvaluateOptions(ReportOptions, RevisionSettings):
+class Flags(OutputDirectory, RevisionFields):
     group = "Evaluation"
 
     baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
@@ -53,11 +51,7 @@ class EvaluateOptions(ReportOptions, RevisionSettings):
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
 
 
-def evaluate_command(
-    model: str,
-    *,
-    options: Annotated[EvaluateOptions, Options] = FILLED,
-) -> int:
+def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
     """Measure perplexity and size of a model, and KL and agreement with a baseline.
 
     Parameters
@@ -77,13 +71,17 @@ def evaluate_command(
     if options.chat_template is not None and options.dataset is None:
         rule, fix = "requires --dataset: only conversations are rendered", "pass --dataset with chats, or omit it"
         errors.append(ConfigError(where="--chat-template", value=options.chat_template, rule=rule, fix=fix))
-    if options.tasks == ():
+    limits = {name: getattr(options, name) for name in ("limit", "few_shot", "include_path")}
+    tasks = None if options.tasks is None else TaskRequest(names=options.tasks, **limits)
+    if tasks is not None and not tasks.names:
         errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
-    for name in ("limit", "few_shot", "include_path"):
-        value = getattr(options, name)
-        if options.tasks is None and value is not None:
-            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
-            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
+    errors += [
+        ConfigError(
+            where=f"--{name.replace('_', '-')}", value=str(value), rule="needs --tasks", fix="pass --tasks, or omit it"
+        )
+        for name, value in limits.items()
+        if tasks is None and value is not None
+    ]
     output_dir, force = options.output_dir, options.force
     # Before hours of evaluation.
     sources = {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
@@ -92,10 +90,6 @@ def evaluate_command(
         raise UsageError(errors)
     if options.dataset is None:
         note(f"using {PYTHON_HELP}, Python's help topics; pass your own --dataset")
-    tasks = None
-    if options.tasks is not None:
-        limits = {name: getattr(options, name) for name in ("limit", "few_shot", "include_path")}
-        tasks = TaskRequest(names=options.tasks, **limits)
     request = TextRequest(
         dataset=options.dataset or PYTHON_HELP,
         split=options.split,
@@ -107,7 +101,7 @@ def evaluate_command(
         held.enter_context(redirect_stdout(sys.stderr))
         if output_dir is not None:
             held.enter_context(reserved(output_dir, force=force))
-        held.enter_context(progress_on_stderr("checking", stages_on_stderr))
+        held.enter_context(progress_on_stderr("checking"))
         evaluation = evaluate_model(
             model,
             baseline=options.baseline,
@@ -129,11 +123,6 @@ def evaluate_command(
     else:
         show_evaluation(evaluation, output_dir)
     return 0
-
-
-def stages_on_stderr(progress: Progress) -> None:
-    if progress.done == progress.total:
-        note(f"{progress.what}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:

@@ -15,13 +15,11 @@ from pydantic import Field
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import Names
-from ..machines import MachineOptions
-from ..options import ConfigOption
-from ..settings import FILLED, Options, grouped, resolve, running
+from ..options import ConfigFile, Machine
+from ..settings import FILLED, Options, resolve, running
 
 
-@grouped
-class LaunchOptions(MachineOptions, ConfigOption):
+class Flags(Machine, ConfigFile):
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "hostfile": ("ssh",),
         "ssh_config": ("ssh",),
@@ -65,7 +63,7 @@ def launch_command(
     plan: Path,
     script: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    options: Annotated[LaunchOptions, Options] = FILLED,
+    options: Options[Flags] = FILLED,
 ) -> int:
     """Run a plan, or your script with it, on this machine or a cluster.
 
@@ -127,9 +125,7 @@ def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def _launch_on_cluster(
-    plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
-) -> int:
+def _launch_on_cluster(plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: Flags) -> int:
     from ...ds_configs.plan.clusters import NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh

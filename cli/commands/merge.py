@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import Field
 
-from ...ds_configs.specs.settings import HubSettings
-from ..options import FormatOptions
-from ..settings import Options, grouped
+from ...ds_configs.specs.settings import HubFields
+from ..options import Output
+from ..settings import Options
 
 
-@grouped
-class MergeOptions(FormatOptions, HubSettings):
+class Flags(Output, HubFields):
     output_dir: Path = Field(description="Directory for the merged model")
     base: str | None = Field(None, description="Base model. Default: as the adapter records it")
     base_revision: str | None = Field(None, description="Branch, tag or commit of a Hub base model")
@@ -24,7 +22,7 @@ class MergeOptions(FormatOptions, HubSettings):
     force: bool = Field(False, description="Write into a directory that is not empty")
 
 
-def merge_command(adapter: str, *, options: Annotated[MergeOptions, Options]) -> int:
+def merge_command(adapter: str, *, options: Options[Flags]) -> int:
     """Merge a LoRA adapter into its base: a complete model with tokenizer and model card.
 
     Parameters

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -16,17 +16,16 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
-from ..options import WriteOptions
-from ..plan_settings import PlanSettings
+from ..options import OutputDirectory, PlanSettings
 from ..progress import note
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
     from ...ds_configs.search.tensor_layouts import TensorLayout
 
 
-@grouped
-class PlanOptions(WriteOptions):
+class Flags(OutputDirectory):
+    dry_run: bool = Field(False, description="Check and print everything; write nothing")
     explain_tensor_parallel: bool = Field(
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
@@ -35,12 +34,7 @@ class PlanOptions(WriteOptions):
     trust_remote_code: bool = Field(False, description="No effect: planning never runs the code of a model")
 
 
-def plan_command(
-    model: str,
-    *,
-    settings: Annotated[PlanSettings, Options] = FILLED,
-    options: Annotated[PlanOptions, Options] = FILLED,
-) -> int:
+def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, options: Options[Flags] = FILLED) -> int:
     """Select a layout (ZeRO, FSDP2, DDP) for a model and hardware, with its memory, time and reason.
 
     Parameters

@@ -4,51 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.check.deepspeed import COMPRESSION_BLOCKS, REPLACEMENTS
-from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.texts import FileSettings
 from ...trainers.qat.command.settings import QATSettings
-from ..machines import MachineOptions
-from ..options import TrainingOptions
-from ..settings import FILLED, Options, grouped
+from ..options import TrainingRun
+from ..settings import FILLED, Options
 from ..training import launched_command, show_outcome
 
 if TYPE_CHECKING:
     from ...trainers.qat.command.report import QATOutcome
     from ...trainers.qat.command.task import PreparedQAT
-    from ...trainers.runs.settings import RunRequest
 
 
-grouped(QATSettings)
-grouped(MachineOptions)
-
-
-@grouped
-class QATOptions(TrainingOptions):
-    @classmethod
-    def read_config(cls, name: str) -> FileSettings:
-        """Return the settings in a file.
-
-        Raises:
-            UsageError: it is a DeepSpeed configuration with a removed compression block; names the replacement.
-        """
-        values = super().read_config(name)
-        for block in values.keys() & set(COMPRESSION_BLOCKS):
-            rule = "is a DeepSpeed configuration with a block that DeepSpeed 0.19.8 removed"
-            raise UsageError(ConfigError(where="config", value=name, rule=rule, fix=REPLACEMENTS[block]))
-        return values
-
-
-def qat_command(
-    model: str,
-    *,
-    settings: Annotated[QATSettings, Options] = FILLED,
-    options: Annotated[QATOptions, Options],
-    machines: Annotated[MachineOptions, Options] = FILLED,
-) -> int:
+def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options: Options[TrainingRun]) -> int:
     """Train a model with the quantized values of its checkpoint, and export exactly these values.
 
     Parameters
@@ -58,10 +28,7 @@ def qat_command(
     """
     from ...trainers.qat.command.task import prepare_qat
 
-    def prepare(request: RunRequest) -> PreparedQAT:
-        return prepare_qat(settings, model, request)
-
-    return launched_command(prepare, options, machines, show_qat, _described)
+    return launched_command(partial(prepare_qat, settings, model), options, show_qat, _described)
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:

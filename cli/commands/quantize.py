@@ -8,50 +8,30 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ...ds_configs.quantization.settings import QuantizeSettings
-from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import HubSettings, RevisionSettings
-from ...ds_configs.specs.texts import FileSettings
-from ..options import RunOptions
+from ...ds_configs.specs.settings import HubFields, RevisionFields
+from ..options import ResultDirectory
 from ..progress import progress_on_stderr
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
     from ...trainers.quantization.inputs import Prepared
     from ...trainers.quantization.run import QuantizationOutcome
 
-grouped(QuantizeSettings)
 
-
-@grouped
-class QuantizeOptions(RunOptions, HubSettings, RevisionSettings):
+class Flags(ResultDirectory, HubFields, RevisionFields):
     config: str | None = Field(None, description="YAML file with settings, such as those of examples/quantization")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
     force: bool = Field(False, description="Write into a directory that is not empty")
 
-    @classmethod
-    def read_config(cls, name: str) -> FileSettings:
-        """Return the settings in a file.
-
-        Raises:
-            UsageError: it cannot be read, or is not a YAML mapping; recipes have no names.
-        """
-        if not Path(name).suffix and not Path(name).is_file():
-            fix = f"pass a file, such as examples/quantization/{name}.yaml"
-            raise UsageError(ConfigError(where="config", value=name, rule="is not a file", fix=fix))
-        return super().read_config(name)
-
 
 def quantize_command(
-    model: str,
-    *,
-    settings: Annotated[QuantizeSettings, Options] = FILLED,
-    options: Annotated[QuantizeOptions, Options] = FILLED,
+    model: str, *, settings: Options[QuantizeSettings] = FILLED, options: Options[Flags] = FILLED
 ) -> int:
     """Quantize a model, verify the checkpoint in a new process, and compare it with the model.
 

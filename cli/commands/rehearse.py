@@ -6,22 +6,21 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ..options import ReportOptions
+from ..options import OutputDirectory
 from ..progress import progress_on_stderr
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
     from ...trainers.rehearsal.report import Rehearsal
 
 
-@grouped
-class RehearseOptions(ReportOptions):
+class Flags(OutputDirectory):
     group = "Rehearsal"
 
     ranks: int | None = Field(None, description="CPU ranks. Default: 2, or the fewest that the layout allows")
@@ -34,7 +33,7 @@ class RehearseOptions(ReportOptions):
     )
 
 
-def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[RehearseOptions, Options] = FILLED) -> int:
+def rehearse_command(plan_dir: Path, *arguments: str, options: Options[Flags] = FILLED) -> int:
     """Launch the files of a plan on CPU ranks with a smaller model, and check that every part works.
 
     The exit code is 2 for an error in the files, and 1 if a rank or a check fails.
@@ -74,7 +73,6 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
 
 
 def show_rehearsal(rehearsal: Rehearsal) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from ..show import console, print_rows
@@ -84,15 +82,13 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks"
     out.print(Text.assemble((rehearsal.plan.model.name, "bold"), rehearsed))
     out.print()
-    checks = Table(box=None, pad_edge=False, show_header=False)
-    styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-", "dim")}
+    styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-     ", "dim")}
+    width = max(len(check.name) for check in rehearsal.checks)
     for check in rehearsal.checks:
-        word, style = styles[check.passed]
-        checks.add_row(check.name, Text(word, style=style), Text(check.detail.partition("\n")[0]))
-    out.print(checks)
+        first_line = check.detail.partition("\n")[0]
+        out.print(Text.assemble(f"{check.name:{width}}  ", styles[check.passed], f"  {first_line}"))
     if rehearsal.measured:
         out.print()
-
         predicted, measured = rehearsal.predicted or {}, rehearsal.measured or {}
         phases = [phase for phase in measured if phase in predicted]
 
@@ -109,21 +105,17 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
         print_rows(out, ("", *phases), rows, title=title, figures=phases)
         if host := rehearsal.host:
             out.print(f"Layer inputs in host memory: {cell(host['measured'], host['predicted'])} MB")
-    if rehearsal.changes:
+    rows = []
+    for change in rehearsal.changes:
+        values = ("-" if value is None else str(value) for value in (change.before, change.after))
+        # The name of a file is enough.
+        before, after = (Path(value).name if value.startswith("/") else value for value in values)
+        if before != after:
+            rows.append((change.where, before, after))
+    if rows:
         out.print()
-
-        rows = []
-        for change in rehearsal.changes:
-            values = ("-" if value is None else str(value) for value in (change.before, change.after))
-            # The name of a file is enough.
-            before, after = (Path(value).name if value.startswith("/") else value for value in values)
-            if before != after:
-                rows.append((change.where, before, after))
-        if rows:
-            # Two values and the gaps of two spaces share what the longest name leaves.
-            longest = max(12, min(30, (out.width - max(len(row[0]) for row in rows) - 4) // 2))
-            rows = [(name, _short(before, longest), _short(after, longest)) for name, before, after in rows]
-        print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
+        folded = {"plan": 20, "rehearsal": 20}
+        print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal", folded=folded)
     from ...plugins.transformers.training_arguments import PACKAGES, missing_packages
 
     planned = planned_training_arguments(rehearsal.plan)
@@ -138,7 +130,3 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     style = "bold green" if rehearsal.passed else "bold red"
     files = f"; see {', '.join(rehearsal.files)}" if rehearsal.files else ""
     out.print(Text.assemble((verdict, style), f" in {rehearsal.seconds:.0f} s{files}"))
-
-
-def _short(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -10,12 +10,11 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ..options import FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..options import Output
+from ..settings import FILLED, Options
 
 
-@grouped
-class ReportFileOptions(FormatOptions):
+class Flags(Output):
     output: Path | None = Field(None, description="File to write. Default: report.html in the run's directory")
     force: bool = Field(False, description="Replace the file of --output")
 
@@ -23,7 +22,7 @@ class ReportFileOptions(FormatOptions):
 def report_command(
     runs: Annotated[list[Path], Parameter(name="run", negative="", json_list=False)],
     *,
-    options: Annotated[ReportFileOptions, Options] = FILLED,
+    options: Options[Flags] = FILLED,
 ) -> int:
     """Write the HTML report of a run from its files.
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import HardwareSettings, RevisionSettings
-from ..options import FormatOptions
+from ...ds_configs.specs.settings import HardwareFields, RevisionFields
+from ..options import Output
 from ..progress import note
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
     from ...ds_configs.serving.plan import ServingPlan, ServingRequest
 
 
-grouped(HardwareSettings)
+class Server(RevisionFields):
+    """Options that the engine has too."""
 
-
-@grouped
-class ServeSettings(RevisionSettings):
     group = "Serving"
 
     tensor_parallel_size: int | None = Field(
@@ -47,17 +45,16 @@ class ServeSettings(RevisionSettings):
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
 
 
-@grouped
-class ServeOptions(FormatOptions):
+class Flags(Output):
     dry_run: bool = Field(False, description="Print the command and its memory; start nothing")
 
 
 def serve_command(
     checkpoint: str,
     *,
-    hardware: Annotated[HardwareSettings, Options] = FILLED,
-    settings: Annotated[ServeSettings, Options] = FILLED,
-    options: Annotated[ServeOptions, Options] = FILLED,
+    hardware: Options[HardwareFields] = FILLED,
+    settings: Options[Server] = FILLED,
+    options: Options[Flags] = FILLED,
 ) -> int:
     """Serve a checkpoint: print the command of the engine and what fits into its cache, then run it.
 
@@ -97,7 +94,7 @@ def serve_command(
     return 0
 
 
-def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequest:
+def _request(hardware: HardwareFields, settings: Server) -> ServingRequest:
     from ...ds_configs.serving.plan import ServingRequest
     from ...ds_configs.specs.units import parse_bytes
     from ...plugins.planning.from_names import read_hardware

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from ...ds_configs.specs.settings import RevisionSettings
+from pydantic import Field
+
+from ...ds_configs.specs.settings import RevisionFields
 from ...trainers.distillation.student.request import StudentRequest
-from ..options import WriteOptions
-from ..settings import FILLED, Options, grouped
+from ..options import OutputDirectory
+from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
     from ...trainers.distillation.student.maker import StudentReport
 
-grouped(StudentRequest)
 
-
-@grouped
-class StudentOptions(WriteOptions, RevisionSettings):
-    """Options of `student`."""
+class Flags(OutputDirectory, RevisionFields):
+    dry_run: bool = Field(False, description="Check and print everything; write nothing")
 
 
 def student_command(
     teacher: str,
     *,
-    request: Annotated[StudentRequest, Options] = FILLED,
-    options: Annotated[StudentOptions, Options] = FILLED,
+    request: Options[StudentRequest] = FILLED,
+    options: Options[Flags] = FILLED,
 ) -> int:
     """Prune a teacher to a smaller student: a model directory for distillation.
 
@@ -36,14 +35,10 @@ def student_command(
     """
     from ...trainers.distillation.student.maker import student
 
-    output = {name: getattr(options, name) for name in ("output_dir", "revision", "dry_run", "force")}
-    report = student(teacher, **output, **request.model_dump())
+    report = student(teacher, **options.model_dump(exclude={"format", "config"}), **request.model_dump())
     if options.as_json:
-        print(
-            json.dumps(
-                report.to_dict() | {"output_dir": None if report.output_dir is None else str(options.output_dir)}
-            )
-        )
+        output_dir = None if report.output_dir is None else str(options.output_dir)
+        print(json.dumps(report.to_dict() | {"output_dir": output_dir}))
     else:
         show_student(report)
     return 0

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import Field
+from typing import TYPE_CHECKING
 
 from ...trainers.training.settings import TrainSettings
-from ..machines import MachineOptions
-from ..options import TrainingOptions
-from ..settings import FILLED, Options, grouped
+from ..options import TrainingRun
+from ..settings import FILLED, Options
 from ..training import launched_command, show_outcome
 
 if TYPE_CHECKING:
-    from ...trainers.runs.settings import RunRequest
     from ...trainers.training.report import TrainOutcome
-    from ...trainers.training.task import PreparedTrain
 
 
-grouped(TrainSettings)
-grouped(MachineOptions)
-
-
-@grouped
-class TrainOptions(TrainingOptions):
-    """Options for runs that restart unattended, in addition to those of every training."""
-
-    resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
-
-
-def train_command(
-    model: str,
-    *,
-    settings: Annotated[TrainSettings, Options] = FILLED,
-    options: Annotated[TrainOptions, Options],
-    machines: Annotated[MachineOptions, Options] = FILLED,
-) -> int:
+def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, options: Options[TrainingRun]) -> int:
     """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
 
     Parameters
@@ -47,12 +25,7 @@ def train_command(
     """
     from ...trainers.training.task import prepare_train
 
-    def prepare(request: RunRequest) -> PreparedTrain:
-        if options.resume_or_anew:
-            request = replace(request, resume=True, or_anew=True)
-        return prepare_train(settings, model, request)
-
-    return launched_command(prepare, options, machines, show_training)
+    return launched_command(partial(prepare_train, settings, model), options, show_training)
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:

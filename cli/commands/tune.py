@@ -6,22 +6,21 @@ import json
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from ...ds_configs.plan.plan import plan_to_dict
 from ...ds_configs.plan.rendering import train_arguments
-from ..options import ReportOptions
+from ..options import OutputDirectory
 from ..progress import progress_on_stderr
-from ..settings import FILLED, Options, command_line, grouped
+from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
     from ...ds_configs.plan.plan import Plan
 
 
-@grouped
-class TuneOptions(ReportOptions):
+class Flags(OutputDirectory):
     group = "Tuning"
 
     trials: int = Field(5, description="Maximum number of layouts to measure")
@@ -32,7 +31,7 @@ class TuneOptions(ReportOptions):
     )
 
 
-def tune_command(plan_dir: Path, *, options: Annotated[TuneOptions, Options] = FILLED) -> int:
+def tune_command(plan_dir: Path, *, options: Options[Flags] = FILLED) -> int:
     """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
 
     The exit code is 1 if no layout was measured.

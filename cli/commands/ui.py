@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Annotated
 
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ShardwrightError
-from ..options import ConfigOption
-from ..settings import FILLED, Options, grouped
+from ..options import ConfigFile
+from ..settings import FILLED, Options
 
 
-@grouped
-class PageOptions(ConfigOption):
+class Flags(ConfigFile):
     group = "Run"
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for other machines too")
     port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 for any free port")
 
 
-def ui_command(*, options: Annotated[PageOptions, Options] = FILLED) -> int:
+def ui_command(*, options: Options[Flags] = FILLED) -> int:
     """Plan and check in the browser: figures, alternatives, files to download, and an address for each plan.
 
     Only requests to the Hub for the models that you name leave this machine. Stop it with Ctrl-C.

@@ -41,9 +41,7 @@ from ...plugins.planning.models import LoadedModel, model_from_source
 from ...plugins.releases import transformers_release
 from ...trainers.reports.plans import plan_report
 from ...trainers.reports.report import plain
-from ..options import CheckedFor
-from ..plan_settings import PlanSettings
-from ..settings import grouped
+from ..options import CheckedFor, PlanSettings
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -58,7 +56,6 @@ _MAIN = ("hardware", "method", "seq_len", "global_batch_size", "micro_batch_size
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
-@grouped
 class PageSettings(PlanSettings):
     """Settings of the page and of its address; an uploaded configuration takes the place of `model`."""
 

@@ -262,8 +262,6 @@ def check_axes(report: Report, *, world_size: int | None) -> None:
                 report.error(f"zero_optimization.{key}", rule, "remove it, or use stage 2")
 
 
-COMPRESSION_BLOCKS = ("compression_training", "quantize_training")
-"""Sections of the compression library and of MoQ, which DeepSpeed 0.19.8 no longer has."""
 _COMPRESSION = (
     "use `shardwright qat`, `shardwright student` or MagnitudePruningCallback; "
     "docs/guides/migrate_compression_training.md lists the flag for each setting"

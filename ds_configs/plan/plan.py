@@ -27,7 +27,8 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.second_models import SecondModelRole
-from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
+from ..specs.settings import rule_of
+from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, comparable_steps
 from .clusters import NodeCommand, hostfile, slurm_script
@@ -143,13 +144,13 @@ class Plan(LaunchSpec):
         if file.stat().st_size > _LARGEST_PLAN_BYTES:
             raise RefusedInputError(ConfigError(where=str(file), rule=f"is larger than {_LARGEST_PLAN_BYTES} bytes"))
         try:
-            data = strict_json(file.read_bytes())
+            data = strict_json(content := file.read_bytes())
         except ValueError as error:
             raise RefusedInputError(ConfigError(where=str(file), rule=f"is not valid JSON ({error})")) from None
         if (text := control_text(data)) is not None:
             rule = "has control characters, with which a file could change what a terminal shows"
             raise RefusedInputError(ConfigError(where=str(file), value=ascii(text), rule=rule, fix="remove them"))
-        return plan_from_dict(data, source=str(file))
+        return plan_from_dict(data, source=str(file), text=content)
 
 
 class PlanDoesNotFitError(DoesNotFitError):
@@ -319,13 +320,13 @@ def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     }
 
 
-def plan_from_dict(data: object, *, source: str) -> Plan:
-    """Return the plan of JSON values from `plan_to_dict`.
+def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
+    """Return the plan of JSON values from `plan_to_dict`; errors name the lines of `text`, if it is given.
 
     Raises:
-        RefusedInputError: the schema version or the structure is wrong.
+        RefusedInputError: the schema version or the structure is wrong; all errors together.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RefusedInputError(
@@ -355,38 +356,61 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "trials": [trial_values(trial) for trial in data.get("trials", [])],
             "learned_from": data.get("learned_from", []),
         }
-        plan: Plan = TypeAdapter(Plan).validate_python(values)
-        # Keys of another release that are ignored would change the run.
-        unknown = _unknown_keys(data, plan_to_dict(plan))
-        if not unknown:
+        # Keys of another release that are ignored would change the run. Dataclasses inherit the setting from a list.
+        (plan,) = TypeAdapter(list[Plan], config=ConfigDict(extra="forbid")).validate_python([values])
+        details = dict.fromkeys(_unknown_keys(data, plan_to_dict(plan)), "is not a key of this version")
+        if not details:
             return plan
-        detail = f"unknown {', '.join(unknown[:3])}"
     except ValidationError as error:
-        detail = "; ".join(
-            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:3]
-        )
+        details = {_json_keys(item["loc"][1:]): rule_of(item) for item in error.errors(include_url=False)}
     except KeyError as error:
-        detail = f"missing {error}"
+        details = {(): f"missing {error}"}
     except (TypeError, AttributeError, ValueError) as error:
-        detail = str(error).partition("\n")[0]
+        details = {(): str(error).partition("\n")[0]}
     writer = data["versions"].get("shardwright") if isinstance(data.get("versions"), dict) else None
     by = f"shardwright {writer} did; " if isinstance(writer, str) and writer.isprintable() else ""
-    rule = f"is not a plan that this version wrote ({by}{detail})"
+    errors = []
+    for keys, detail in details.items():
+        line = json_line(text, keys) if text and keys else None
+        path = ".".join(str(key)[:40] for key in keys)
+        errors.append(f"{'' if line is None else f'line {line}: '}{path} {detail}".strip())
+    more = f"; {len(errors) - _SHOWN_ERRORS} more" if len(errors) > _SHOWN_ERRORS else ""
+    rule = f"is not a plan that this version wrote ({by}{'; '.join(errors[:_SHOWN_ERRORS])}{more})"
     raise RefusedInputError(ConfigError(where=source, rule=rule, fix="run `shardwright plan` again"))
 
 
-def _unknown_keys(data: object, known: object, path: str = "") -> list[str]:
-    """Return the keys of JSON values that other values of the same structure do not have."""
+_SHOWN_ERRORS = 8
+
+
+_JSON_KEYS = {
+    ("model",): ("model", "spec"),
+    ("job", "seq_len_tokens"): ("job", "seq_len"),
+    ("time",): ("step_time",),
+    ("memory", "gpu"): ("gpu_memory",),
+    ("memory", "host"): ("host_memory",),
+    ("placements",): (),
+}
+"""Keys of `plan.json` for the fields of a plan or, without `chosen`, of a layout."""
+
+
+def _json_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    start = {"chosen": 1, "rejected": 2}.get(str(loc[0]), 0) if loc else 0
+    layout, own = loc[:start], loc[start:]
+    changed = next((field for field in _JSON_KEYS if own[: len(field)] == field), ())
+    return layout + _JSON_KEYS.get(changed, ()) + own[len(changed) :]
+
+
+def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the paths of the keys of JSON values that other values of the same structure do not have."""
     if isinstance(data, dict) and isinstance(known, dict):
         return [
-            key
+            keys
             for name, value in data.items()
-            for key in (
-                _unknown_keys(value, known[name], f"{path}{name}.") if name in known else [f"{path}{str(name)[:40]!r}"]
-            )
+            for keys in (_unknown_keys(value, known[name], (*path, name)) if name in known else [(*path, name)])
         ]
     if isinstance(data, list) and isinstance(known, list | tuple):
-        return [key for item, other in zip(data, known, strict=False) for key in _unknown_keys(item, other, path)]
+        pairs = enumerate(zip(data, known, strict=False))
+        return [keys for index, (item, other) in pairs for keys in _unknown_keys(item, other, (*path, index))]
     return []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 from pydantic import AliasChoices, ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -15,7 +15,7 @@ from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
-from .settings import Count, HardwareSettings, Names, RevisionSettings, Settings, raises_all_errors, settings_with
+from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
@@ -44,13 +44,12 @@ AXIS_FIELDS: Mapping[str, str] = {
 """Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
-def _option(description: str, *, unit: str = "", hugging_face: tuple[str, ...] = ()) -> Any:
-    """Return the metadata of a field: its help, its unit, and its names in `TrainingArguments`, TRL and PEFT."""
-    extra: dict[str, Any] = {"unit": unit} if unit else {}
-    return Field(
-        description=description,
-        json_schema_extra=extra | ({"hugging_face": list(hugging_face)} if hugging_face else {}),
-    )
+def _option(description: str, **extra: Any) -> Any:
+    """Return the help of a field, its `unit`, and its `hugging_face` names in `TrainingArguments`, TRL and PEFT."""
+    return Field(description=description, json_schema_extra=extra) if extra else Field(description=description)
+
+
+Ranks = Annotated[int | None, Count(100_000), Field(json_schema_extra={"unit": "ranks"})]
 
 
 @dataclass_transform(kw_only_default=True)
@@ -71,7 +70,7 @@ class TrainingFields:
         _option(
             "Sequences per forward pass and rank (per-device batch size), or auto",
             unit="sequences",
-            hugging_face=("per_device_train_batch_size",),
+            hugging_face=["per_device_train_batch_size"],
         ),
     ] = None
     global_batch_size: Annotated[
@@ -84,7 +83,7 @@ class TrainingFields:
         str,
         _option(
             "Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
-            hugging_face=("optim",),
+            hugging_face=["optim"],
         ),
     ] = "adamw_torch_fused"
     """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
@@ -94,13 +93,9 @@ class TrainingFields:
 
     `auto` is fp32, unless `optimizer` is `auto` and the planner needs bf16.
     """
-    lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=("lora_r",))] = 16
+    lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=["lora_r"])] = 16
     lora_targets: Annotated[
-        Names,
-        _option(
-            "Modules to adapt, separated by commas, or all-linear",
-            hugging_face=("lora_target_modules",),
-        ),
+        Names, _option("Modules to adapt, separated by commas, or all-linear", hugging_face=["lora_target_modules"])
     ] = ("all-linear",)
     """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
@@ -142,25 +137,13 @@ class LayoutFields:
 
     group: ClassVar[str] = "Parallel layout"
 
-    tensor_parallel_size: Annotated[
-        int | None, Count(100_000), _option("Ranks that share each layer (AutoTP); 1 disables", unit="ranks")
-    ] = None
-    pipeline_parallel_size: Annotated[
-        int | None, Count(100_000), _option("Pipeline stages; 1 disables", unit="ranks")
-    ] = None
-    sequence_parallel_size: Annotated[
-        int | None, Count(100_000), _option("Ranks that share each sequence (Ulysses); 1 disables", unit="ranks")
-    ] = None
+    tensor_parallel_size: Annotated[Ranks, _option("Ranks that share each layer (AutoTP); 1 disables")] = None
+    pipeline_parallel_size: Annotated[Ranks, _option("Pipeline stages; 1 disables")] = None
+    sequence_parallel_size: Annotated[Ranks, _option("Ranks that share each sequence (Ulysses); 1 disables")] = None
     context_parallel_size: Annotated[
-        int | None,
-        Count(100_000),
-        _option("Ranks that share each sequence (torch context parallelism, FSDP2); 1 disables", unit="ranks"),
+        Ranks, _option("Ranks that share each sequence (torch context parallelism, FSDP2); 1 disables")
     ] = None
-    expert_parallel_size: Annotated[
-        int | None,
-        Count(100_000),
-        _option("Ranks that share the experts of each layer (AutoEP); 1 disables", unit="ranks"),
-    ] = None
+    expert_parallel_size: Annotated[Ranks, _option("Ranks that share experts of a layer (AutoEP); 1 disables")] = None
     zero_quantized_weights: Annotated[bool, _option("ZeRO++ qwZ: ZeRO-3 gathers weights in int8")] = False
     zero_quantized_gradients: Annotated[bool, _option("ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes")] = (
         False
@@ -212,7 +195,7 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
         int,
         Count(100_000_000),
         Field(validation_alias=AliasChoices("seq_len_tokens", "seq_len")),
-        _option("Tokens of one training sequence", unit="tokens", hugging_face=("max_length", "max_seq_length")),
+        _option("Tokens of one training sequence", unit="tokens", hugging_face=["max_length", "max_seq_length"]),
     ] = 4096
     teacher: Annotated[ModelSpec | None, _option("Frozen teacher model for distillation")] = None
 
@@ -295,7 +278,7 @@ def _text(name: str, value: object) -> object:
 HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
     name.removesuffix("_tokens"): tuple(names)
     for name, field in getattr(TrainingJob, "__pydantic_fields__", {}).items()
-    if (names := field.json_schema_extra.get("hugging_face"))
+    if (names := (field.json_schema_extra or {}).get("hugging_face"))
 }
 """Names of options in `TrainingArguments`, TRL and PEFT that are accepted too."""
 
@@ -326,34 +309,12 @@ def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
     ]
 
 
-if TYPE_CHECKING:
-
-    class TrainingSettings(Settings, TrainingFields): ...
-
-    class TeacherPlacementSettings(Settings, TeacherFields): ...
-
-    class LayoutSettings(Settings, LayoutFields): ...
-
-    class KernelSettings(Settings, KernelFields): ...
-
-    class _PlanSettings(Settings, PlanFields): ...
-
-else:
-    TrainingSettings, TeacherPlacementSettings, LayoutSettings, KernelSettings, _PlanSettings = map(
-        settings_with, (TrainingFields, TeacherFields, LayoutFields, KernelFields, PlanFields)
-    )
-
-
 class JobSettings(
-    KernelSettings,
-    LayoutSettings,
-    TeacherPlacementSettings,
-    _PlanSettings,
-    TrainingSettings,
-    HardwareSettings,
-    RevisionSettings,
+    HardwareFields, RevisionFields, KernelFields, LayoutFields, TeacherFields, PlanFields, TrainingFields
 ):
     """Settings from which a plan is made: a job, whose teacher is not read yet, and the hardware."""
+
+    group = "Training"
 
     seq_len: Annotated[
         int | None,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,7 +21,6 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    create_model,
     model_validator,
 )
 from pydantic_core import ArgsKwargs, core_schema
@@ -53,8 +53,18 @@ def not_covered(name: object) -> str:
     return NOT_COVERED.get(str(name).lower().lstrip("-").replace("-", "_"), "")
 
 
+class _Absent:
+    def __get__(self, instance: object, owner: object) -> Any:
+        raise AttributeError
+
+
 class Settings(BaseModel):
-    """Options of a command, with their defaults, choices and descriptions."""
+    """Options of a command, with their defaults, choices and descriptions.
+
+    A subclass that inherits groups of fields from dataclasses is none: Cyclopts would not read its other fields.
+    """
+
+    __dataclass_fields__: ClassVar[Any] = _Absent()
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
     group: ClassVar[str] = "Options"
@@ -83,9 +93,9 @@ class Settings(BaseModel):
 
     @classmethod
     def groups(cls) -> dict[str, str]:
-        """Return the heading of each option, from the class that declares it first."""
-        owners = [kind for kind in reversed(cls.__mro__) if issubclass(kind, Settings)]
-        return {name: next(kind.group for kind in owners if name in kind.model_fields) for name in cls.model_fields}
+        """Return the heading of each option, from the base class that declares it first."""
+        owners = [(kind, get_annotations(kind)) for kind in reversed(cls.__mro__) if hasattr(kind, "group")]
+        return {name: next(kind.group for kind, own in owners if name in own) for name in cls.model_fields}
 
 
 def _items(value: object, split: Callable[[str], Iterable[str]]) -> object:
@@ -165,7 +175,7 @@ class Count:
         return described
 
 
-class HardwareSettings(Settings):
+class HardwareFields(Settings):
     """Options about the hardware of a run."""
 
     group = "Hardware"
@@ -178,7 +188,7 @@ class HardwareSettings(Settings):
     nvme: str | None = Field(None, description="NVMe per node as PATH:SIZE (e.g. /local_nvme:3.5TB)")
 
 
-class HubSettings(Settings):
+class HubFields(Settings):
     """Options for pushing a result to the Hub."""
 
     group = "Hub"
@@ -187,7 +197,7 @@ class HubSettings(Settings):
     private: bool = Field(False, description="Create the Hub repository as private if it is new")
 
 
-class RevisionSettings(Settings):
+class RevisionFields(Settings):
     """The option of a command that reads a model."""
 
     group = "Hub"
@@ -195,7 +205,7 @@ class RevisionSettings(Settings):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
 
-class GuardSettings(Settings):
+class GuardFields(Settings):
     """Options that stop a training run with invalid values or a hanging rank."""
 
     group = "Guards"
@@ -226,15 +236,6 @@ class GuardSettings(Settings):
         rule = "is not supported with DeepSpeed, which updates the weights in the backward pass"
         fix = "use stop, or --strategy ddp or fsdp2"
         return [ConfigError(where="nonfinite", value="skip", rule=rule, fix=fix)]
-
-
-def settings_with(kind: Any) -> type[Settings]:
-    """Return settings with the fields of a dataclass and its heading."""
-    types = get_type_hints(kind, include_extras=True)
-    declared: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(kind)}
-    settings: type[Settings] = create_model(kind.__name__, __base__=Settings, __module__=kind.__module__, **declared)
-    settings.group = kind.group
-    return settings
 
 
 Described = TypeVar("Described", bound=type)
@@ -289,10 +290,7 @@ def _option_error(name: str, details: list[Any], kind: Any) -> ConfigError:
         return ConfigError(where=name, rule="must not be null", fix="omit it to use the default")
     rules: dict[str, None] = {}
     for detail in details:
-        text = str(detail["msg"]).partition(", unable to")[0].removeprefix("Value error, ")
-        for word, meaning in _MEANINGS.items():
-            text = text.replace(word, meaning)
-        rules[text] = None
+        rules[rule_of(detail)] = None
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
@@ -302,7 +300,17 @@ def _option_error(name: str, details: list[Any], kind: Any) -> ConfigError:
     return ConfigError(where=name, value=value, rule=rule, fix=fix)
 
 
+def rule_of(detail: Any) -> str:
+    """Return the rule of an error of pydantic in the words of this project."""
+    text = str(detail["msg"]).partition(", unable to")[0].removeprefix("Value error, ")
+    for word, meaning in _MEANINGS.items():
+        text = text.replace(word, meaning)
+    return text
+
+
 _MEANINGS = {
+    "Unexpected keyword argument": "is not a key of this version",
+    "Field required": "is missing",
     "Input should be": "must be",
     "a valid integer": "an integer",
     "a valid boolean": "True or False",

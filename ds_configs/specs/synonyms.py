@@ -118,6 +118,11 @@ REMOVED: Mapping[str, str] = {
         ),
         "recipes are files of examples/quantization: pass one to quantize --config",
     ),
+    **dict.fromkeys(
+        ("compression_training", "quantize_training"),
+        "use options of shardwright qat: docs/guides/migrate_compression_training.md lists them",
+    ),
+    **dict.fromkeys(("subject=plan", "subject=serving"), "omit it: read a plan.json with Plan.load"),
     "offload=zenflow": "use cpu, and write zero_optimization.zenflow into your own DeepSpeed file",
     "offload=superoffload": "use cpu, and write offload_optimizer.super_offload into your own DeepSpeed file",
     "gradient_checkpointing=selective": "use auto, which recomputes as few layers as needed",

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +31,29 @@ def strict_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_number, parse_float=_number)
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+
+
+def json_line(text: bytes, keys: Sequence[str | int]) -> int | None:
+    """Return the line of a value in a JSON text, or of the last of its keys that exists; `None` for other texts.
+
+    >>> json_line(b'{"job":\\n {"seq_len": 1}}', ("job", "seq_len")), json_line(b"{", ())
+    (2, None)
+    """
+    try:
+        node = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return None
+    line = 1
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        marked: dict[Any, Any] = {name.value: (name, value) for name, value in pairs}
+        if isinstance(node, yaml.SequenceNode):
+            marked = dict(enumerate((item, item) for item in node.value))
+        if key not in marked:
+            break
+        name, node = marked[key]
+        line = name.start_mark.line + 1
+    return line
 
 
 def control_text(value: object) -> str | None:
@@ -164,14 +187,8 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
     return {str(key): value for key, value in data.items()}
 
 
-class FileSettings(dict[str, Any]):
-    """Settings of a file by name; `lines` has the line of each."""
-
-    lines: Mapping[str, int]
-
-
-def settings_mapping(content: bytes | str, *, name: str) -> FileSettings:
-    """Return the settings of a YAML text by name; keys may have hyphens.
+def settings_mapping(content: bytes | str, *, name: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the settings of a YAML text by name, and the line of each; keys may have hyphens.
 
     Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is.
 
@@ -184,8 +201,8 @@ def settings_mapping(content: bytes | str, *, name: str) -> FileSettings:
     root = yaml.compose(content, _PlainText)
     assert isinstance(root, yaml.MappingNode), "yaml_mapping has checked it"
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
-    values, errors = FileSettings(), []
-    values.lines = {key.replace("-", "_"): line for key, line in lines.items()}
+    values: dict[str, Any] = {}
+    errors = []
     for key, text in written.items():
         plain = key.replace("-", "_")
         if plain in values:
@@ -194,7 +211,7 @@ def settings_mapping(content: bytes | str, *, name: str) -> FileSettings:
         values[plain] = read[key] if isinstance(text, dict) else text
     if errors:
         raise UsageError(errors)
-    return values
+    return values, {key.replace("-", "_"): line for key, line in lines.items()}
 
 
 NAMES_COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")

@@ -39,11 +39,8 @@ def model_directory(tmp_path: Path, text: str | None = None, **changes: Any) -> 
         ({"num_hidden_layers": "MISSING", "hidden_size": None}, ["num_hidden_layers: is missing", "hidden_size"]),
         ({"hidden_size": float("nan")}, ["is not valid JSON (a number is NaN)"]),
         ({"hidden_size": 4095}, ["must be divisible by num_attention_heads (4095 % 32 = 31); add head_dim"]),
-        ({"architectures": 5, "quantization_config": [1]}, ["architectures = 5", "quantization_config = [1]"]),
-        ({"sliding_window": "x", "partial_rotary_factor": 1e9}, ["sliding_window = 'x'", "partial_rotary_factor"]),
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings = 'false': must be true or false"]),
         ({"model_type": "bart", "encoder_layers": 10**9}, ["encoder_layers = 1000000000: must be at most 1,000"]),
-        ({"model_type": "../../x"}, ["model_type = '../../x'"]),
         ({"model_type": "MISSING", "peft_type": "LORA"}, ["this is an adapter"]),
         ({"model_type": "unheard_of"}, ["model_type = 'unheard_of': is unknown to transformers"]),
         ({"text_config": {"num_hidden_layers": 0}}, ["text_config: num_hidden_layers = 0"]),
@@ -67,14 +64,14 @@ def test_an_impossible_config_is_rejected_with_all_its_errors(
         (["plan", LLAMA, "--hardware", "none.yaml"], "cannot be read"),
         (["plan", LLAMA, *GPU, "--precison", "fp16"], "--precison: is not an option; did you mean --precision?"),
         (["plan", LLAMA, *GPU, "--revision", "main"], "only a Hub model has revisions"),
-        (["plan", LLAMA, *GPU, "--num-processes", "0"], "num_processes = 0: must be greater than or equal to 1"),
         (["plan", LLAMA, *GPU, "--num-processes", "4"], "must equal the 8 accelerators"),
         (["plan", "/no/such/model", *GPU], "no such file or directory"),
         (["plan"], "model: is missing; pass it after the command"),
         (["explain", "gathered_parametres"], "did you mean gathered_parameters"),
         (["explain", LLAMA], "has no plan.json"),
         (["configs", "cp", "../secret", "out"], "is not in the gallery"),
-        (["schema", "nothing"], '"settings", "hardware", "plan"'),
+        (["schema", "nothing"], "subject = 'nothing': must be 'settings' or 'hardware'"),
+        (["schema", "plan"], "read a plan.json with Plan.load"),
         (["check", "ds_config.json", "--num-processes", "0"], "num_processes = 0"),
     ],
 )
@@ -83,27 +80,6 @@ def test_bad_usage_is_one_line_with_a_fix(shell: Shell, arguments: list[str], me
     assert (result.code, result.out) == (2, "")
     assert len(result.errors) == 1
     assert message in result.errors[0]
-
-
-def test_flags_override_environment_overrides_file_overrides_defaults(
-    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "plan.yaml"
-    file.write_text("hardware: 8xA100-80GB\nseq-len: 1024\nmicro_batch_size: 2\nlora_rank: 8\nmethod: lora\n")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_MICRO_BATCH_SIZE", "4")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "9")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_TARGETS", "q_proj")
-    output = tmp_path / "plan"
-    shown = shell("plan", LLAMA, "--config", str(file), "--lora_rank", "10", "--dry-run", "--output-dir", str(output))
-    assert shown.code == 0, shown.err
-    rows = {line.split()[0]: line.split()[1:] for line in shown.out.splitlines() if len(line.split()) == 3}
-    assert rows["hardware"] == ["8xA100-80GB", "file"]
-    assert rows["seq_len"] == ["1024", "file"]
-    assert rows["micro_batch_size"] == ["4", "environment"]
-    assert rows["lora_targets"] == ["q_proj", "environment"]
-    assert rows["lora_rank"] == ["10", "flag"]
-    assert rows["precision"] == ["bf16", "default"]
-    assert not output.exists()
 
 
 def test_json_of_a_failure_is_one_object(shell: Shell) -> None:

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 from shardwright.cli.main import run
 
-BASH_COMPLETION = "/usr/share/bash-completion/bash_completion"
-SHELLS = {
-    "bash": ("bash", "--noprofile", "-i"),
-    # The package loads the script from its directory on the first tab.
-    "bash-completion": ("bash", "--noprofile", "--rcfile", BASH_COMPLETION, "-i"),
-    "zsh": ("zsh", "-i"),
-}
+SHELLS = {"bash": ("bash", "--noprofile", "-i"), "zsh": ("zsh", "-i")}
 READY = "echo rea''dy\n"
 """Prints `ready`, which its echo does not contain."""
 PATHS, ZERO = ("models/",), ("--zero-quantized-weights", "--zero-quantized-gradients")
@@ -42,14 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "bash",
-        pytest.param("bash-completion", marks=pytest.mark.needs("bash-completion")),
-        pytest.param("zsh", marks=pytest.mark.needs("zsh")),
-    ],
-)
+@pytest.fixture(scope="module", params=["bash", pytest.param("zsh", marks=pytest.mark.needs("zsh"))])
 def terminal(request: pytest.FixtureRequest, home: Path) -> Iterator[int]:
     """Run a shell in `home/work`, and return its terminal."""
     terminal, end = pty.openpty()
@@ -93,12 +80,10 @@ def shown_until_ready(terminal: int) -> str:
     [
         ("shardwright pl", ("plan ",), ("models/", "plan/")),
         ("shardwright plan --zero-quantized-", ZERO, ("--strategy",)),
-        ("shardwright plan m --offload cpu", ("cpu", "cpu-all"), ("nvme", "models/")),
         ("shardwright plan m --strategy=zero3", ("zero3", "zero3-hpz"), ("fsdp2", "models/")),
         ("shardwright configs ", ("ls", "cp"), ("models/",)),
         ("shardwright plan mod", PATHS, ()),
         ("shardwright train m --dataset mod", PATHS, ()),
-        ("shardwright train m --dataset=mod", PATHS, ()),
         ("shardwright train m --output-dir mod", PATHS, ()),
     ],
 )

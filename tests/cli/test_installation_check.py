@@ -53,11 +53,6 @@ def remove(site: Path) -> None:
     (site / "deepspeed").unlink()
 
 
-def leave_empty(site: Path) -> None:
-    (site / "peft").unlink()
-    (site / "peft").mkdir()
-
-
 def remove_metadata(site: Path) -> None:
     metadata_of(site, "accelerate").unlink()
 
@@ -71,7 +66,6 @@ def make_older(site: Path) -> None:
     "damage, lines",
     [
         (remove, ["error: deepspeed: is not installed; pip install 'deepspeed"]),
-        (leave_empty, ["error: peft ", "is installed incompletely"]),
         (remove_metadata, ["error: accelerate: is installed incompletely"]),
         (make_older, ["error: transformers 4.40.0: is older than ", "pip install 'transformers>="]),
     ],

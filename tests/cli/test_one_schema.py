@@ -54,6 +54,9 @@ found["plan.json"] = [json.loads((directory / "p" / "plan.json").read_text())["j
 found["flags"] = shardwright.TrainingJob(dummy_size=6).flags(shardwright.TrainingJob())
 text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
 found["commands"] = [line.split() for line in text.splitlines() if line.startswith("    shardwright plan ")]
+from shardwright.cli.page.app import NAMES, command_of, settings_from
+on_page = settings_from({"model": "a/b", "hardware": "8xT4", "dummy_size": "7"})
+found["page"] = ["dummy_size" in NAMES, on_page.dummy_size, "--dummy-size 7" in command_of(on_page)]
 try:
     shardwright.plan(model, "8xA100-80GB", dummy_size=10, seq_len="x")
 except UsageError as error:
@@ -71,6 +74,7 @@ def test_a_new_field_of_a_job_needs_one_line(tmp_path: Path) -> None:
     assert found["plan.json"] == [6, 6]
     assert found["flags"] == ["--dummy-size", "6"]
     assert found["commands"] and all(words[words.index("--dummy-size") + 1] == "6" for words in found["commands"])
+    assert found["page"] == [True, 7, True]
     assert found["errors"] == [
         "dummy_size = 10: must be an integer from 1 to 9, or auto",
         "seq_len = 'x': must be an integer from 1 to 100,000,000",
@@ -105,16 +109,21 @@ def test_errors_of_all_sources_name_flag_variable_file_and_line(
     ]
 
 
-@pytest.mark.parametrize("key", ["dummy_size", "seq_len"])
-def test_a_plan_file_with_an_unknown_or_wrong_field_is_refused(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
     assert shell(LLAMA, "--hardware", "8xA100-80GB", "--output-dir", tmp_path / "p").code == 0
     file = tmp_path / "p" / "plan.json"
     data = json.loads(file.read_text())
-    data["job"][key] = "x"
-    file.write_text(json.dumps(data))
     explain: Shell = shell_in(tmp_path, "explain", capsys, monkeypatch)
+    data["job"] |= {"seq_len": "x", "dummy_size": 3}
+    data["rejected"][1]["gpu_memory"]["peak_bytes"] = "much"
+    text = json.dumps(data, indent=2)
+    file.write_text(text)
     (error,) = explain(tmp_path / "p").errors
-    assert str(file) in error and key in error
+    first, second, third = (1 + text[: text.index(key)].count("\n") for key in ('"x"', '"dummy_size"', '"much"'))
+    assert error.startswith(f"{file}: is not a plan that this version wrote")
+    assert f"line {first}: job.seq_len must be an integer" in error
+    assert f"line {second}: job.dummy_size is not a key of this version" in error
+    assert f"line {third}: rejected.1.gpu_memory.peak_bytes must be an integer" in error

@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import Method, TeacherPlacementSettings, TrainingJob, TrainingSettings
+from ...ds_configs.specs.job import Method, TeacherFields, TrainingFields, TrainingJob
 from ...ds_configs.specs.second_models import Placement
 from ...ds_configs.specs.settings import (
-    GuardSettings,
-    HardwareSettings,
-    HubSettings,
+    GuardFields,
+    HardwareFields,
+    HubFields,
     Names,
-    RevisionSettings,
+    RevisionFields,
     Settings,
 )
 from ...plugins.huggingface_hub.push import push_errors
@@ -34,7 +34,7 @@ JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 
 
-class ObjectiveSettings(TeacherPlacementSettings):
+class ObjectiveSettings(Settings, TeacherFields):
     """Objective of a student: the distance to its teacher and the weight of the labels."""
 
     group = "Objective"
@@ -59,7 +59,7 @@ class EvaluationSettings(Settings):
 
 
 class LaunchedSettings(
-    TrainingSettings, GuardSettings, HardwareSettings, EvaluationSettings, DataSettings, HubSettings, RevisionSettings
+    GuardFields, HardwareFields, EvaluationSettings, DataSettings, HubFields, RevisionFields, TrainingFields
 ):
     """Settings that every launched training has."""
 

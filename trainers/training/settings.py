@@ -11,7 +11,7 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import JobSettings, KernelSettings, LayoutSettings, adapter_errors
+from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, adapter_errors
 from ...ds_configs.specs.settings import NamedValues
 from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
@@ -43,7 +43,7 @@ _PLANNED = frozenset(JobSettings.model_fields) - {"revision"}
 """Options whose values a plan fixes."""
 
 
-class TrainSettings(KernelSettings, LayoutSettings, LaunchedSettings):
+class TrainSettings(LaunchedSettings, KernelFields, LayoutFields):
     """Every setting of `shardwright train`."""
 
     group = "Training"

@@ -51,12 +51,9 @@ def test_dry_run_prints_the_command_and_warns_of_a_missing_engine(no_engine, cap
     assert "pip install vllm" in shown.err
 
 
-def test_json_matches_its_schema(no_engine, capsys):
+def test_json_counts_the_cache(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert run(["schema", "serving"]) == 0
-    schema = json.loads(capsys.readouterr().out)
-    assert set(printed) == set(schema["properties"]) == set(schema["required"])
     assert printed["blocks"] * printed["block_bytes"] <= printed["memory"]["cache"]
 
 

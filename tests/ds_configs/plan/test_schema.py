@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import CONFIGS
 from shardwright.cli.main import run
-from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.from_names import plan, read_hardware
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning.from_names import read_hardware
 
-LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 KINDS: dict[str, Any] = {
     "object": dict,
     "array": list,
@@ -25,12 +21,10 @@ KINDS: dict[str, Any] = {
 }
 
 
-def violations(value: Any, schema: dict[str, Any], root: dict[str, Any], place: str = "") -> list[str]:
+def violations(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
     """Return where a value breaks a schema, for the keywords that the printed schemas use."""
-    if "$ref" in schema:
-        return violations(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root, place)
     if "anyOf" in schema:
-        found = [violations(value, option, root, place) for option in schema["anyOf"]]
+        found = [violations(value, option, place) for option in schema["anyOf"]]
         return [] if [] in found else [f"{place}: none of {len(found)}"]
     if "const" in schema and value != schema["const"]:
         return [f"{place}: not {schema['const']!r}"]
@@ -46,16 +40,16 @@ def violations(value: Any, schema: dict[str, Any], root: dict[str, Any], place: 
         for name, item in value.items():
             other = schema.get("additionalProperties", True)
             if name in properties:
-                errors += violations(item, properties[name], root, f"{place}.{name}")
+                errors += violations(item, properties[name], f"{place}.{name}")
             elif isinstance(other, dict):
-                errors += violations(item, other, root, f"{place}.{name}")
+                errors += violations(item, other, f"{place}.{name}")
             elif other is False or properties:
                 errors.append(f"{place}: does not know {name}")
     if isinstance(value, list):
         prefix = schema.get("prefixItems", [])
         for index, item in enumerate(value):
             kind = prefix[index] if index < len(prefix) else schema.get("items", {})
-            errors += violations(item, kind, root, f"{place}[{index}]")
+            errors += violations(item, kind, f"{place}[{index}]")
     return errors
 
 
@@ -64,18 +58,6 @@ def schema(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -
     assert run(["schema", request.param]) == 0
     printed: dict[str, Any] = json.loads(capsys.readouterr().out)
     return printed
-
-
-@pytest.mark.parametrize("schema", ["plan"], indirect=True)
-@pytest.mark.parametrize("hardware", ["8xA100-80GB", "2x8xH100-80GB"])
-def test_plans_follow_their_schema(schema: dict[str, Any], hardware: str) -> None:
-    for job in (TrainingJob(), TrainingJob(method="lora", teacher=load_model_spec(LLAMA).spec)):
-        data = json.loads(json.dumps(plan(LLAMA, hardware, job).to_dict()))
-        assert violations(data, schema, schema) == []
-    data["chosen"]["gpu_memory"]["peak_bytes"] = "much"
-    data["surprise"] = 1
-    del data["model"]["spec"]["name"]
-    assert len(violations(data, schema, schema)) == 3
 
 
 @pytest.mark.parametrize("schema", ["hardware"], indirect=True)
@@ -93,16 +75,16 @@ def test_the_hardware_schema_takes_what_the_reader_takes(schema: dict[str, Any],
     for data in good:
         file.write_text(json.dumps(data))
         assert read_hardware(str(file)).gpu == "A100-80GB"
-        assert violations(data, schema, schema) == []
+        assert violations(data, schema) == []
     for data in bad:
         file.write_text(json.dumps(data))
         with pytest.raises(ValueError, match=r"h\.yaml|nodes"):
             read_hardware(str(file))
-        assert len(violations(data, schema, schema)) == 1
+        assert len(violations(data, schema)) == 1
 
 
 @pytest.mark.parametrize("schema", ["settings"], indirect=True)
 def test_the_settings_schema_names_every_setting(schema: dict[str, Any]) -> None:
-    assert violations({"hardware": "8xA100-80GB", "seq_len": 512, "micro_batch_size": "auto"}, schema, schema) == []
-    assert violations({"hardwear": "8xA100-80GB"}, schema, schema) == [": does not know hardwear"]
+    assert violations({"hardware": "8xA100-80GB", "seq_len": 512, "micro_batch_size": "auto"}, schema) == []
+    assert violations({"hardwear": "8xA100-80GB"}, schema) == [": does not know hardwear"]
     assert all(field.get("description") for field in schema["properties"].values())

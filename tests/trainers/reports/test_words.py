@@ -5,11 +5,11 @@ from __future__ import annotations
 import doctest
 
 import pytest
-from shardwright.cli import machines
+from shardwright.cli import settings
 from shardwright.trainers.reports import markdown, plans, report
 
 
-@pytest.mark.parametrize("module", [report, plans, markdown, machines])
+@pytest.mark.parametrize("module", [report, plans, markdown, settings])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 
