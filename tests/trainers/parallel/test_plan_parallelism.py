@@ -34,19 +34,6 @@ def test_each_axis_gets_its_callback(axis: str, kind: type, size: str) -> None:
     assert not parallelism.is_pipeline
 
 
-def test_pipeline_runs_tensor_parallelism_without_a_callback() -> None:
-    parallelism = parallelism_of(replace(DATA, pp=2, tp=2))
-    assert parallelism.is_pipeline and parallelism.callbacks == () == parallelism_of(DATA).callbacks
-
-
-def test_run_uses_the_stages_that_memory_was_computed_for() -> None:
-    job = TrainingJob(pipeline_parallel_size=2, strategy="zero1", global_batch_size=64)
-    made = plan(str(CONFIGS / "meta-llama--Llama-3.1-8B"), "8xB200", job)
-    parallelism = planned_parallelism(made)
-    assert parallelism.stages == pipeline_stages(made.model, made.job, 2)
-    assert parallelism.stages[-1].end_layer == made.model.dimensions.num_layers
-
-
 def test_tensor_parallelism_moves_stage_borders_equally_in_plan_and_run() -> None:
     """Without tensor parallelism the cut is [19, 21, 21, 19]; the unsharded head weighs more then."""
     job = TrainingJob(
