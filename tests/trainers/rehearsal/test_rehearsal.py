@@ -144,6 +144,20 @@ def test_a_layer_class_that_the_model_has_not_and_a_replaced_optimizer_are_both_
     assert "would replace it with DeepSpeedCPUAdam" in failing(report)["optimizer"]
 
 
+def test_a_lock_that_a_killed_compilation_left_is_shown_and_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    written(model, tmp_path / "plan", strategy="zero1")
+    code, report, err = rehearse(capsys, tmp_path / "plan")
+    assert (code, list(failing(report))) == (1, ["launch"])
+    assert f"delete it: rm {lock}" in err
+    assert lock.exists()
+
+
 def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(model, tmp_path / "plan")
     flags = ["--steps", "2", "--time-limit", "0", "--ranks", "0"]

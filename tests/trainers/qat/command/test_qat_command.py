@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,14 +16,19 @@ import shardwright
 import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
+from huggingface_hub import ModelCard
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.trainers.qat.command.report import QATOutcome, QATResult
 from shardwright.trainers.qat.command.settings import (
     QATJob,
     QATSettings,
     is_own_teacher,
     teacher_of,
 )
+from shardwright.trainers.runs.inputs import optimizer_steps
 
 pytestmark = pytest.mark.slow
 
@@ -239,3 +246,52 @@ def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     job = QATJob.model_validate_json(job.model_dump_json())
     assert teacher_of(job.settings, model) == teacher and is_own_teacher(job.settings, model) == is_own
     assert (job.teacher, job.teacher_revision) == (teacher or (None, None))
+
+
+def test_steps_are_counted_as_the_trainer_counts_them() -> None:
+    layout = Layout(engine="ddp", dp_replicate=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
+    for (samples, epochs), steps in counts.items():
+        assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
+
+
+def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
+    from shardwright.ds_configs.specs.job import TrainingJob
+    from shardwright.plugins.planning.from_names import plan
+    from shardwright.trainers.data.samples import SampleStatistics
+
+    counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)
+    tokens = {"train_tokens": 3200, "train_labels": 3200, "evaluation_samples": 16}
+    losses = {"dense": 3.0, "rounded": 3.4, "trained": 3.1, "rounded_standard_error": 0.1}
+    measured = {"weight_difference": 0.0, "logit_difference": 0.0, "peak_bytes": 3 * 10**9, "step_seconds": 2.0}
+    outcome = QATOutcome(
+        settings=QATSettings(dataset="python-help"),
+        model="org/base",
+        teacher=None,
+        scheme=scheme_named("W8A8_STATIC"),
+        layers=14,
+        plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
+        statistics=SampleStatistics(source="python-help", kind="text", **counts, **tokens),
+        result=QATResult(steps=5, tokens=3200, timed_tokens=1600, **losses, **measured),
+        metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}],
+        seconds=9.0,
+    )
+    files = outcome.files("qat")
+    text, card = files["REPORT.md"], files["README.md"]
+    for part in (
+        f"| before, rounded to the nearest | 3.4000 ± 0.1 | {math.exp(3.4):.4g} ± 3 |",
+        "costs 0.4000 nats per token; training recovered 75 % of it.",
+        "| Tokens/s of all ranks | 800 |",
+        "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
+    ):
+        assert part in text, part
+    assert "| alpha |" not in text, "without a teacher its settings mean nothing"
+    data = ModelCard(card).data
+    assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
+    assert "It was trained on the labels of the data." in card
+    for teacher, changes, said in (
+        ("org/base", {}, "`org/base` in full precision"),
+        ("org/base", {"teacher_revision": "R2"}, "`org/base`, forward_kl"),
+        ("org/large", {"alpha": 0.75}, "forward_kl with weight 0.75, and the labels of the data with weight 0.25"),
+    ):
+        assert said in replace(outcome, teacher=teacher, settings=QATSettings(teacher=teacher, **changes)).card()
