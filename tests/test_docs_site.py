@@ -9,12 +9,10 @@ import re
 import shlex
 
 import pytest
-import reference
 import shardwright
 import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
-from page_parts import with_part
 from runnable_blocks import prepare
 from shardwright.cli.main import build_app, run
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plan
@@ -65,12 +63,6 @@ def test_marked_parts_are_made_from_the_code(gathered):
         assert not [part for part in parts if part not in text]
 
 
-def test_a_class_that_moved_away_is_an_error(monkeypatch):
-    monkeypatch.setattr(reference, "ERRORS", ("NoSuchError",))
-    with pytest.raises(LookupError, match="no class NoSuchError in the package"):
-        reference.api_pages.__wrapped__()
-
-
 def test_the_gallery_has_every_configuration_with_its_figures():
     pages = gallery_pages()
     for entry in GALLERY:
@@ -99,10 +91,3 @@ def test_commands_of_the_gallery_ask_for_its_plans(tmp_path, monkeypatch):
         run(shlex.split(line)[1:])
         job = TrainingJob(**entry.job)
         assert asked.pop() == (entry.model, parse_hardware(entry.hardware, nvme=entry.nvme), job)
-
-
-def test_a_part_of_a_page_is_replaced_and_a_missing_one_is_no_silence():
-    text = "before\n<!-- cases -->\nold\n<!-- end of cases -->\nafter\n"
-    assert with_part(text, "cases", "new") == text.replace("old", "new")
-    with pytest.raises(ValueError, match="no part between <!-- groups -->"):
-        with_part(text, "groups", "new")

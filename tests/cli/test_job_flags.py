@@ -143,21 +143,6 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 
 
-@given(
-    nodes=st.integers(1, 9),
-    gpus=st.integers(1, 9),
-    gpu=st.sampled_from(["h100", "RTX 4090", "A10G", "MI355X", "CPU"]),
-    host=st.none() | st.integers(1, 10**12),
-    nvme=st.none() | st.sampled_from(["/a:3.5TB", "/a b/c:d:17B"]),
-)
-def test_hardware_options_make_the_same_hardware(
-    nodes: int, gpus: int, gpu: str, host: int | None, nvme: str | None
-) -> None:
-    hardware = parse_hardware(f"{nodes} x {gpus}x{gpu}", host_memory=None if host is None else f"{host}B", nvme=nvme)
-    made = read_hardware(**{"text" if name == "hardware" else name: text for name, text in hardware.options().items()})
-    assert replace(made, name=hardware.name) == hardware
-
-
 _MISFITS: list[tuple[str, str, dict[str, Any]]] = [
     (LLAMA, "1xA100-80GB", {"optimizer": "adamw_8bit", "seq_len_tokens": 2048, "offload": "none"}),
     (LLAMA, "2xRTX4080", {"precision": "fp16", "strategy": "ddp", "gradient_checkpointing": "off"}),

@@ -65,10 +65,6 @@ MODEL = small_llama()
 LAYERS = linear_layers(MODEL)
 
 
-def bits_in(row: str) -> float:
-    return float(row.split("|")[4])
-
-
 def test_every_upstream_preset_is_here_or_named_as_newer_and_only_ours_are_added():
     newer = set(NEWER_PRESETS) if version("compressed-tensors") >= "0.20" else set()
     assert set(PRESET_SCHEMES) - set(PRESETS) == {"UNQUANTIZED"} | newer
@@ -245,7 +241,7 @@ def test_document_names_every_preset_with_its_format():
     assert all(f"`{PRESETS[name].format}`" in row for name, row in rows.items())
     matrix = [LinearLayer(name="x", out_features=4096, in_features=4096)]
     for name, row in rows.items():
-        assert bits_in(row) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
+        assert float(row.split("|")[4]) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
 
 
 def test_heads_matched_by_class_are_also_named():
