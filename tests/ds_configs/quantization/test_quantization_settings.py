@@ -32,7 +32,7 @@ def errors_of(**flags) -> dict[str, str]:
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples" / "quantization").iterdir()), ids=lambda file: file.stem)
 def test_example_files_fit_together_and_load_upstream(file):
-    run_settings = resolved(**settings_mapping(file.read_bytes(), name=file.name))
+    run_settings = resolved(**settings_mapping(file.read_bytes(), name=file.name)[0])
     assert run_settings.method_reason == "named"
     if run_settings.scheme.storage == "compressed-tensors":
         UpstreamScheme.model_validate(config_group(run_settings.scheme))

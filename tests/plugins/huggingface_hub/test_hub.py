@@ -152,7 +152,7 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
 def test_weights_are_fetched_once_at_the_commit_of_a_branch(hub: str, tmp_path: Path, whole_repository: str) -> None:
     (tmp_path / "notes.txt").write_text("A sentence to read. " * 40)
     home = tmp_path / "home"
-    arguments = ["evaluate", whole_repository, "--text", str(tmp_path / "notes.txt")]
+    arguments = ["evaluate", whole_repository, "--dataset", str(tmp_path / "notes.txt")]
     ((code, _, err),) = drive(hub, home, [arguments])
     assert code == 0, err
     weights = [path for _, path in Hub.asked if path.startswith("GET") and path.endswith("/model.safetensors")]
