@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
 import shardwright
 import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
-from runnable_blocks import prepare
-from shardwright.cli.main import build_app, run
+from shardwright.cli.main import build_app
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plan
-from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import from_names
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +68,3 @@ def test_the_gallery_has_every_configuration_with_its_figures():
         anchor = re.sub("[^a-z0-9]+", "-", entry.name.lower())
         assert f"({anchor})=\n" in text
         assert pages["index.md"].count(f"({page(entry.model)}#{anchor})") == 2, "in the matrix and in the list"
-
-
-def test_commands_of_the_gallery_ask_for_its_plans(tmp_path, monkeypatch):
-    """Each is read by the real command line, up to where the planner itself would start."""
-    asked = []
-
-    def planner(model, hardware, job, **_):
-        asked.append((model.name, hardware, job))
-        raise from_names.ShardwrightError("planned")
-
-    prepare(tmp_path, monkeypatch)
-    monkeypatch.setattr(from_names, "make_plan", planner)
-    texts = gallery_pages()
-    for entry in GALLERY:
-        (line,) = re.findall(rf"cp {re.escape(entry.name)} plan\n\$ (shardwright plan .*)", texts[page(entry.model)])
-        run(shlex.split(line)[1:])
-        job = TrainingJob(**entry.job)
-        assert asked.pop() == (entry.model, parse_hardware(entry.hardware, nvme=entry.nvme), job)
