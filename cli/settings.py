@@ -257,11 +257,9 @@ def _options(arguments: ArgumentCollection) -> dict[str, Argument]:
     }
 
 
-def _options_of(app: App, command: str) -> dict[str, Argument]:
-    """Return the options of a command; none for a group of commands, or for a word that is no command."""
-    if command.startswith("-") or command not in app or app[command].default_command is None:
-        return {}
-    return _options(app[command].assemble_argument_collection())
+def _options_of(command: App) -> dict[str, Argument]:
+    """Return the options of a command; none for a group of commands."""
+    return {} if command.default_command is None else _options(command.assemble_argument_collection())
 
 
 def _unknown(name: str, options: Iterable[str], where: str) -> ConfigError:
@@ -317,7 +315,7 @@ def _spelled(app: App, tokens: Sequence[str]) -> list[str]:
     """Return tokens with `--bf16`, `--bf16 true` and `--bf16=true` as --precision, and `on` and `off` as JSON."""
     spelled, last = list(tokens), [*tokens, "--"].index("--")
     switches = {index: match for index in range(last) if (match := _SWITCH.fullmatch(tokens[index]))}
-    options = _options_of(app, tokens[0]) if switches else {}
+    options = _options_of(app.parse_commands(tokens)[1][-1]) if switches else {}
     for index, match in reversed(switches.items()):
         argument = options.get((match["name"] or "precision").replace("-", "_"))
         if argument is not None and match["precision"]:
@@ -396,7 +394,7 @@ def _unused_errors(
 
 def _for_other_commands(app: App, command: str, flag: str) -> str:
     """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
-    options = {name: _options_of(app, name) for name in app if name != command}
+    options = {name: _options_of(app[name]) for name in app if not name.startswith("-") and name != command}
     for name in meanings(flag):
         if owners := [other for other in options if name in options[other]]:
             listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))

@@ -169,7 +169,7 @@ PATCHES: tuple[Patch, ...] = (
         "cpu-rank-arguments",
         "transformers.training_args:TrainingArguments.__post_init__(self)",
         "Without `use_cpu`, the arguments of a script look for an accelerator, which CPU ranks do not have.",
-        "tests/distributed/test_cpu_ranks.py::test_upstream_still_needs_the_deepspeed_recipe",
+        "tests/distributed/test_cpu_ranks.py::test_upstream_still_needs_the_recipes_of_cpu_ranks",
     ),
     *(
         process(
@@ -314,7 +314,7 @@ PATCHES: tuple[Patch, ...] = (
         "fsdp2-on-cpu-ranks",
         "accelerate.state:PartialState._shared_state",
         "Accelerate drops its FSDP plugin on CPU ranks and trains with plain DDP.",
-        "tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_fsdp2_is_requested",
+        "tests/distributed/test_cpu_ranks.py::test_upstream_still_needs_the_recipes_of_cpu_ranks",
     ),
     instance(
         "metered-backward", f"{_ACCELERATOR}.backward(self)", "No callback event marks the end of a backward pass."

@@ -80,20 +80,10 @@ class Visitor:
             self.errors.append(f"request to another machine: {address}")
 
 
-_STANDS_STILL = """() => !document.querySelector(".pending") && document.getAnimations().every(
-    (animation) => animation.playState !== "running" || animation.effect.getComputedTiming().endTime === Infinity)"""
-"""Whether each answer is there and each transition has ended; what turns forever is never waited for."""
-
-
 def accessibility_errors(page: Page) -> list[str]:
-    """What axe-core calls serious or critical: rule, element and way out, one line each.
-
-    The page is read once it stands still: gradio fades a new answer in over 150 ms (`.pending` in its HTML block), and
-    the colours of text on its way in are no colours of the page.
-    """
+    """What axe-core calls serious or critical: rule, element and way out, one line each."""
     from axe_playwright_python.sync_playwright import Axe
 
-    page.wait_for_function(_STANDS_STILL)
     return [
         f"{rule['impact']} {rule['id']}: {node['html'][:200]}: {node['failureSummary']}"
         for rule in Axe().run(page).response["violations"]

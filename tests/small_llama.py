@@ -178,12 +178,6 @@ def perplexity(model: Any, rows_NS: torch.Tensor) -> float:
     return float(row_losses(model, rows_NS).mean().exp())
 
 
-def unigram_perplexity(train_NS: torch.Tensor, rows_NS: torch.Tensor) -> float:
-    """Return what knowing only how often each token occurs gives."""
-    counts_V = torch.bincount(train_NS.flatten(), minlength=VOCAB_SIZE).double() + 1
-    return float((-(counts_V / counts_V.sum()).log()[rows_NS[:, 1:]]).mean().exp())
-
-
 @torch.no_grad()
 def inject_outliers(model: Any, channels: Iterable[int], *, factor: float = 50.0) -> Any:
     """Scale hidden channels behind every norm and take the factor out of the weights that read them, in place.

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from shardwright.tools import activation_trace, add_family
-from shardwright.tools.activations import kinds
-from shardwright.tools.activations.fit import TraceError
 
 SMALL = {
     "model_type": "granite",
@@ -50,39 +48,6 @@ def test_an_added_family_is_traced_and_written(tmp_path: Path, data: Path, monke
     known = json.loads(activation_trace.ADDED_PATH.read_text())["tables"]["granite"]
     assert added == {"bf16": {"none": {"fused": known["bf16"]["none"]["fused"]}}}
     assert len(data.read_text()) > len(before)
-
-
-def test_bytes_that_are_not_linear_leave_the_data_alone(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise TraceError("granite: not linear in its sizes")
-
-    before = data.read_text()
-    monkeypatch.setattr(add_family, "derive_coefficients", fails)
-    monkeypatch.setattr(add_family.add_family, "__kwdefaults__", {"data": data, "kinds_data": data})
-    assert add_family.main([config(tmp_path)]) == 1
-    assert capsys.readouterr().err == "error: granite: not linear in its sizes\n"
-    assert data.read_text() == before
-
-
-def test_tables_of_kinds_are_written_as_they_are_solved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = json.loads(activation_trace.KINDS_PATH.read_text(encoding="utf-8"))
-    tables = stored["families"]["OPTForCausalLM"]["tables"]
-    kept = tables.pop("bf16")
-    (path := tmp_path / "kinds.json").write_text(json.dumps(stored))
-
-    def derive(*_: object, mode: str, adapter: str, attention: str) -> Any:
-        if (mode, adapter, attention) == ("bf16", "none", "fused"):
-            return kept["none"]["fused"]
-        raise TraceError("not linear in its sizes")
-
-    monkeypatch.setattr(kinds, "derive_kind_table", derive)
-    opt = config(tmp_path, model_type="opt", architectures=["OPTForCausalLM"], ffn_dim=48)
-    with pytest.raises(TraceError, match="not linear"):
-        add_family.add_family(opt, kinds_data=path)
-    family = json.loads(path.read_text())["families"]["OPTForCausalLM"]
-    assert family["tables"] == tables | {"bf16": {"none": kept["none"]}}
 
 
 @pytest.mark.parametrize(

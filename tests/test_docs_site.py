@@ -6,21 +6,14 @@
 from __future__ import annotations
 
 import re
-import shlex
 
 import pytest
-import reference
 import shardwright
 import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
-from page_parts import with_part
-from runnable_blocks import prepare
-from shardwright.cli.main import build_app, run
+from shardwright.cli.main import build_app
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plan
-from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning import from_names
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +58,6 @@ def test_marked_parts_are_made_from_the_code(gathered):
         assert not [part for part in parts if part not in text]
 
 
-def test_a_class_that_moved_away_is_an_error(monkeypatch):
-    monkeypatch.setattr(reference, "ERRORS", ("NoSuchError",))
-    with pytest.raises(LookupError, match="no class NoSuchError in the package"):
-        reference.api_pages.__wrapped__()
-
-
 def test_the_gallery_has_every_configuration_with_its_figures():
     pages = gallery_pages()
     for entry in GALLERY:
@@ -81,28 +68,3 @@ def test_the_gallery_has_every_configuration_with_its_figures():
         anchor = re.sub("[^a-z0-9]+", "-", entry.name.lower())
         assert f"({anchor})=\n" in text
         assert pages["index.md"].count(f"({page(entry.model)}#{anchor})") == 2, "in the matrix and in the list"
-
-
-def test_commands_of_the_gallery_ask_for_its_plans(tmp_path, monkeypatch):
-    """Each is read by the real command line, up to where the planner itself would start."""
-    asked = []
-
-    def planner(model, hardware, job, **_):
-        asked.append((model.name, hardware, job))
-        raise from_names.ShardwrightError("planned")
-
-    prepare(tmp_path, monkeypatch)
-    monkeypatch.setattr(from_names, "make_plan", planner)
-    texts = gallery_pages()
-    for entry in GALLERY:
-        (line,) = re.findall(rf"cp {re.escape(entry.name)} plan\n\$ (shardwright plan .*)", texts[page(entry.model)])
-        run(shlex.split(line)[1:])
-        job = TrainingJob(**entry.job)
-        assert asked.pop() == (entry.model, parse_hardware(entry.hardware, nvme=entry.nvme), job)
-
-
-def test_a_part_of_a_page_is_replaced_and_a_missing_one_is_no_silence():
-    text = "before\n<!-- cases -->\nold\n<!-- end of cases -->\nafter\n"
-    assert with_part(text, "cases", "new") == text.replace("old", "new")
-    with pytest.raises(ValueError, match="no part between <!-- groups -->"):
-        with_part(text, "groups", "new")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from published_steps import PublishedStep, published_steps
 from step_time_accuracy import predictions_as_shipped
-from tuner_choice import kept_seconds, tuned
+from tuner_choice import tuned
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,3 @@ def test_few_trials_lose_almost_nothing(
     result = tuned([case for case in cases if case[0].table.startswith(table)], trials=trials)
     assert result is not None and result.mean_trials <= trials
     assert result.mean_regret <= mean_regret and result.worst_regret <= worst_regret
-
-
-def test_one_trial_is_the_choice_by_prediction(cases: list[tuple[PublishedStep, float]]) -> None:
-    group = cases[0][0].group
-    rows = [case for case in cases if case[0].group == group]
-    best, _ = min(rows, key=lambda row: row[1])
-    assert kept_seconds(rows, trials=1) == (best.seconds, 1)

@@ -176,7 +176,7 @@ class _YamlReader:
             raise UnreadableError(1, "the file is empty")
         return self.node(root)
 
-    def node(self, source: yaml.Node, depth: int = 0) -> Node:
+    def node(self, source: yaml.Node) -> Node:
         line = _line(source)
         if source in self.nodes:
             if (known := self.nodes[source]) is None:

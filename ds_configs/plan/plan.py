@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -370,18 +371,16 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
     writer = data["versions"].get("shardwright") if isinstance(data.get("versions"), dict) else None
     by = f"shardwright {writer} did; " if isinstance(writer, str) and writer.isprintable() else ""
     errors = []
-    for keys, detail in details.items():
+    for keys, detail in islice(details.items(), _SHOWN_ERRORS):
         line = json_line(text, keys) if text and keys else None
         path = ".".join(str(key)[:40] for key in keys)
         errors.append(f"{'' if line is None else f'line {line}: '}{path} {detail}".strip())
-    more = f"; {len(errors) - _SHOWN_ERRORS} more" if len(errors) > _SHOWN_ERRORS else ""
-    rule = f"is not a plan that this version wrote ({by}{'; '.join(errors[:_SHOWN_ERRORS])}{more})"
+    more = f"; {len(details) - _SHOWN_ERRORS} more" if len(details) > _SHOWN_ERRORS else ""
+    rule = f"is not a plan that this version wrote ({by}{'; '.join(errors)}{more})"
     raise RefusedInputError(ConfigError(where=source, rule=rule, fix="run `shardwright plan` again"))
 
 
 _SHOWN_ERRORS = 8
-
-
 _JSON_KEYS = {
     ("model",): ("model", "spec"),
     ("job", "seq_len_tokens"): ("job", "seq_len"),

@@ -10,9 +10,8 @@ import pytest
 from commands import Shell, every_command
 from paths import CONFIGS
 
-MODELS = CONFIGS
-LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
-CONFIG: dict[str, Any] = json.loads((MODELS / "meta-llama--Llama-3.1-8B" / "config.json").read_text())
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
+CONFIG: dict[str, Any] = json.loads((CONFIGS / "meta-llama--Llama-3.1-8B" / "config.json").read_text())
 GPU = ("--hardware", "8xA100-80GB")
 
 
@@ -60,9 +59,6 @@ def test_an_impossible_config_is_rejected_with_all_its_errors(
     ("arguments", "message"),
     [
         (["plan", LLAMA], "hardware: is missing; pass --hardware"),
-        (["plan", LLAMA, "--hardware", "0xA100-80GB"], "gpus_per_node = 0"),
-        (["plan", LLAMA, "--hardware", "none.yaml"], "cannot be read"),
-        (["plan", LLAMA, *GPU, "--precison", "fp16"], "--precison: is not an option; did you mean --precision?"),
         (["plan", LLAMA, *GPU, "--revision", "main"], "only a Hub model has revisions"),
         (["plan", LLAMA, *GPU, "--num-processes", "4"], "must equal the 8 accelerators"),
         (["plan", "/no/such/model", *GPU], "no such file or directory"),

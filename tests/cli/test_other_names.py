@@ -78,30 +78,20 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
     [
         ("plan --zero-stage 3 m", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
         ("plan m --hardware 1xT4 --bf16 false", ["--bf16: is not an option; use --precision bf16, fp16 or fp32"]),
-        ("plan m --hardware 1xT4 --bf16 --fp16", ["Parameter --precision specified multiple times."]),
         (
             "plan m --hardware 1xT4 --method lora --lora-rank 32 --lora-alpha 64",
             ["--lora-alpha: is not an option of plan; pass --lora-alpha to train, distill or qat"],
         ),
-        ("train m --output-dir o --lr 1e-4", ["--lr: is not an option; did you mean --learning-rate?"]),
-        ("evaluate m --bs 2", ["--bs: is not an option; did you mean --batch-size?"]),
         ("serve m --engine x", ["--engine: is not an option; omit it: serve starts vLLM only"]),
-        ("train m --output-dir o --engine x", ["--engine: is not an option; did you mean --strategy?"]),
         (
             "configs ls quantize",
             ["subject = 'quantize': is not in the gallery; recipes are files of examples/quantization: "
              "pass one to quantize --config"],
         ),
         (
-            "configs cp w4a16-awq o",
-            ["name = 'w4a16-awq': is not in the gallery; recipes are files of examples/quantization: "
-             "pass one to quantize --config"],
-        ),
-        (
             "calibrate --forget cpu",
             ["--forget = 'cpu': is not a stored run; omit it: rates of CPU ranks are not stored"],
         ),
-        ("quantize m --dry-run --load-in-4bit", ["--load-in-4bit: is not an option; use --scheme NF4"]),
         ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
     ],
 )  # fmt: skip

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.show import print_figures, show_plan, show_settings
+from shardwright.cli.show import print_figures, show_plan
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
+from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes
+from shardwright.trainers.reports.plans import plan_report
 
 ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.0021"), ("bytes", "4,123,456,789", "", ""))
 
@@ -35,13 +37,9 @@ def test_a_plan_is_readable_at_every_width(
     assert max(map(len, shown.splitlines()[:-1])) <= width and "…" not in shown
     for other in plan.rejected:
         assert gigabytes(other.memory.gpu.high_bytes) in shown
+    fitting = [display_name(other.strategy) for other in plan.rejected if other.memory.fits]
+    (reported,) = next(each.tables for each in plan_report(plan).sections if each.heading == "Other layouts")
+    assert len(fitting) > 3 and [row[0] for row in reported.rows[: len(fitting)]] == fitting
     assert "Reasons: shardwright explain plan" in " ".join(shown.split())
     # Each layout is a line or three, not a column of words.
     assert width != 80 or len(shown.splitlines()) < 90
-
-
-def test_settings_that_the_planner_chooses_are_shown_as_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    show_settings({"micro_batch_size": None, "teacher": None}, {"micro_batch_size": "default", "teacher": "default"})
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["micro_batch_size", "auto", "default"] in rows
-    assert ["teacher", "None", "default"] in rows

@@ -179,66 +179,43 @@ def test_kl_is_the_best_of_all_ranges_by_brute_force(seed, symmetric):
     assert divergence <= min(measured.values()) * (1.0 + 1e-9 if symmetric else 1.05)
 
 
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    """A random Llama with static 8-bit inputs by each method, saved; with the inputs that its first layer saw."""
-    from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    set_seed(0)
-    dense = tmp_path_factory.mktemp("dense")
-    LlamaForCausalLM(config).save_pretrained(dense)
-    draw = torch.Generator().manual_seed(5)
-    rows_NS = torch.randint(64, (6, 16), generator=draw)
-    found = {}
-    for method in ("minmax", "percentile", "l2", "kl"):
-        model = LlamaForCausalLM.from_pretrained(dense).eval()
-        with torch.no_grad():
-            inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(rows_NS)).clone()
-        activations = static(8, range_method=method, percentile=95.0)
-        made = quantize_with_llm_compressor(
-            model=model,
-            scheme=replace(scheme_named("W8A8_STATIC"), activations=activations),
-            method="rtn",
-            calibration=[{"input_ids": row.tolist()} for row in rows_NS],
-            batch_size=2,
-        )
-        with torch.no_grad():
-            logits = made.model(input_ids=rows_NS).logits
-        directory = tmp_path_factory.mktemp(method)
-        made.save(directory)
-        found[method] = (inputs, activations, directory, logits, rows_NS)
-    return found
-
-
 @pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("method", ["minmax", "percentile", "l2", "kl"])
-def test_the_engine_stores_the_range_of_what_the_layer_saw(calibrated, method):
+def test_the_engine_stores_the_range_of_what_the_layer_saw(method, tmp_path):
+    """Of a random Llama with static 8-bit inputs."""
     import json
 
     from llmcompressor.observers import Observer
     from safetensors.torch import load_file
+    from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
+    from small_models import llama
     from transformers import AutoModelForCausalLM
 
-    inputs, activations, directory, logits, rows_NS = calibrated[method]
+    model = llama(hidden_size=32, vocab_size=64, num_hidden_layers=1, num_attention_heads=2).eval()
+    rows_NS = torch.randint(64, (6, 16), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(rows_NS)).clone()
+    activations = static(8, range_method=method, percentile=95.0)
+    made = quantize_with_llm_compressor(
+        model=model,
+        scheme=replace(scheme_named("W8A8_STATIC"), activations=activations),
+        method="rtn",
+        calibration=[{"input_ids": row.tolist()} for row in rows_NS],
+        batch_size=2,
+    )
+    with torch.no_grad():
+        logits = made.model(input_ids=rows_NS).logits
+    made.save(tmp_path)
     _, high = activation_range(histogram_of(inputs), activations)
-    stored = load_file(directory / "model.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
     bound = float(inputs.abs().max()) if method == "minmax" else high
     assert float(stored) == pytest.approx(bound / 127.5, rel=1e-6)
     if method == "percentile":
         assert high == pytest.approx(numpy.percentile(inputs.abs().double().numpy(), 95.0), rel=5e-3)
     # A stock loader computes the same, and llm-compressor knows every name in the config.
-    saved = json.loads((directory / "config.json").read_text())["quantization_config"]
+    saved = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     observer = saved["config_groups"]["group_0"]["input_activations"]["observer"]
     assert Observer.get_value_from_registry(observer).__module__.startswith("llmcompressor.")
     with torch.no_grad():
-        own = AutoModelForCausalLM.from_pretrained(directory).eval()(input_ids=rows_NS).logits
+        own = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=rows_NS).logits
     assert torch.allclose(own, logits, atol=1e-5)

@@ -91,12 +91,6 @@ def test_entries_wrap_each_other_in_the_order_of_the_table(upstream: Any, order:
     assert upstream.Base().run(1) == [1]
 
 
-def test_a_patch_that_is_applied_again_replaces_its_wrapper(upstream: Any) -> None:
-    for word in ("first", "second"):
-        apply("inner", adding(word))
-    assert upstream.Child().run(1) == [1, "second"]
-
-
 def test_classmethods_stay_classmethods(upstream: Any) -> None:
     def wrapper(word: str) -> Callable[[Any], Any]:
         return lambda bound: classmethod(lambda cls: [*bound.__func__(cls), word])

@@ -72,6 +72,7 @@ def cpu_arguments(scaled: Rewriting, *, layout: Layout, steps: int, save_step: i
         "save_steps": save_step,
         "logging_strategy": "steps",
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,
         "report_to": "none",
         "disable_tqdm": True,
     }

@@ -69,6 +69,7 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
         "output_dir": str(work / "output"),
         "max_steps": job.steps,
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,
         "logging_strategy": "steps",
         "save_strategy": "no",
         "eval_strategy": "no",

@@ -186,6 +186,7 @@ def fail_output(staging: Path, output_dir: Path, verification: Verification) -> 
         failed = staging.rename(output.with_name(f"{output.name}.failed"))
     except OSError:
         # The name is taken, or the output directory is a mount point.
+        output.mkdir(exist_ok=True)
         failed = staging.rename(output / "failed")
     failed.chmod(0o755)
     return failed

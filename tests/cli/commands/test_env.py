@@ -40,9 +40,7 @@ def test_patches_are_listed_with_their_state(
 
     assert run(["env", "--patches"]) == 0
     shown = capsys.readouterr().out
-    for name, state in states.items():
-        assert f"{name}: {state}\n" in shown
-    assert f"torch {found['patches'][0]['installed']}: torch:rand (process, releases: all)\n  It is wrong.\n" in shown
+    assert all(f"{name}: {state}\n" in shown for name, state in states.items())
     assert "patch changed replaces torch.no_such_function, which this release does not have" in shown
 
 

@@ -21,11 +21,8 @@ def test_training_commands_name_launch_for_several_machines(
     ("words", "said"),
     [
         (["--on", "slurm", "--hostfile", "h"], "hostfile = 'h': is for --on ssh, not slurm"),
-        (["--sbatch=--time=1"], "is for --on slurm, not local"),
         (["--main-address", "a"], "main_address = 'a': needs --node-rank"),
         (["--on", "ssh", "--node-rank", "1", "--main-address", "a"], "is for --on local, not ssh"),
-        (["--on", "slurm", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not slurm"),
-        (["--main-port", "1234"], "is for one of several machines"),
         (["--node-rank", "1"], "node_rank = 1: needs --main-address"),
         (["--on", "slurm", "--name", "a\n#SBATCH --wrap=x"], "must be at most 40 lower-case letters"),
         (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must have the form --NAME=VALUE"),

@@ -6,8 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +13,6 @@ import pytest
 from cards import read_card
 from session import warm_command
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.settings import QuantizeSettings
-from shardwright.trainers.quantization.inputs import prepare
 from small_models import llama
 
 pytestmark = pytest.mark.slow
@@ -35,18 +31,6 @@ def model(tmp_path_factory) -> Path:
     ).save_pretrained(directory)
     byte_tokenizer(384).save_pretrained(directory)
     return directory
-
-
-@pytest.fixture
-def changed_model(model, tmp_path):
-    copy = tmp_path / "copied"
-    shutil.copytree(model, copy)
-    return copy
-
-
-def edit_config(directory: Path, **values) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -79,37 +63,6 @@ def test_a_checkpoint_loads_and_describes_its_quantization(model, tmp_path, caps
     assert card.tags == ["compressed-tensors", "gptq", "shardwright"] and card.base_model is None
     assert contents(model) == before
     assert {path.name for path in tmp_path.iterdir()} == {"q"}
-
-
-@pytest.fixture
-def chats(tmp_path) -> Path:
-    rows = [
-        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(10, 50)
-    ]
-    file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
-    return file
-
-
-@pytest.mark.needs("llmcompressor")
-def test_a_base_model_is_calibrated_on_chats_with_a_template(model, tmp_path, chats, capsys):
-    from transformers import AutoTokenizer
-
-    flags = ("--scheme", "W4A16", "--dataset", str(chats), "--seq-len", "64", "--num-samples", "8", "--no-evaluate")
-    settings = QuantizeSettings(scheme="W4A16", dataset=str(chats), seq_len=64, num_samples=8, chat_template="alpaca")
-    prepared = prepare(str(model), settings, None)
-    assert len(prepared.calibration) == 8
-    for sample in prepared.calibration:
-        text = prepared.tokenizer.decode(sample["input_ids"])
-        assert "### Instruction:\n" in text and "?\n\n### Response:\n" in text
-    output = tmp_path / "q"
-    assert quantize(model, output, *flags, "--chat-template", "alpaca", "--format", "json") == 0
-    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 8
-    question = [{"role": "user", "content": "1 + 1?"}]
-    served = AutoTokenizer.from_pretrained(output).apply_chat_template(
-        question, tokenize=False, add_generation_prompt=True
-    )
-    assert served == prepared.tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize(
@@ -169,9 +122,13 @@ def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):
         assert word in message
 
 
-def test_what_is_quantized_already(changed_model, tmp_path, capsys):
-    edit_config(changed_model, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "already quantized (gptq)" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+def test_what_is_quantized_already(model, tmp_path, capsys):
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (changed / "config.json").write_text(json.dumps(config))
+    assert "already quantized (gptq)" in refused(changed, tmp_path, capsys, 4, *BRIEF)
 
 
 def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
@@ -223,40 +180,3 @@ def test_an_interrupted_run_leaves_nothing(model, tmp_path):
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130, errors
     assert not list(tmp_path.iterdir())
-
-
-_WITHOUT_THE_EXTRA = """
-import site, sys
-site.addsitedir(sys.argv[1])
-from shardwright.cli.main import run
-for name in sys.argv[4:]:
-    flags = ["--scheme", name, "--method", "rtn", "--no-evaluate", "--format", "json"]
-    flags += ["--group-size", "64"] if name.endswith("ASYM") else []
-    if code := run(["quantize", sys.argv[2], *flags, "--output-dir", f"{sys.argv[3]}/{name}"]):
-        sys.exit(code)
-gptq = ["--scheme", "W4A16", "--method", "gptq", "--dataset", "python-help", "--dry-run"]
-assert run(["quantize", sys.argv[2], *gptq]) == 2
-"""
-
-
-@pytest.mark.full
-def test_rounding_needs_no_llm_compressor(model, tmp_path):
-    packages = tmp_path / "packages"
-    packages.mkdir()
-    for directory in (sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))):
-        for installed in Path(directory).iterdir():
-            is_hidden = installed.name.startswith(("llmcompressor", "auto_round", "auto-round"))
-            is_path = installed.suffix == ".pth" and "shardwright" not in installed.name
-            if not is_hidden and not is_path and not (packages / installed.name).exists():
-                (packages / installed.name).symlink_to(installed)
-    names = ["W8A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4"]
-    # -S: without the packages of this environment.
-    script = [sys.executable, "-S", "-c", _WITHOUT_THE_EXTRA, str(packages), str(model), str(tmp_path)]
-    done = subprocess.run([*script, *names], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [outcome["scheme"]["name"] for outcome in outcomes] == names
-    for outcome in outcomes:
-        assert outcome["verification"]["errors"] == [] and len(outcome["quantized_layers"]) == 21
-        assert outcome["verification"]["largest_logit_difference"] <= 1e-3
-    assert "needs llmcompressor, which is not installed" in done.stderr

@@ -97,12 +97,6 @@ def test_absurd_inputs_have_short_errors(values, config):
     assert all(len(line) < 600 for line in str(caught.value).splitlines())
 
 
-def test_findings_show_their_lines():
-    text = '{\n  "zero_optimization": {\n    "stage": 3,\n    "overlap_com": true\n  }\n}'
-    found = [(finding.kind, str(finding.error)) for finding in checked(text, {"num_processes": "8"}).findings]
-    assert any(kind == "error" and ":4 " in line and "overlap_comm" in line for kind, line in found)
-
-
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "\0", "{" * 10, "x" * 10_000_000, "a: &a [*a]"])
 def test_any_pasted_text_has_a_short_answer(text):
     found = checked(text, {})

@@ -225,11 +225,7 @@ def test_predictions_of_all_measured_layouts_are_within_five_percent():
     passed, sentence = verdict(fullest_rows(found))
     assert passed, sentence
     assert TARGET_MEAN == 0.05
-
-
-def test_the_document_shows_the_stored_measurements():
-    found = rows(json.loads(GRID.measured.read_text(encoding="utf-8")))
     text = GRID.document.read_text(encoding="utf-8")
-    assert verdict(fullest_rows(found))[1] in text
+    assert sentence in text
     assert group_table(fullest_rows(found)) in text
     assert case_table(found) in text

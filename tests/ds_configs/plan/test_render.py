@@ -126,22 +126,24 @@ def test_multi_node_files_and_launch():
 
 
 def test_launch_script_passes_awkward_words_through(tmp_path):
-    """The script's own words and the user's arguments reach the launcher unsplit."""
-    model = replace(LLAMA_8B, name="/models/with space/and 'quote'")
+    """The script's own words and the user's arguments reach the launcher unsplit, and no shell runs them."""
+    awkward = "/models/with space/and 'quote' $(touch pwned) `touch pwned`\ntouch pwned\n; touch pwned"
+    model = replace(LLAMA_8B, name=awkward)
     plan = make_plan(model, NODE, TrainingJob(strategy="zero2"))
-    target = tmp_path / "a plan"
+    target = tmp_path / "a plan $(touch pwned)\ntouch pwned"
     plan.write(target)
     fake = tmp_path / "bin" / "python"
     fake.parent.mkdir()
-    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@"\n')
     fake.chmod(0o755)
     environment = os.environ | {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
 
     def started(*words: str) -> list[str]:
         command = [str(target / "launch.sh"), *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+        return done.stdout.split("\0")[:-1]
 
-    program, model = ["-m", "shardwright"], "/models/with space/and 'quote'"
+    program, model = ["-m", "shardwright"], awkward
     text = ["--text", "two words"]
     assert started(*text) == [*program, "launch", str(target), "--", *text]
     data = ["--max-steps", "3", "--dataset", "two words"]
@@ -149,6 +151,7 @@ def test_launch_script_passes_awkward_words_through(tmp_path):
     assert started("--dataset=my data") == [*program, "train", model, "--plan", str(target), "--dataset=my data"]
     script = ["my script.py", "--dataset", "two words"]
     assert started(*script) == [*program, "launch", str(target), "--", *script]
+    assert not list(tmp_path.rglob("pwned"))
 
 
 @pytest.mark.parametrize(("hardware", "places"), [(NODE, []), (TWO_NODES, ["0", "main-host"])])
@@ -184,22 +187,6 @@ def test_plans_round_trip_and_pass_check(job, hardware):
         if name in files:
             findings = check_text(files[name], filename=name, world_size=hardware.world_size)
             assert findings == (), [str(finding.error) for finding in findings]
-
-
-@pytest.mark.parametrize(
-    ("change", "pattern"),
-    [
-        (lambda data: data.update(schema_version=99), "this version reads 1"),
-        (lambda data: data.pop("schema_version"), "is not a plan"),
-        (lambda data: data.pop("model"), "missing 'model'"),
-        (lambda data: data["chosen"]["strategy"].update(dp_shard="many"), "is not a plan that this version wrote"),
-    ],
-)
-def test_damaged_plans_are_rejected(change, pattern):
-    data = json.loads(json.dumps(plan_to_dict(plan_of())))
-    change(data)
-    with pytest.raises(RefusedInputError, match=pattern):
-        plan_from_dict(data, source="plan.json")
 
 
 _KNOWN_PLAN = plan_to_dict(plan_of())

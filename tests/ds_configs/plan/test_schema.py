@@ -7,50 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from shardwright.cli.main import run
 from shardwright.plugins.planning.from_names import read_hardware
 
-KINDS: dict[str, Any] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-}
 
-
-def violations(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
-    """Return where a value breaks a schema, for the keywords that the printed schemas use."""
-    if "anyOf" in schema:
-        found = [violations(value, option, place) for option in schema["anyOf"]]
-        return [] if [] in found else [f"{place}: none of {len(found)}"]
-    if "const" in schema and value != schema["const"]:
-        return [f"{place}: not {schema['const']!r}"]
-    if "enum" in schema and value not in schema["enum"]:
-        return [f"{place}: not one of {schema['enum']}"]
-    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", list(KINDS))
-    if not any(isinstance(value, KINDS[kind]) and (kind == "boolean" or value is not True) for kind in kinds):
-        return [f"{place}: {value!r} is not {kinds}"]
-    errors: list[str] = []
-    if isinstance(value, dict):
-        properties = schema.get("properties", {})
-        errors += [f"{place}: lacks {name}" for name in schema.get("required", []) if name not in value]
-        for name, item in value.items():
-            other = schema.get("additionalProperties", True)
-            if name in properties:
-                errors += violations(item, properties[name], f"{place}.{name}")
-            elif isinstance(other, dict):
-                errors += violations(item, other, f"{place}.{name}")
-            elif other is False or properties:
-                errors.append(f"{place}: does not know {name}")
-    if isinstance(value, list):
-        prefix = schema.get("prefixItems", [])
-        for index, item in enumerate(value):
-            kind = prefix[index] if index < len(prefix) else schema.get("items", {})
-            errors += violations(item, kind, f"{place}[{index}]")
-    return errors
+def violations(value: Any, schema: dict[str, Any]) -> list[str]:
+    return [error.message for error in Draft202012Validator(schema).iter_errors(value)]
 
 
 @pytest.fixture
@@ -86,5 +49,6 @@ def test_the_hardware_schema_takes_what_the_reader_takes(schema: dict[str, Any],
 @pytest.mark.parametrize("schema", ["settings"], indirect=True)
 def test_the_settings_schema_names_every_setting(schema: dict[str, Any]) -> None:
     assert violations({"hardware": "8xA100-80GB", "seq_len": 512, "micro_batch_size": "auto"}, schema) == []
-    assert violations({"hardwear": "8xA100-80GB"}, schema) == [": does not know hardwear"]
+    (message,) = violations({"hardwear": "8xA100-80GB"}, schema)
+    assert "hardwear" in message
     assert all(field.get("description") for field in schema["properties"].values())

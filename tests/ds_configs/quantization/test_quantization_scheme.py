@@ -45,28 +45,15 @@ OWN = {"W2A16_ASYM", "W3A16_ASYM", "W8A16_ASYM", "W8A8_STATIC", "NF4", "BNB_INT8
 DOCUMENT = ROOT / "docs" / "explain" / "quantization.md"
 
 
-def small_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4
+with torch.device("meta"):
+    MODEL = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4)
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
-def linear_layers(model: torch.nn.Module) -> list[LinearLayer]:
-    return [
-        LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features, is_head="head" in name)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-
-
-MODEL = small_llama()
-LAYERS = linear_layers(MODEL)
-
-
-def bits_in(row: str) -> float:
-    return float(row.split("|")[4])
+LAYERS = [
+    LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features, is_head="head" in name)
+    for name, module in MODEL.named_modules()
+    if isinstance(module, torch.nn.Linear)
+]
 
 
 def test_every_upstream_preset_is_here_or_named_as_newer_and_only_ours_are_added():
@@ -245,7 +232,7 @@ def test_document_names_every_preset_with_its_format():
     assert all(f"`{PRESETS[name].format}`" in row for name, row in rows.items())
     matrix = [LinearLayer(name="x", out_features=4096, in_features=4096)]
     for name, row in rows.items():
-        assert bits_in(row) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
+        assert float(row.split("|")[4]) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
 
 
 def test_heads_matched_by_class_are_also_named():

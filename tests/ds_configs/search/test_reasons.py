@@ -38,10 +38,6 @@ NAMES = ("Qwen--Qwen2.5-0.5B", "Qwen--Qwen3-30B-A3B", "meta-llama--Llama-3.1-8B"
 )
 def test_reason_and_table_name_the_same_fastest_layout(model: str, gpus: str, job: TrainingJob) -> None:
     assume(job.seq_len_tokens <= (MODELS[model].learned_positions or 10**9))
-    _check(model, gpus, job)
-
-
-def _check(model: str, gpus: str, job: TrainingJob) -> None:
     try:
         outcome = search(SearchContext(model=MODELS[model], hardware=parse_hardware(gpus), job=job))
     except UsageError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from shardwright.ds_configs.memory.activations import load_coefficients
 from shardwright.ds_configs.specs.model import adapted_mixtures, is_within, merged, newest_tested_release
 from shardwright.plugins import releases
@@ -16,16 +15,8 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("release", "specifier", "expected"),
-    [
-        ("5.18.0.dev0", ">=5.18", True),
-        ("5.14.1", "<5.15", True),
-        ("6.0.0rc1", ">=5.23", True),
-    ],
-)
-def test_development_releases_compare_by_public_version(release: str, specifier: str, expected: bool) -> None:
-    assert is_within(release, specifier) is expected
+def test_development_releases_compare_by_public_version() -> None:
+    assert is_within("5.18.0.dev0", ">=5.18") and is_within("6.0.0rc1", ">=5.23") and is_within("5.14.1", "<5.15")
 
 
 def test_invalid_version_counts_as_newest_tested_release() -> None:

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from statistics import mean, median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import llama, public_model
-from published_steps import READERS, TABLES, gpt, published_steps
+from published_steps import gpt, published_steps
 from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
 from shardwright.ds_configs.memory.offload import NVME_BYTES_PER_S, offloaded_step_seconds
-from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
+from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.step_time.communication import Calls, GroupParameters, data_traffic
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.model_work import (
-    alignment_efficiency,
     device_of,
     model_work,
     product_seconds,
-    with_host,
 )
 from shardwright.ds_configs.step_time.rates import (
     TRANSFORMERS,
-    _tables,
     constants_of,
     gather_seconds,
     group_of,
@@ -124,37 +120,6 @@ def test_larger_products_are_more_efficient(sizes, more, axis):
     assert second >= first
     rate = [2.0 * m * n * k / t for (m, n, k), t in ((small, first), (large, second))]
     assert rate[0] <= rate[1] * (1 + 1e-9) <= A100.flops_per_s
-
-
-def test_products_with_less_aligned_widths_are_slower():
-    constants = constants_of("A100-80GB")
-    efficiencies = [alignment_efficiency(rows, 768, constants) for rows in (50304, 50256, 50260, 50258, 50257)]
-    assert efficiencies[0] == efficiencies[1] == 1.0
-    assert efficiencies[4] == pytest.approx(constants.unaligned_efficiency)
-    assert all(small < large for large, small in pairwise(efficiencies[1:]))
-    assert alignment_efficiency(768, 50257, constants) == efficiencies[4]
-    padded, odd = (seconds(ZERO1, llama(vocab_size=size)).terms["head_and_loss"] for size in (50304, 50257))
-    assert odd > 1.3 * padded
-
-
-def test_fp32_products_have_the_efficiency_of_fp32_units():
-    v100 = parse_hardware("8xV100-32GB")
-    devices = [
-        device_of(v100, TrainingJob(precision=name), TRANSFORMERS, constants_of(v100.gpu)) for name in ("fp16", "fp32")
-    ]
-    half, single = (device.flops_per_s for device in devices)
-    # arXiv 1803.04014: tensor cores are seven times as fast as fp32 products.
-    assert half / single == pytest.approx(7, rel=0.05)
-
-
-def test_host_limits_tiny_models():
-    tiny = llama(num_hidden_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=128)
-    time = seconds(ZERO1, tiny, seq_len_tokens=64)
-    constants = constants_of("A100-80GB")
-    kernels = 8 * (TRANSFORMERS.kernels_forward + TRANSFORMERS.kernels_backward)
-    assert time.seconds > kernels * constants.launch_seconds
-    assert with_host(1.0, 0, constants) == 1.0
-    assert max(1.0, 2.0) < with_host(1.0, 2.0, constants) < 3.0
 
 
 @given(ranks=st.sampled_from([2, 4, 8, 16, 64]), size=st.floats(1e3, 1e10))
@@ -306,16 +271,6 @@ def test_quantized_collectives_and_secondary_shards_move_less():
     )
 
 
-def test_long_products_of_the_head_do_not_hide_launches_in_the_layers():
-    # Layers that the host bounds, below heads of very different sizes: a head hides no launches but its own.
-    shape = {"num_hidden_layers": 8, "hidden_size": 256, "num_attention_heads": 4, "tie_word_embeddings": False}
-    small, large = (seconds(ZERO1, llama(vocab_size=size, **shape), seq_len_tokens=2048) for size in (1024, 128 * 1024))
-    own = TRANSFORMERS.kernels_outside * constants_of("A100-80GB").launch_seconds
-    hidden = small.terms["kernel_launches"] - large.terms["kernel_launches"]
-    # A tenth more: gradients of the larger embedding are added beside the layers' launches.
-    assert 0 < hidden <= 1.1 * own < large.terms["head_and_loss"] - small.terms["head_and_loss"]
-
-
 def test_recomputation_costs_a_forward_pass_of_recomputed_layers():
     none, some, every = (
         seconds(replace(ZERO1, gradient_checkpointing=count != 0, checkpointed_layers=count)) for count in (0, 8, None)
@@ -359,12 +314,6 @@ def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
     alone = replace(layout, dp_shard=1)
     one = terms_of(alone, parse_hardware("1xA100-80GB"), 1e9)
     assert one["host_optimizer"] < terms["host_optimizer"] / 2
-
-
-def test_every_accelerator_of_the_catalog_has_its_generation_or_the_newest():
-    names = {name for table in ("generations", "borrowed") for name in _tables()[table]}
-    newer = {"B200", "B300", "RTX5080", "RTX5090", "RTXPRO6000", "MI300X", "MI325X", "MI355X", "Gaudi3"}
-    assert names | newer == set(gpu_catalog()), "a new accelerator borrows from the newest generation"
 
 
 def test_published_step_times_are_matched():
@@ -435,8 +384,3 @@ def test_published_speedups_of_compiled_and_fp8_layers_are_predicted():
         # Nobody measured these layers under the Trainer: the interval contains eager ones.
         assert times[name].high_seconds == times["eager"].high_seconds
     assert times["compiled"].seconds < times["liger"].seconds < times["eager"].seconds
-
-
-def test_every_table_has_a_reader():
-    read = (*READERS, "alst_longest_sequences")
-    assert all(path.name.startswith(read) for path in TABLES.glob("*.csv"))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from planning import public_model
-from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.clusters.node_check import NodeFacts, node_errors
@@ -19,17 +18,10 @@ FACTS = NodeFacts(
 )
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+def test_every_difference_is_reported_together() -> None:
     model = public_model("meta-llama--Llama-3.1-8B")
-    return make_plan(model, parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3"))
-
-
-def test_equal_machines_have_nothing_to_tell(plan: Plan) -> None:
+    plan = make_plan(model, parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3"))
     assert node_errors(plan, [FACTS, replace(FACTS, host="b")]) == []
-
-
-def test_every_difference_is_reported_together(plan: Plan) -> None:
     other = replace(
         FACTS,
         host="b",

@@ -258,17 +258,11 @@ LEGAL = {"pp": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "worl
 @pytest.mark.parametrize(
     ("change", "where", "says"),
     [
-        ({"num_layers": 1}, "pp", "nearest legal value: 1"),
         ({"pp": 0}, "pp", "must be at least 1"),
-        ({"pp": -1}, "pp", "must be at least 1"),
-        ({"world_size": 3}, "pp", "3 % 2 = 1"),
-        ({"zero_stage": 2}, "zero_optimization.stage", "nearest legal value: 1"),
         ({"zero_stage": 3}, "zero_optimization.stage", "nearest legal value: 1"),
         ({"engine": "fsdp2", "zero_stage": None}, "pp", "requires DeepSpeed"),
         ({"offload_optimizer": "nvme"}, "offload_optimizer", "use cpu with ZeRO-1"),
-        ({"offload_optimizer": "cpu", "zero_stage": 0}, "offload_optimizer", "use cpu with ZeRO-1"),
         ({"offload_param": "cpu"}, "offload_param", "ZeRO-3"),
-        ({"sp": 2}, "sp", "use sp = 1 or pp = 1"),
         ({"cp": 2}, "cp", "FSDP2"),
         ({"ep": 2}, "ep", "have no experts"),
         ({"tp": 4}, "pp * tp", "4 % 8 = 4"),

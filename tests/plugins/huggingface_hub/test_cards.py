@@ -75,14 +75,6 @@ def test_no_name_breaks_the_metadata(tmp_path_factory: pytest.TempPathFactory, n
     assert found["tags"] == [name]
 
 
-@pytest.mark.parametrize(
-    ("model", "title"),
-    [("Qwen/Qwen3-0.6B", "Qwen3-0.6B"), ("models/llama-3.2/", "llama-3.2"), ("half-0.5B/config.json", "half-0.5B")],
-)
-def test_titles_of_model_cards_keep_the_full_name(model, title):
-    assert title_of(model) == title
-
-
 def test_a_relative_directory_is_titled_by_its_absolute_name(tmp_path, monkeypatch):
     (tmp_path / "model-1.5").mkdir()
     monkeypatch.chdir(tmp_path / "model-1.5")

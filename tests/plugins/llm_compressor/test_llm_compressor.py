@@ -134,19 +134,6 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
     assert configs[0] == configs[1]
 
 
-@pytest.mark.full
-@pytest.mark.needs("llmcompressor", "auto_round")
-@pytest.mark.parametrize("name", ["W3A16", "W3A16_ASYM"])
-def test_autoround_loses_less_than_rounding(source, name):
-    scheme, ids_BS = changed(scheme_named(name), group_size=32), torch.tensor([samples()[0]["input_ids"]])
-    run = request(source, "autoround", scheme, method_options={"iters": 20})
-    quantized = quantize_with_llm_compressor(**run), round_to_nearest(loaded(source), scheme)
-    with torch.no_grad():
-        expected = loaded(source)(ids_BS).logits.double()
-        learned, rounded = ((each.model(ids_BS).logits - expected).square().mean() for each in quantized)
-    assert 0 < learned < rounded
-
-
 @pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_tied_weights_are_written_once(tmp_path, method):

@@ -101,8 +101,3 @@ def refusal(tmp_path: Path, config: dict[str, Any]) -> ConfigError:
 def test_unknown_model_type_suggests_a_newer_transformers(more: dict[str, Any], way_out: str, tmp_path: Path) -> None:
     error = refusal(tmp_path, SIZES | {"model_type": "unheard_of", **more})
     assert (error.value, way_out in error.fix) == ("unheard_of", True)
-
-
-def test_remote_code_of_an_unknown_class_is_rejected(tmp_path: Path) -> None:
-    error = refusal(tmp_path, SIZES | {"model_type": "unheard_of", "auto_map": {"AutoModelForCausalLM": "code.Own"}})
-    assert "which Shardwright does not run" in error.fix

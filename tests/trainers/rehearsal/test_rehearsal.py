@@ -234,6 +234,8 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     found, changes = replaced(cpu_arguments, arguments | sizes, layout=layout, steps=8, save_step=4)
     assert found["bf16"] is True and found["fp16"] is False and found["optim"] == "adamw_torch"
     assert "tf32" not in found and found["push_to_hub"] is False and found["weight_decay"] == 0.1
+    # By default, a Trainer logs the mean of earlier losses in place of NaN.
+    assert found["logging_nan_inf_filter"] is False
     assert set(changes) == {"fp16", "bf16", "optim", "tf32", "push_to_hub", "learning_rate", "max_steps"}
     _, changes = replaced(cpu_arguments, sizes, layout=Layout(engine="ddp"), steps=8, save_step=4)
     assert changes[0] == "per_device_train_batch_size"

@@ -144,5 +144,8 @@ def test_failed_checkpoint_replaces_only_an_earlier_one(tmp_path):
         assert failed(output) == tmp_path / "q.failed"
         assert (tmp_path / "q.failed" / "FAILED.txt").read_text() == "first\nsecond\n"
     assert failed(tmp_path / "other") == tmp_path / "other" / "failed" and (users / "kept").exists()
+    (tmp_path / "absent.failed" / "kept").mkdir(parents=True)
+    (staging := tmp_path / "staging").mkdir()
+    assert fail_output(staging, tmp_path / "absent", verification) == tmp_path / "absent" / "failed"
     discard_failed(output)
     assert not (tmp_path / "q.failed").exists()

@@ -226,4 +226,8 @@ def _checked_key(file: Path) -> CacheKey:
     }
     if stored != expected:
         raise RefusedInputError(ConfigError(where=str(file), rule=f"has {stored}, expected {expected}", fix=fix))
+    lengths = load_tensors(file)["lengths"]
+    if int(lengths.sum()) != rows[0] or bool((lengths < 1).any()):
+        rule = f"has {rows[0]} rows for samples of {int(lengths.sum())} positions"
+        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix=fix))
     return key

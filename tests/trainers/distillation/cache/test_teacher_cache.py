@@ -214,6 +214,8 @@ class TestBadInput:
         key = json.loads(metadata["cache_key"])
         for changed, own in (
             ({"lengths": tensors["lengths"][:-1]}, key),
+            ({"lengths": -tensors["lengths"]}, key),
+            ({"lengths": tensors["lengths"] + 1}, key),
             ({"hashes": tensors["hashes"][:, :8].clone()}, key),
             ({"logits": tensors["logits"].float()}, key),
             ({}, key | {"temperatures": [1.0]}),

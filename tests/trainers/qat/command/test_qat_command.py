@@ -122,7 +122,7 @@ def test_bad_input_fails_before_launch_and_writes_nothing(
     [
         ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
         ("conv1d", (), 2, "has 8 transposed matrices in Conv1D"),
-        ("unsafe", (), 4, "such files can run code"),
+        ("unsafe", (), 4, "other formats can run code"),
         ("model", ("--teacher", "unsafe"), 4, "weights are read only from safetensors"),
         ("quantized", (), 4, "is already quantized (compressed-tensors)"),
     ],
