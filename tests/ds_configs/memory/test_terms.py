@@ -10,14 +10,17 @@ from typing import get_args
 
 from planning import llama, public_model
 from shardwright.cli.main import run
+from shardwright.ds_configs.memory import host, offload
 from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory, share_moment_terms
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.plan.plan import header_lines, make_plan
+from shardwright.ds_configs.plan.plan import header_lines, make_plan, plan_to_dict
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.second_models import PLACEMENTS, SecondModel, SecondModelRole
+from shardwright.ds_configs.specs.terms import Term
+from shardwright.ds_configs.step_time import estimate
 from shardwright.ds_configs.step_time.estimate import TERMS, estimate_step_time
 from shardwright.trainers.reports.plans import plan_report
 
@@ -115,6 +118,29 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         assert run(["explain", str(tmp_path / role), "--format", "json"]) == 0
         explained = json.loads(capsys.readouterr().out)
         assert f"offloaded_{role}" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
+
+
+def test_a_new_term_is_in_memory_time_reports_json_and_explain(monkeypatch, capsys):
+    """Declared and computed in one module, here `offload`, it needs no line elsewhere."""
+    term = Term("dummy_copies", "copies that a test adds", lives_on="host", label="copies of a test")
+    monkeypatch.setitem(TERMS, term.name, term)
+    plain_bytes, plain_seconds = offload.offload_terms, offload.offloaded_step_seconds
+    monkeypatch.setattr(host, "offload_terms", lambda *place: plain_bytes(*place) | {term.name: 10**9})
+    monkeypatch.setattr(
+        estimate, "offloaded_step_seconds", lambda *step, **rates: plain_seconds(*step, **rates) | {term.name: 1.0}
+    )
+    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033))
+    chosen = plan.chosen
+    assert chosen.memory.host.terms[term.name] == 8 * 10**9
+    assert chosen.memory.host.peak_bytes_per_node == sum(chosen.memory.host.terms.values())
+    assert chosen.time.terms[term.name] == 1.0
+    assert [(t.bytes, t.seconds) for t in chosen.terms if t.name == term.name] == [(8 * 10**9, None), (None, 1.0)]
+    rows = [row for section in plan_report(plan).sections for table in section.tables for row in table.rows]
+    assert [row[1] for row in rows if row[0] == term.label] == ["8.0 GB", "1.0000 s"]
+    data = plan_to_dict(plan)["chosen"]
+    assert term.name in data["host_memory"]["terms"] and term.name in data["step_time"]["terms"]
+    assert run(["explain", "dummy copies"]) == 0
+    assert term.meaning in capsys.readouterr().out
 
 
 def test_worked_example_of_the_docstring_has_every_term_of_its_plan():

@@ -1,0 +1,129 @@
+"""A field of `TrainingJob` is declared once: every input and output has it, with its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Shell, shell_in
+from paths import CONFIGS
+
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
+
+PROGRAM = """
+import importlib.util, json, os, sys
+from pathlib import Path
+import shardwright
+
+# A release with one more line in the declaration of a job.
+spec = importlib.util.find_spec("shardwright.ds_configs.specs.job")
+source = Path(spec.origin).read_text()
+first = "    group: ClassVar[str] = \\"Training\\"\\n"
+line = "    dummy_size: Annotated[int | None, Count(9), _option(\\"Size\\", hugging_face=(\\"dummy\\",))] = None\\n"
+assert first in source
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+exec(compile(source.replace(first, first + line, 1), spec.origin, "exec"), module.__dict__)
+
+from shardwright.cli.main import build_app, run
+from shardwright.cli.settings import resolve
+from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+
+def settings(*words):
+    return resolve(build_app(), words)[1].arguments["settings"]
+
+model, directory = sys.argv[1], Path(sys.argv[2])
+train = ("train", "m", "--dataset", "d", "--output-dir", "o")
+(directory / "job.yaml").write_text("dummy_size: 4\\n")
+found = {"plan": [settings("plan", model, flag, "3").dummy_size for flag in ("--dummy-size", "--dummy")]}
+found["file"] = settings(*train, "--config", str(directory / "job.yaml")).dummy_size
+os.environ["SHARDWRIGHT_TRAIN_DUMMY_SIZE"] = "5"
+own = settings(*train)
+found["environment"] = own.dummy_size
+from shardwright.trainers.runs.inputs import training_job
+found["train"] = training_job(own, parse_hardware("8xA100-80GB")).dummy_size
+assert run(["plan", model, "--hardware", "8xA100-80GB", "--dummy-size", "6", "--output-dir", str(directory / "p")]) == 0
+plan = Plan.load(directory / "p")
+found["plan.json"] = [json.loads((directory / "p" / "plan.json").read_text())["job"]["dummy_size"], plan.job.dummy_size]
+found["flags"] = shardwright.TrainingJob(dummy_size=6).flags(shardwright.TrainingJob())
+text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
+found["commands"] = [line.split() for line in text.splitlines() if line.startswith("    shardwright plan ")]
+from shardwright.cli.page.app import NAMES, command_of, settings_from
+on_page = settings_from({"model": "a/b", "hardware": "8xT4", "dummy_size": "7"})
+found["page"] = ["dummy_size" in NAMES, on_page.dummy_size, "--dummy-size 7" in command_of(on_page)]
+try:
+    shardwright.plan(model, "8xA100-80GB", dummy_size=10, seq_len="x")
+except UsageError as error:
+    found["errors"] = str(error).splitlines()
+print(json.dumps(found))
+"""
+
+
+def test_a_new_field_of_a_job_needs_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, LLAMA, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["plan"] == [3, 3] and found["file"] == 4 and found["environment"] == 5 and found["train"] == 5
+    assert found["plan.json"] == [6, 6]
+    assert found["flags"] == ["--dummy-size", "6"]
+    assert found["commands"] and all(words[words.index("--dummy-size") + 1] == "6" for words in found["commands"])
+    assert found["page"] == [True, 7, True]
+    assert found["errors"] == [
+        "dummy_size = 10: must be an integer from 1 to 9, or auto",
+        "seq_len = 'x': must be an integer from 1 to 100,000,000",
+    ]
+
+
+def test_errors_of_all_sources_name_flag_variable_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("# a job\nofload: cpu\n\nstrategy: zero9\nteacher_placement: sharded\n")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "many")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RNK", "8")
+    wrong = shell(LLAMA, "--hardware", "8xA100-80GB", "--config", "job.yaml", "--micro-batch-size", "x", "--zero", "3")
+    assert wrong.code == 2
+    assert [line.partition(":")[0] if line[0] in "-S" else line.partition(" =")[0] for line in wrong.errors] == [
+        "SHARDWRIGHT_PLAN_LORA_RNK",
+        "ofload (from job.yaml:2): is not a setting; did you mean offload?",
+        "micro_batch_size (from --micro-batch-size)",
+        "lora_rank (from SHARDWRIGHT_PLAN_LORA_RANK)",
+        "strategy (from job.yaml:4)",
+        "--zero",
+    ]
+    monkeypatch.delenv("SHARDWRIGHT_PLAN_LORA_RNK")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "8")
+    Path("job.yaml").write_text("# a job\nteacher_placement: sharded\n")
+    conflict = shell(LLAMA, "--hardware", "8xA100-80GB", "--config", "job.yaml", "--method", "full", "--format", "json")
+    assert [error["where"] for error in json.loads(conflict.out)["error"]["errors"]] == [
+        "lora_rank (from SHARDWRIGHT_PLAN_LORA_RANK)",
+        "teacher_placement (from job.yaml:2)",
+    ]
+
+
+def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
+    assert shell(LLAMA, "--hardware", "8xA100-80GB", "--output-dir", tmp_path / "p").code == 0
+    file = tmp_path / "p" / "plan.json"
+    data = json.loads(file.read_text())
+    explain: Shell = shell_in(tmp_path, "explain", capsys, monkeypatch)
+    data["job"] |= {"seq_len": "x", "dummy_size": 3}
+    data["rejected"][1]["gpu_memory"]["peak_bytes"] = "much"
+    text = json.dumps(data, indent=2)
+    file.write_text(text)
+    (error,) = explain(tmp_path / "p").errors
+    first, second, third = (1 + text[: text.index(key)].count("\n") for key in ('"x"', '"dummy_size"', '"much"'))
+    assert error.startswith(f"{file}: is not a plan that this version wrote")
+    assert f"line {first}: job.seq_len must be an integer" in error
+    assert f"line {second}: job.dummy_size is not a key of this version" in error
+    assert f"line {third}: rejected.1.gpu_memory.peak_bytes must be an integer" in error
