@@ -10,9 +10,8 @@ import pytest
 from commands import Shell, every_command
 from paths import CONFIGS
 
-MODELS = CONFIGS
-LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
-CONFIG: dict[str, Any] = json.loads((MODELS / "meta-llama--Llama-3.1-8B" / "config.json").read_text())
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
+CONFIG: dict[str, Any] = json.loads((CONFIGS / "meta-llama--Llama-3.1-8B" / "config.json").read_text())
 GPU = ("--hardware", "8xA100-80GB")
 
 

@@ -14,8 +14,7 @@ from paths import CONFIGS
 
 pytestmark = pytest.mark.slow
 
-MODELS = CONFIGS
-LLAMA = MODELS / "meta-llama--Llama-3.1-8B"
+LLAMA = CONFIGS / "meta-llama--Llama-3.1-8B"
 COMMAND = str(Path(sys.executable).parent / "shardwright")
 GPU = ("--hardware", "8xA100-80GB")
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "peft", "datasets", "numpy", "bitsandbytes"}

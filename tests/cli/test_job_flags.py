@@ -32,8 +32,7 @@ from shardwright.trainers.qat.command.settings import QATSettings
 from shardwright.trainers.runs.inputs import job_options, training_job
 from shardwright.trainers.training.settings import TrainSettings
 
-MODELS = CONFIGS
-QWEN, LLAMA = str(MODELS / "Qwen--Qwen2.5-0.5B"), str(MODELS / "meta-llama--Llama-3.1-8B")
+QWEN, LLAMA = str(CONFIGS / "Qwen--Qwen2.5-0.5B"), str(CONFIGS / "meta-llama--Llama-3.1-8B")
 _TEXTS = {
     "optimizer": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor", "muon", "auto"]),
     "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "-x=1", "beta1=0.9, beta2=0.99"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from inspect import Parameter
 from pathlib import Path
 from types import NoneType
@@ -28,16 +27,8 @@ COMMANDS = [*((name,) for name in _PLAIN), ("configs", "ls"), ("configs", "cp")]
 NAMES = [" ".join(command) for command in COMMANDS]
 
 
-class Source(Enum):
-    """Where a value is stated, the later ones first in rank."""
-
-    FILE = "file"
-    ENVIRONMENT = "environment"
-    FLAG = "flag"
-
-
-Stated = Mapping[str, str]
-"""Texts by option, with underscores."""
+RANKS = ("file", "environment", "flag")
+"""Where a value is stated, the later ones first in rank."""
 
 
 def options_of(command: tuple[str, ...]) -> dict[str, Argument]:
@@ -88,18 +79,18 @@ def texts(argument: Argument) -> st.SearchStrategy[str]:
     return st.one_of(choices)
 
 
-def resolved(command: tuple[str, ...], **stated: Stated) -> dict[str, Any]:
-    """Return the value and the origin of every option, with what each source states."""
-    by_source = {source: stated.get(source.name.lower(), {}) for source in Source}
+def resolved(command: tuple[str, ...], **stated: Mapping[str, str]) -> dict[str, Any]:
+    """Return the value and the origin of every option, with the texts that each source states."""
+    in_file = dict(stated.get("file", {}))
     prefix = f"SHARDWRIGHT_{'_'.join(command).upper().replace('-', '_')}_"
     environment = {name: text for name, text in os.environ.items() if not name.startswith("SHARDWRIGHT_")}
-    environment |= {f"{prefix}{name.upper()}": text for name, text in by_source[Source.ENVIRONMENT].items()}
+    environment |= {f"{prefix}{name.upper()}": text for name, text in stated.get("environment", {}).items()}
     tokens = [*command]
-    for name, text in by_source[Source.FLAG].items():
+    for name, text in stated.get("flag", {}).items():
         tokens.append(f"--{name.replace('_', '-')}={text}")
-    if by_source[Source.FILE]:
+    if in_file:
         tokens.append("--config=settings.yaml")
-    content = yaml.safe_dump(dict(by_source[Source.FILE])).encode()
+    content = yaml.safe_dump(in_file).encode()
     with (
         patch.dict(os.environ, environment, clear=True),
         patch("shardwright.ds_configs.specs.texts.read_small_file", lambda *_, **__: content),
@@ -133,18 +124,16 @@ def test_a_text_is_the_same_value_from_every_source_and_the_highest_source_wins(
     if command in (("cache-teacher",), ("quantize",)):
         # A dry run does without.
         needed.add("output_dir")
-    stated: dict[str, dict[str, str]] = {source.name.lower(): {} for source in Source}
+    stated: dict[str, dict[str, str]] = {rank: {} for rank in RANKS}
     winner: dict[str, str] = {}
     for name, argument in options.items():
-        chosen = data.draw(st.sets(st.sampled_from(Source), min_size=1 if name in needed else 0))
-        for source in sorted(chosen, key=[*Source].index):
-            text = data.draw(texts(argument))
-            stated[source.name.lower()][name] = winner[name] = text
+        chosen = data.draw(st.sets(st.sampled_from(RANKS), min_size=1 if name in needed else 0))
+        for rank in sorted(chosen, key=RANKS.index):
+            stated[rank][name] = winner[name] = data.draw(texts(argument))
     found = resolved(command, **stated)
     assert values_of(found) == values_of(resolved(command, flag=winner))
-    ranks = [source.name.lower() for source in Source]
     for name in options:
-        expected = next((rank for rank in reversed(ranks) if name in stated[rank]), "default")
+        expected = next((rank for rank in reversed(RANKS) if name in stated[rank]), "default")
         assert found.get(f"{name} from", expected) == expected, name
 
 

@@ -24,7 +24,6 @@ from shardwright.ds_configs.specs.model import (
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
-MODELS = CONFIGS
 PUBLIC_COUNTS = {
     "meta-llama--Llama-3.2-1B": 1_235_814_400,
     "meta-llama--Llama-3.1-8B": 8_030_261_248,
@@ -123,7 +122,7 @@ def assert_same(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", PUBLIC_COUNTS)
 def test_public_models_have_their_counts_without_the_meta_device(name: str) -> None:
-    spec = load_model_spec(str(MODELS / name)).spec
+    spec = load_model_spec(str(CONFIGS / name)).spec
     assert spec.source == "config"
     assert spec.parameter_count == PUBLIC_COUNTS[name]
     assert sum(spec.group_counts().values()) == spec.parameter_count

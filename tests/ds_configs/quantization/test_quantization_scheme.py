@@ -45,24 +45,15 @@ OWN = {"W2A16_ASYM", "W3A16_ASYM", "W8A16_ASYM", "W8A8_STATIC", "NF4", "BNB_INT8
 DOCUMENT = ROOT / "docs" / "explain" / "quantization.md"
 
 
-def small_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4
+with torch.device("meta"):
+    MODEL = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=192, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4)
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
-
-
-def linear_layers(model: torch.nn.Module) -> list[LinearLayer]:
-    return [
-        LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features, is_head="head" in name)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-
-
-MODEL = small_llama()
-LAYERS = linear_layers(MODEL)
+LAYERS = [
+    LinearLayer(name=name, out_features=module.out_features, in_features=module.in_features, is_head="head" in name)
+    for name, module in MODEL.named_modules()
+    if isinstance(module, torch.nn.Linear)
+]
 
 
 def test_every_upstream_preset_is_here_or_named_as_newer_and_only_ours_are_added():

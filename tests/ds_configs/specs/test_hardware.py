@@ -162,15 +162,6 @@ def test_reads_hardware_yaml(tmp_path: Path) -> None:
             read_hardware(str(missing) if missing.suffix else f"{missing.rename(tmp_path.with_suffix('.yaml'))}")
 
 
-def fake_torch(monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, float]]) -> None:
-    import torch
-
-    properties = [SimpleNamespace(name=name, total_memory=int(gib * GIB)) for name, gib in devices]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(devices))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
-
-
 @pytest.mark.parametrize(
     ("driver_name", "gib", "gpu"),
     [
@@ -182,7 +173,10 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, float]]
 def test_detection_uses_the_memory_of_the_driver(
     monkeypatch: pytest.MonkeyPatch, driver_name: str, gib: float, gpu: str
 ) -> None:
-    fake_torch(monkeypatch, [(driver_name, gib)] * 4)
+    properties = SimpleNamespace(name=driver_name, total_memory=int(gib * GIB))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     hardware = detect_hardware(host_memory="1TB")
     assert (hardware.gpu, hardware.gpus_per_node, hardware.nodes) == (gpu, 4, 1)
     assert hardware.gpu_bytes == int(gib * GIB)

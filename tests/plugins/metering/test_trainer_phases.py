@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -34,15 +33,8 @@ class RecordingMeter(ByteMeter):
         self.resets.append(len(self.entered))
 
 
-@dataclass
-class Run:
-    reading: MeterReading
-    entered: list[MeterPhase]
-    resets: list[int]
-    parameters: list[torch.nn.Parameter]
-
-
-def train(directory: Any, **settings: Any) -> Run:
+def train(directory: Any, **settings: Any) -> tuple[RecordingMeter, MeterReading, list[torch.nn.Parameter]]:
+    """Return the meter, what it read at the end, and the parameters of the model."""
     settings = {"optim": "adamw_torch_fused", "max_steps": STEPS, "logging_strategy": "no"} | settings
     arguments = cpu_arguments(directory, 2, **settings)
     set_seed(0)
@@ -67,48 +59,43 @@ def train(directory: Any, **settings: Any) -> Run:
         meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
-    return Run(reading=reading, entered=meter.entered, resets=meter.resets, parameters=list(model.parameters()))
+    return meter, reading, list(model.parameters())
 
 
 def count(parameters: list[torch.nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def check_roles(run: Run) -> None:
-    """Weights, gradients and optimizer states in fp32, by arithmetic."""
-    for phase, roles in run.reading.roles.items():
-        assert sum(roles.values()) == run.reading.peaks[phase], phase
-        assert roles["buckets"] == 0, "one process shards nothing"
-        assert roles["weights"] == 4 * count(run.parameters), phase
-    step = run.reading.roles["step"]
-    assert step["gradients"] == 4 * count(run.parameters)
-    # Adam's moments, and a step count of 4 bytes for each parameter.
-    states = 8 * count(run.parameters) + 4 * len(run.parameters)
-    # The Trainer keeps the norm of the last gradients, made in the step phase.
-    assert run.reading.roles["forward"]["optimizer"] == states + 4
-    assert run.reading.roles["loss"]["gradients"] == 0, "gradients are forgotten after each step"
-    # Clipping adds one norm of 4 bytes for each parameter, stacks them and takes a few scalars.
-    assert states <= step["optimizer"] <= states + 16 * len(run.parameters) + 64
-
-
 def test_phases_follow_each_other_and_roles_are_arithmetic(tmp_path):
-    run = train(tmp_path)
-    assert run.entered == ["forward", "loss", "backward", "step", "other"] * STEPS
-    assert run.resets == [5 * WARM_UP_STEPS], "what the first steps needed is forgotten"
-    check_roles(run)
-    assert run.reading.peak_bytes == max(run.reading.peaks[name] for name in ("forward", "loss", "backward", "step"))
+    """Weights, gradients and optimizer states in fp32, by arithmetic."""
+    meter, reading, parameters = train(tmp_path)
+    assert meter.entered == ["forward", "loss", "backward", "step", "other"] * STEPS
+    assert meter.resets == [5 * WARM_UP_STEPS], "what the first steps needed is forgotten"
+    for phase, roles in reading.roles.items():
+        assert sum(roles.values()) == reading.peaks[phase], phase
+        assert roles["buckets"] == 0, "one process shards nothing"
+        assert roles["weights"] == 4 * count(parameters), phase
+    step = reading.roles["step"]
+    assert step["gradients"] == 4 * count(parameters)
+    # Adam's moments, and a step count of 4 bytes for each parameter.
+    states = 8 * count(parameters) + 4 * len(parameters)
+    # The Trainer keeps the norm of the last gradients, made in the step phase.
+    assert reading.roles["forward"]["optimizer"] == states + 4
+    assert reading.roles["loss"]["gradients"] == 0, "gradients are forgotten after each step"
+    # Clipping adds one norm of 4 bytes for each parameter, stacks them and takes a few scalars.
+    assert states <= step["optimizer"] <= states + 16 * len(parameters) + 64
+    assert reading.peak_bytes == max(reading.peaks[name] for name in ("forward", "loss", "backward", "step"))
     # The logits of 2 sequences, in the model's precision and for the loss in fp32.
     logits_bytes = 4 * 2 * SEQ_LEN * 256
-    roles = run.reading.roles
-    assert roles["loss"]["activations"] - roles["forward"]["activations"] >= 2 * logits_bytes
+    assert reading.roles["loss"]["activations"] - reading.roles["forward"]["activations"] >= 2 * logits_bytes
 
 
 def test_accumulation_steps_once(tmp_path):
-    run = train(tmp_path, gradient_accumulation_steps=2)
+    meter, reading, parameters = train(tmp_path, gradient_accumulation_steps=2)
     micro_batch = ["forward", "loss", "backward"]
-    assert run.entered == [*micro_batch, "other", *micro_batch, "step", "other"] * STEPS
-    roles = run.reading.roles["forward"]
-    assert roles["gradients"] in (0, 4 * count(run.parameters))
-    assert run.reading.roles["step"]["gradients"] == 4 * count(run.parameters)
-    for phase, found in run.reading.roles.items():
-        assert sum(found.values()) == run.reading.peaks[phase]
+    assert meter.entered == [*micro_batch, "other", *micro_batch, "step", "other"] * STEPS
+    roles = reading.roles["forward"]
+    assert roles["gradients"] in (0, 4 * count(parameters))
+    assert reading.roles["step"]["gradients"] == 4 * count(parameters)
+    for phase, found in reading.roles.items():
+        assert sum(found.values()) == reading.peaks[phase]

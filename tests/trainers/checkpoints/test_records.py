@@ -32,13 +32,6 @@ def checkpoint(output_dir: Path, step: int, *, complete: bool = True) -> Path:
     return directory
 
 
-def test_unchanged_checkpoint_is_complete(tmp_path):
-    record = read_whole(checkpoint(tmp_path, 4))
-    assert record.step == 4
-    assert record.facts == {"engine": "ddp"}
-    assert {name: entry.size_bytes for name, entry in record.files.items()} == {n: len(c) for n, c in FILES.items()}
-
-
 def damage_drop(path: Path) -> None:
     path.unlink()
 

@@ -83,21 +83,6 @@ def test_names_of_files_show_the_layout_that_saved_them(names: tuple[str, ...], 
         assert name in error.rule and error.value == "ZeRO-2 on 2 ranks"
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed"])
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("model.safetensors", "config.json", "trainer_state.json"),
-        ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "trainer_state.json"),
-        ("adapter_config.json", "adapter_model.safetensors", "trainer_state.json"),
-        ("config.json", "trainer_state.json", "global_step4/zero_pp_rank_0_mp_rank_00_model_states.pt", *OPTIMIZER),
-    ],
-)
-def test_no_engine_resumes_from_weights_alone(engine: str, names: tuple[str, ...]) -> None:
-    (error,), warnings = compared(saved_layout(names), NOW | {"engine": engine})
-    assert "save_only_model" in error.rule and not warnings
-
-
 def test_checkpoints_of_adapters_belong_to_adapters() -> None:
     adapters = saved_layout([*COMMON[:4], "optimizer.pt", "adapter_config.json", "adapter_model.safetensors"])
     model = saved_layout([*COMMON, "optimizer.pt"])

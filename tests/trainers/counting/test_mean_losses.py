@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardwright.trainers.counting.counts import divides_by_count, mean_weights, passes_count, returns_mean
+from shardwright.trainers.counting.counts import divides_by_count, passes_count, returns_mean
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -30,10 +30,6 @@ def test_classifiers_still_ignore_the_number_of_labels() -> None:
     assert trainer_of(model).model_accepts_loss_kwargs
     assert model(**inputs).loss == model(**inputs, num_items_in_batch=torch.tensor(8)).loss
     assert returns_mean(trainer_of(model))
-
-
-def test_language_models_divide_by_the_number_of_labels() -> None:
-    assert not returns_mean(trainer_of(LlamaForCausalLM(LlamaConfig(**SIZES))))
 
 
 def test_own_losses_are_not_weighted() -> None:
@@ -62,15 +58,6 @@ def test_model_source_shows_whether_labels_are_counted(hands_on: bool) -> None:
 
     model = (HandsOn if hands_on else Ignores)(LlamaConfig(**SIZES))
     assert returns_mean(trainer_of(model)) is not hands_on
-
-
-def test_weights_of_ranks_and_micro_batches_make_the_mean_over_all_labels() -> None:
-    labels, means = [[3, 1], [2, 2]], [[1.0, 5.0], [2.0, 4.0]]
-    weights = [mean_weights(own, 8, ranks=2) for own in labels]
-    # The engine averages over ranks, the Trainer over micro-batches.
-    averaged = sum(w * m for ws, ms in zip(weights, means, strict=True) for w, m in zip(ws, ms, strict=True)) / 4
-    assert averaged == pytest.approx((3 * 1.0 + 1 * 5.0 + 2 * 2.0 + 2 * 4.0) / 8)
-    assert mean_weights([0, 0], 0, ranks=2) == [0.0, 0.0]
 
 
 def test_the_table_says_of_every_class_of_transformers_what_its_source_does() -> None:

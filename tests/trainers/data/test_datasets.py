@@ -83,21 +83,6 @@ def test_assistant_messages_and_their_end_have_labels(template: str, bos: bool) 
     assert made.decode(ids) == made.apply_chat_template(CHAT, tokenize=False)
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "said"),
-    [
-        (None, CHAT, "which the tokenizer does not have"),
-        ("{{ raise_exception('roles must alternate') }}", CHAT, "rejects it: roles must alternate"),
-        (PLAIN, [{"role": "user"}], "needs a role and a content"),
-    ],
-    ids=["no template", "refuses", "no content"],
-)
-def test_unusable_chat_template_is_rejected(template: Any, messages: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said) as caught:
-        encode_chat(tokenizer(template), messages, where="rows[3]")
-    assert str(caught.value).startswith("rows[3]") and "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("bos", [False, True])
 def test_prompts_have_no_labels_and_completions_end(bos: bool) -> None:
     made = tokenizer(bos=bos)

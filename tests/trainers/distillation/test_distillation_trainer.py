@@ -18,7 +18,7 @@ from shardwright.trainers.distillation import (
     OnPolicy,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.on_policy import completed_by_student, prompts_of
+from shardwright.trainers.distillation.on_policy import completed_by_student
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
 from transformers.utils import ModelOutput
@@ -253,11 +253,6 @@ def test_early_exit_learns_from_the_output_and_gives_no_logits(tmp_path: Path) -
 
 
 class TestOnPolicy:
-    def test_prompts_end_before_the_first_label(self) -> None:
-        batch = collate(rows("llama", 3))
-        assert prompts_of(batch, None) == [row["input_ids"][: 1 + i % 4] for i, row in enumerate(rows("llama", 3))]
-        assert [len(prompt) for prompt in prompts_of(batch, 4)] == [4, 4, 4]
-
     def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +102,6 @@ def test_against_fp64(tiny_llama, noisy_llama, book, monkeypatch):
     other_batches = evaluate_model(str(noisy_llama), batch_size=9, **options)
     assert other_batches.comparison.kl_nats_per_token.value == pytest.approx(compared.kl_nats_per_token.value, rel=1e-5)
     assert other_batches.model.perplexity.value == pytest.approx(found.model.perplexity.value, rel=1e-5)
-
-
-def test_windows_of_tokens_read_as_their_text_does(tiny_llama, book):
-    request = TextRequest(dataset=str(book), num_samples=3)
-    windows = text_windows(request, byte_tokenizer(512), seq_len=40)
-    assert (len(windows.windows), windows.predicted_tokens) == (3, 3 * 39)
-    given_text = evaluate_model(str(tiny_llama), text=request, seq_len=40)
-    given_tokens = evaluate_model(str(tiny_llama), text=windows)
-    assert given_tokens.text == given_text.text
-    assert given_tokens.model.loss_nats_per_token == given_text.model.loss_nats_per_token
-    with pytest.raises(UsageError, match="128 positions"):
-        evaluate_model(str(tiny_llama), text=replace(windows, seq_len_tokens=129))
-
-
-def test_a_model_compared_with_itself_has_no_difference(tiny_llama, book):
-    found = evaluate_model(
-        str(tiny_llama), baseline=str(tiny_llama), text=TextRequest(dataset=str(book)), seq_len=64, batch_size=3
-    )
-    assert found.comparison.kl_nats_per_token == Estimate(value=0.0, standard_error=0.0)
-    assert found.comparison.top1_agreement == Estimate(value=1.0, standard_error=0.0)
-    assert found.comparison.loss_difference_nats_per_token.value == 0.0
-    assert found.comparison.loss_difference_is_significant is False
-    assert json.loads(json.dumps(found.to_dict()))["schema_version"] == 1
 
 
 def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, monkeypatch, caplog):
@@ -235,23 +211,6 @@ def test_requests_that_cannot_be_met_are_reported_together(tiny_llama, book, tmp
                  "dataset = 'rows.jsonl': cannot be combined with text",
                  "--num-samples = 0"):  # fmt: skip
         assert part in text
-
-
-def test_texts_that_cannot_be_read(tiny_llama, book, tmp_path):
-    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
-    empty.write_text(" \n")
-    binary.write_bytes(b"\xff\xfe\x00")
-    for file, expected in (
-        (empty, "none of its 1 rows has text"),
-        (binary, "is not UTF-8"),
-        (tmp_path / "none.txt", "no such file"),
-    ):
-        with pytest.raises(UsageError, match=expected):
-            small_run(tiny_llama, book, text=TextRequest(dataset=str(file)))
-    short = tmp_path / "short.txt"
-    short.write_text("too short")
-    with pytest.raises(UsageError, match="shorter than one sample of seq_len = 32 tokens; lower --seq-len"):
-        small_run(tiny_llama, book, text=TextRequest(dataset=str(short)))
 
 
 def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):

@@ -1,4 +1,4 @@
-"""How Transformers and the tensor-parallel callback scale losses."""
+"""How Transformers scales losses under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 from packaging.version import Version
 from shardwright.plugins.releases import installed_version
-from shardwright.trainers.exact import make_exact
-from shardwright.trainers.parallel.tensor import TensorAxis
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 TP, RANKS = 2, 4
@@ -56,11 +54,4 @@ def test_transformers_divides_by_tensor_parallel_size(trainer: Any, monkeypatch:
     """A failure means that Transformers changed its scaling: check `ExactTrainer.get_tp_size`."""
     ranks = RANKS // TP if DIVIDES else RANKS
     assert tokens_and_factor(trainer, monkeypatch) == (TOKENS * ranks, ranks)
-    assert trainer.get_total_train_batch_size(trainer.args) == 3 * RANKS // TP
-
-
-def test_callback_makes_loss_scale_independent_of_tp(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_exact(trainer).shared_axis = TensorAxis(TP)
-    assert tokens_and_factor(trainer, monkeypatch) == (TOKENS * RANKS, RANKS)
-    assert trainer.accelerator.num_processes // trainer.get_tp_size() == trainer.accelerator.num_processes
     assert trainer.get_total_train_batch_size(trainer.args) == 3 * RANKS // TP

@@ -1,50 +1,12 @@
-"""Trainers and callbacks that run the axes of a plan."""
+"""Pipeline stages of a run are those that its plan was computed for."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 from paths import CONFIGS
 from shardwright.ds_configs.memory.rank_parameters import pipeline_stages, rank_shares
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers import ExpertParallelCallback, SequenceParallelCallback, TensorParallelCallback
-from shardwright.trainers.parallel.context.callback import ContextParallelism
-from shardwright.trainers.parallel.trainer_for import parallelism_of, planned_parallelism
-
-DATA = Layout(engine="deepspeed", zero_stage=1, dp_shard=4)
-
-
-@pytest.mark.parametrize(
-    ("axis", "kind", "size"),
-    [
-        ("sp", SequenceParallelCallback, "sequence_parallel_size"),
-        ("ep", ExpertParallelCallback, "expert_parallel_size"),
-        ("tp", TensorParallelCallback, "tensor_parallel_size"),
-        ("cp", ContextParallelism, "context_parallel_size"),
-    ],
-)
-def test_each_axis_gets_its_callback(axis: str, kind: type, size: str) -> None:
-    parallelism = parallelism_of(replace(DATA, **{axis: 4}))
-    (callback,) = parallelism.callbacks
-    assert type(callback) is kind
-    assert getattr(callback, size) == 4
-    assert not parallelism.is_pipeline
-
-
-def test_pipeline_runs_tensor_parallelism_without_a_callback() -> None:
-    parallelism = parallelism_of(replace(DATA, pp=2, tp=2))
-    assert parallelism.is_pipeline and parallelism.callbacks == () == parallelism_of(DATA).callbacks
-
-
-def test_run_uses_the_stages_that_memory_was_computed_for() -> None:
-    job = TrainingJob(pipeline_parallel_size=2, strategy="zero1", global_batch_size=64)
-    made = plan(str(CONFIGS / "meta-llama--Llama-3.1-8B"), "8xB200", job)
-    parallelism = planned_parallelism(made)
-    assert parallelism.stages == pipeline_stages(made.model, made.job, 2)
-    assert parallelism.stages[-1].end_layer == made.model.dimensions.num_layers
+from shardwright.trainers.parallel.trainer_for import planned_parallelism
 
 
 def test_tensor_parallelism_moves_stage_borders_equally_in_plan_and_run() -> None:

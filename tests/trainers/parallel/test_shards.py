@@ -1,26 +1,15 @@
-"""Shards of sequences as batches, which the data loader's batches become before they reach the accelerator."""
+"""Digests of batches, by which ranks that share a sequence detect other content."""
 
 from __future__ import annotations
 
 import torch
-from shardwright.trainers.parallel.sequence.shards import Shard, cut, digest_of
+from shardwright.trainers.parallel.sequence.shards import digest_of
 
 BATCH = {
     "input_ids": torch.arange(10).reshape(2, 5),
     "labels": torch.tensor([[0, 1, -100, 3, 4], [5, -100, -100, 8, 9]]),
     "attention_mask": torch.ones(2, 5, dtype=torch.int64),
 }
-
-
-def test_a_shard_survives_being_a_batch() -> None:
-    for rank in range(3):
-        shard = cut(BATCH, ranks=3, rank=rank, pad_token_id=7)
-        restored = Shard.of_batch(shard.batch())
-        assert restored is not None
-        assert restored.whole_tokens == 5 and restored.labelled == shard.labelled
-        assert restored.inputs.keys() == shard.inputs.keys() == {"input_ids", "position_ids"}
-        assert torch.equal(restored.labels(shifts=True), shard.labels(shifts=True))
-    assert Shard.of_batch(BATCH) is None
 
 
 def test_batches_with_other_content_have_other_digests() -> None:

@@ -271,13 +271,6 @@ class TestCommand:
         assert run([*command, "--top-k", "5"]) == 4
         assert "was made with another top_k (50, expected 5)" in capsys.readouterr().err
 
-    def test_teacher_without_weights_is_rejected(
-        self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (Path(files[0]) / "model.safetensors").unlink()
-        assert run(self.arguments(files, "--dry-run")) == 4
-        assert "has no safetensors weights" in capsys.readouterr().err
-
 
 def test_cache_stores_soft_capped_logits(tmp_path: Path) -> None:
     """The model's logits differ from its head's output; the cache stores the model's."""

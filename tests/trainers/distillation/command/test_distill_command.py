@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,9 @@ import pytest
 import shardwright
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
-from huggingface_hub import ModelCard
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
-from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.report import DistillationOutcome, DistillationResult
-from shardwright.trainers.distillation.command.settings import DistillSettings
 
 VOCAB = 300
 
@@ -145,66 +139,6 @@ def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str,
         and "lora_rank = 4: requires --method lora" in found.err
     )
     assert (models[part] / "model.safetensors").read_bytes() == before
-
-
-def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> DistillationOutcome:
-    from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning.from_names import plan
-
-    settings = DistillSettings(dataset="python-help", **changes)
-    before = {"student_cross_entropy": 3.0, "teacher_cross_entropy": 1.0, "kl_per_token": 2.0, "top1_agreement": 0.1}
-    after = before | {"student_cross_entropy": 1.5, "kl_per_token": 0.5, "top1_agreement": 0.6}
-    after |= {"student_cross_entropy_standard_error": 0.02, "top1_agreement_standard_error": 0.013}
-    made: Plan = plan(str(models["student"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32"))
-    return DistillationOutcome(
-        settings=settings,
-        teacher=str(models["teacher"]),
-        student="org/pupil",
-        plan=made,
-        statistics=SampleStatistics(
-            source="python-help",
-            kind="text",
-            rows=8,
-            empty_rows=0,
-            unlabelled_rows=0,
-            cut_rows=0,
-            train_samples=100,
-            evaluation_samples=16,
-            train_tokens=3200,
-            train_labels=3200,
-        ),
-        result=DistillationResult(
-            before=before, after=after, steps=5, step_seconds=2.0, tokens=3200, timed_tokens=1600, peak_bytes=3 * 10**9
-        ),
-        metrics=[{"step": 1, "loss": 2.0, "kl_per_token": 1.0}, {"step": 2, "loss": 1.0, "top1_agreement": 0.5}],
-        seconds=9.0,
-    )
-
-
-def test_report_shows_measurements(models: dict[str, Path], tmp_path: Path) -> None:
-    found = outcome(models, tmp_path, alpha=0.75, temperature=2.0)
-    rows = {row[0].partition(",")[0]: row[1:] for row in found.measures()[1]}
-    before, _, teacher = rows["perplexity"]
-    assert (before, teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
-    assert rows["same most likely token as the teacher"][1] == "60.0 ± 1.3 %"
-    files = found.files("distill")
-    text = files["REPORT.md"]
-    for part in (
-        "| Tokens/s of all ranks | 800 |",
-        "| 3.0000 | 1.5000 ± 0.02 | 1.0000 |",
-        "± is one",
-        "| Peak memory of tensors per accelerator | 3.0 GB |",
-        "| learning_rate | 2e-05 |",
-    ):
-        assert part in text, part
-    (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    card = found.card()
-    assert "Teacher: apache-2.0." in card and "see the card of `org/pupil`" in card
-    assert (
-        ModelCard(card).data.base_model == "org/pupil"
-        and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
-    )
-    assert ModelCard(card).data.base_model_relation == "finetune" and str(models["teacher"]) not in card
 
 
 def test_python_call_equals_the_command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,15 +11,12 @@ import pytest
 import shardwright
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shardwright.cli import main
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation.student import maker
-from shardwright.trainers.distillation.student.layers import uniform_layers
 from shardwright.trainers.distillation.student.maker import make_student, plan_student
 from shardwright.trainers.distillation.student.request import StudentRequest
 
@@ -101,16 +97,6 @@ def made(teacher: str, output: Path, **request: Any) -> Any:
 
 def tokens() -> torch.Tensor:
     return torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(5))
-
-
-@given(st.integers(1, 200).flatmap(lambda total: st.tuples(st.just(total), st.integers(1, total))))
-def test_kept_layers_are_spread_evenly(sizes):
-    total, kept = sizes
-    layers = uniform_layers(total, kept)
-    assert len(layers) == kept
-    gaps = {after - before for before, after in pairwise(layers)}
-    assert all(gap >= 1 for gap in gaps) and (not gaps or max(gaps) - min(gaps) <= 1)
-    assert layers[0] == 0 and (kept == 1 or layers[-1] == total - 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
