@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import ceil
 
 from ..memory.estimate import MemoryEstimate
 from ..memory.host import loading_terms
@@ -49,7 +50,6 @@ class Search:
 
     by_layout: dict[int, list[Candidate]]
     """All candidates of each layout, by its index."""
-
     leanest: dict[int, Candidate] = field(default_factory=dict)
     """The candidate of each layout that needs the least memory."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
@@ -82,14 +82,21 @@ class Search:
                 lean.append(fewer if fewer.memory.fits else everything)
                 if lean[-1] is not everything:
                     self.by_layout[index].append(lean[-1])
-
             self.leanest[index] = min(lean, key=_need)
         return self.leanest[index].memory.fits
 
 
 def fewest_offloaded(candidate: Candidate) -> Candidate:
     """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
-    return _fewest(candidate.with_offloaded, -1, candidate.layout.offloaded_checkpoints) or candidate
+    low, high, fitting = -1, candidate.layout.offloaded_checkpoints, candidate
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = candidate.with_offloaded(middle)
+        if fewer.memory.fits:
+            high, fitting = middle, fewer
+        else:
+            low = middle
+    return fitting
 
 
 def fewest_layers(candidate: Candidate) -> Candidate | None:
@@ -97,22 +104,21 @@ def fewest_layers(candidate: Candidate) -> Candidate | None:
 
     Recomputing all layers is a candidate that the search tries anyway.
     """
-    if not candidate.with_recomputed(None).memory.fits:
+    everything, fitting = candidate.with_recomputed(None), None
+    if not everything.memory.fits:
         return None
-    layers = -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
-    return _fewest(candidate.with_recomputed, 0, layers)
-
-
-def _fewest(with_layers: Callable[[int], Candidate], low: int, high: int) -> Candidate | None:
-    """Return the candidate that fits with the fewest layers between two numbers; more layers need less memory."""
-    fitting = None
+    low, high = 0, -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
+    most, least = (each.memory.gpu.high_bytes for each in (candidate, everything))
     while high - low > 1:
-        middle = (low + high) // 2
-        candidate = with_layers(middle)
-        if candidate.memory.fits:
-            high, fitting = middle, candidate
+        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+        capacity = candidate.memory.gpu.capacity_bytes
+        share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+        middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
+        partial = candidate.with_recomputed(middle)
+        if partial.memory.fits:
+            high, least, fitting = middle, partial.memory.gpu.high_bytes, partial
         else:
-            low = middle
+            low, most = middle, partial.memory.gpu.high_bytes
     return fitting
 
 

@@ -31,14 +31,6 @@ def test_every_pair_has_an_existing_test_or_a_reason() -> None:
         assert not one.proven_by or (REPOSITORY / one.proven_by).is_file(), one
 
 
-def test_no_pair_is_listed_twice() -> None:
-    lines = [*table._PROVEN, *table._REJECTED]
-    assert len(table.TABLE) == sum(len(settings.split()) * len(columns.split()) for _, settings, columns in lines)
-    names = {*table.SETTINGS, *table.TRAINERS, *table.ONLY_ON_ACCELERATORS}
-    assert {setting for setting, _ in table.TABLE} <= names
-    assert {column for _, column in table.TABLE} <= table.COLUMNS.keys()
-
-
 @pytest.mark.parametrize(("pair", "words"), REJECTED.items(), ids=map("-".join, REJECTED))
 def test_silent_failures_of_libraries_are_rejected_with_a_reason(pair: tuple[str, str], words: str) -> None:
     assert words in table.cell(*pair).reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from shardwright.trainers import guards
-from shardwright.trainers.guards import StoppedBySignalError, StopRequest
+from shardwright.trainers.guards import StopRequest
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -61,8 +60,3 @@ def test_process_that_exceeds_the_time_limit_is_ended():
         time.sleep(30)
 
     assert in_a_child(work) == 143
-
-
-def test_error_can_be_copied_to_another_process():
-    error = copy.copy(StoppedBySignalError("stopped", number=15))
-    assert (str(error), error.exit_code) == ("stopped", 143)

@@ -122,18 +122,6 @@ def test_trainers_with_own_loss_metrics_or_evaluation_are_rejected(tmp_path: Any
     assert [error.where for error in caught.value.errors] == ["compute_loss_func", "compute_metrics"]
 
 
-def test_checks_run_before_the_trainer_is_created() -> None:
-    given = arguments(
-        fsdp=[], deepspeed_plugin=None, parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
-    )
-    with pytest.raises(UsageError) as caught:
-        ContextParallelism(3).prepare(given, tiny(attn_implementation="eager"))
-    assert [error.where for error in caught.value.errors] == [
-        *("cp", "cp", "attn_implementation"),
-        *("parallelism_config.sp_size", "parallelism_config.cp_size"),
-    ]
-
-
 def test_torch_ring_supports_only_cuda() -> None:
     """Fails when torch (2.13.0) has a ring for the CPU's attention."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import AUTO_EP_MODEL_TYPES, expert_errors
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.deepspeed.auto_ep import expert_model_errors, mark_expert_groups, write_section
+from shardwright.plugins.deepspeed.auto_ep import expert_model_errors, write_section
 from shardwright.trainers.parallel.balance_loss import (
     RoutedTokens,
-    assigned_to,
     balance_loss_share,
-    loads,
 )
 from shardwright.trainers.parallel.expert import ExpertParallelCallback
 from transformers import TrainingArguments
@@ -123,34 +121,6 @@ def test_shares_sum_to_the_balance_loss_of_the_global_batch(padded: bool) -> Non
         torch.testing.assert_close(found, wanted)
 
 
-def test_loads_ignore_padding() -> None:
-    logits_TE = torch.tensor([[5.0, 4.0, 0.0, 0.0], [5.0, 0.0, 4.0, 0.0], [0.0, 0.0, 4.0, 5.0]])
-    mask_T = torch.tensor([1.0, 1.0, 0.0])
-    assigned_E = assigned_to(routed(logits_TE), mask_T)
-    assert assigned_E.tolist() == [2.0, 1.0, 1.0, 0.0]
-    assert loads(torch.stack([assigned_E, torch.ones(EXPERTS)])) == (1.5, 2.0)
-
-
-def test_experts_get_their_own_optimizer_group_with_the_same_settings() -> None:
-    model = mixtral()
-    named = dict(model.named_parameters())
-    decayed = [value for value in named.values() if value.dim() > 1]
-    plain = [value for value in named.values() if value.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1, "lr": 1e-4}, {"params": plain, "weight_decay": 0.0}], lr=1e-3
-    )
-    mark_expert_groups(optimizer, model, 2)
-    dense, without_decay, experts = optimizer.param_groups
-    assert (experts["moe"], experts["name"]) == (True, "ep_size_2")
-    assert not any("moe" in group for group in (dense, without_decay))
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.1]
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-4, 1e-3, 1e-4]
-    wanted = {id(value) for name, value in named.items() if ".experts." in name}
-    assert {id(value) for value in experts["params"]} == wanted
-    every = [id(value) for group in optimizer.param_groups for value in group["params"]]
-    assert sorted(every) == sorted(map(id, named.values()))
-
-
 @pytest.mark.parametrize(
     ("model", "named"),
     [
@@ -196,40 +166,10 @@ def test_contradicting_section_keys_are_reported_together(arguments: Callable[..
     assert "did you mean 'use_grouped_mm'?" in messages[3]
 
 
-def test_matching_section_is_accepted_twice(arguments: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = arguments({"enabled": True, "autoep_size": 2, "use_grouped_mm": False}, stage=3)
-    monkeypatch.setattr(type(made), "world_size", 2)
-    model = mixtral()
-    model.config.topk_method = "greedy"
-    for _ in range(2):
-        ExpertParallelCallback(2).prepare(made, model)
-    found = made.deepspeed_plugin.deepspeed_config
-    assert found["expert_parallel"] == {
-        **{"enabled": True, "autoep_size": 2, "use_grouped_mm": False},
-        **{"num_expert_groups": 1, "num_limited_groups": 1},
-    }
-    leaves = found["zero_optimization"]["leaf_module"]["classes"]
-    assert leaves == ["deepspeed.module_inject.auto_ep_layer.AutoEPMoELayer"]
-
-
 def test_reentrant_recomputation_with_balance_loss_is_rejected(arguments: Callable[..., Any]) -> None:
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     messages = errors_of(ExpertParallelCallback(2), arguments(**settings), mixtral(output_router_logits=True))
     assert any("use_reentrant = True" in text for text in messages)
-
-
-def test_missing_prepare_and_attach_are_reported(tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    with pytest.raises(UsageError, match="must be at least 2"):
-        ExpertParallelCallback(1)
-    callback = ExpertParallelCallback(2)
-    made = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = Trainer(mixtral(), made, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}], callbacks=[callback])
-    with pytest.raises(UsageError, match="call prepare"):
-        callback.attach(trainer)
-    with pytest.raises(UsageError, match="call attach"):
-        trainer.train()
 
 
 def test_greedy_routing_still_needs_its_keys() -> None:

@@ -14,7 +14,6 @@ import torch
 from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.accelerate.repeated_samples import KeptPart
 from shardwright.trainers.parallel.trainer_for import (
     MULTIPLY_BY_RANKS,
     PlannedParallelism,
@@ -210,13 +209,6 @@ def test_models_still_look_their_balance_loss_up_in_their_module() -> None:
 
     for kind in (MixtralForCausalLM, Qwen3MoeForCausalLM):
         assert {"load_balancing_loss_func", "router_aux_loss_coef"} <= names_in(kind.forward)
-
-
-def test_kept_part_of_the_last_batch_is_its_first_rows_or_tokens() -> None:
-    like = torch.ones(6)
-    assert KeptPart(rows=3, kept_rows=2).mask(6, like).tolist() == [1, 1, 1, 1, 0, 0]
-    assert KeptPart(rows=3, kept_rows=2, kept_tokens=3).mask(6, like).tolist() == [1, 1, 1, 0, 0, 0]
-    assert KeptPart(rows=3, kept_rows=0).mask(6, like).tolist() == [0] * 6
 
 
 def test_fsdp2_loading_on_the_first_rank_rejects_a_second_model(monkeypatch: pytest.MonkeyPatch) -> None:

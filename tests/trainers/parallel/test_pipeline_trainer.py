@@ -13,26 +13,22 @@ from equivalence.cases import Case, make_model
 from fresh_process import forget_last_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import CONFIGS
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, contiguous_stages, partition_errors
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
-    set_global_batch,
 )
 from shardwright.trainers.parallel.pipeline.batches import (
-    for_stages,
     of_one_shape,
     predicted_tokens,
 )
 from shardwright.trainers.parallel.pipeline.checks import (
     check_pipeline,
     engine_errors,
-    override_errors,
 )
-from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer, balanced, source_of
+from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 from transformers import TrainingArguments
 
 pytestmark = pytest.mark.slow
@@ -62,29 +58,6 @@ def test_padding_to_one_shape_keeps_the_predicted_tokens(sizes: list[tuple[int, 
         if masked:
             assert not after["attention_mask"][:samples, tokens:].any()
             assert after["attention_mask"].any(dim=1).all(), "every sample has a token to attend to"
-
-
-def test_mask_is_added_if_another_batch_of_the_step_has_one() -> None:
-    first, second = of_one_shape([batch_of(1, 3, masked=True), batch_of(1, 2, masked=False)])
-    assert first["attention_mask"].tolist() == [[1, 1, 1]]
-    assert second["attention_mask"].tolist() == [[1, 1, 0]]
-
-
-def test_packed_positions_get_no_mask() -> None:
-    packed = {**batch_of(1, 4, masked=False), "position_ids": torch.tensor([[0, 1, 0, 1]])}
-    (batch,) = of_one_shape([packed])
-    inputs, (labels_BS, factor) = for_stages(batch, torch.tensor(0.5))
-    assert [tensor.dtype for tensor in inputs] == [torch.int64, torch.int32]
-    assert torch.equal(labels_BS, packed["labels"])
-    assert factor == 0.5
-
-
-def test_unsupported_batch_entries_are_reported_together() -> None:
-    with pytest.raises(UsageError) as raised:
-        of_one_shape([{"input_ids": torch.zeros(2, 3, 3), "pixel_values": torch.zeros(1)}])
-    assert {config_error.where for config_error in raised.value.errors} == {"batch", "batch: input_ids"}
-    assert "pixel_values" in str(raised.value)
-    assert "labels" in str(raised.value)
 
 
 def deepspeed_settings(output: Path, *, zero_stage: int = 1, accumulation: int = 1, **more: Any) -> dict[str, Any]:
@@ -148,25 +121,6 @@ def test_other_axes_are_rejected(tmp_path: Path) -> None:
     assert "cannot be combined with pp = 2" in errors_of(OnRanks(4, arguments))["ep"]
 
 
-def test_tensor_parallel_stages_send_complete_activations(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path)
-    config = arguments.hf_deepspeed_config.config
-    assert engine_errors(arguments, replicas=1, tensor_parallel_size=1) == []
-    assert "pipeline" not in config
-    assert engine_errors(arguments, replicas=1, tensor_parallel_size=2) == []
-    assert config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-    config["pipeline"]["grad_partitioned"] = True
-    (config_error,) = engine_errors(arguments, replicas=1, tensor_parallel_size=2)
-    assert config_error.where == "pipeline.grad_partitioned"
-
-
-def test_iterable_evaluation_data_is_rejected_with_replicas(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path)
-    endless = {"held out": iter([])}
-    assert "needs a length" in errors_of(OnRanks(4, arguments), eval_dataset=endless)["eval_dataset"]
-    assert errors_of(OnRanks(2, arguments), eval_dataset=endless) == {}
-
-
 @pytest.mark.parametrize(
     ("more", "where"),
     [
@@ -210,14 +164,6 @@ def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
         check_cut(tmp_path, even, **layout)
 
 
-def test_global_batch_counts_replicas() -> None:
-    holder = SimpleNamespace(
-        config={"train_batch_size": 24}, mismatches=["- ds train_batch_size=12 vs hf", "- ds other"]
-    )
-    set_global_batch(holder, 12)
-    assert (holder.config, holder.mismatches) == ({"train_batch_size": 12}, ["- ds other"])
-
-
 def test_global_batch_is_checked_before_the_trainer_fills_it_in(tmp_path: Path) -> None:
     section = {**deepspeed_settings(tmp_path)["deepspeed"], "train_batch_size": 8}
     arguments = deepspeed_arguments(tmp_path, deepspeed=section)
@@ -233,17 +179,6 @@ def test_stages_that_skip_a_layer_are_rejected() -> None:
     for stages in ((first, late), (second, first), (first,)):
         (config_error,) = partition_errors(stages, 4)
         assert "4 decoder layers" in config_error.rule
-
-
-def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
-    """Ranks divide the matrices of layers, and the last one's head stays whole."""
-    arguments = SimpleNamespace(per_device_train_batch_size=1, bf16=True, gradient_checkpointing=True)
-    model = source_of(CONFIGS / "meta-llama--Llama-3.1-8B")
-    counts = [
-        [stage.num_layers for stage in balanced(model, arguments, 4, tensor_parallel_size=size)] for size in (1, 8)
-    ]
-    assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
-    assert counts[1][-1] < counts[0][-1]
 
 
 def test_deepspeed_keeps_logits_after_the_last_stage_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,15 +210,3 @@ class TestOverriddenHooks:
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
         with pytest.raises(UsageError, match=rf"OwnTrainer\.{name}"):
             subclass(make_model("llama", {}), arguments, pipeline_stages=2)
-
-    def test_attributes_that_replace_uncalled_methods_are_rejected_when_training_begins(self) -> None:
-        trainer = PipelineTrainer.__new__(PipelineTrainer)
-        assert override_errors(trainer, PipelineTrainer) == []
-        trainer.compute_loss = lambda *args, **kwargs: None
-        assert [config_error.where for config_error in override_errors(trainer, PipelineTrainer)] == [
-            "PipelineTrainer.compute_loss"
-        ]
-
-    def test_called_methods_may_be_overridden(self) -> None:
-        subclass: Any = type("OwnTrainer", (PipelineTrainer,), {"log": lambda self, logs, *args: None})
-        assert override_errors(subclass.__new__(subclass), PipelineTrainer) == []

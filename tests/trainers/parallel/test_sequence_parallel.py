@@ -14,8 +14,7 @@ from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import sequence_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
-from shardwright.plugins.transformers.tiled_compute import mlps, tile_mlps, untile_mlps
-from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
+from shardwright.plugins.transformers.tiled_compute import tile_mlps
 from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
 from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shared_sequences import arguments, sizes_of, tiny
@@ -165,16 +164,6 @@ def test_contradicting_arguments_are_rejected(change: dict[str, Any], message: s
     assert message in str(error)
 
 
-def test_matching_arguments_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert argument_errors(arguments(), size=2) == []
-    assert argument_errors(arguments(parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)), size=2) == []
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
-    assert argument_errors(arguments(), size=2) == []
-    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
-    assert [error.where for error in argument_errors(arguments(), size=2)] == ["parallelism_config.sp_size"]
-
-
 def test_transformers_still_rejects_the_true_batch_size(tmp_path: Any) -> None:
     """A failure means that transformers (5.17.0 seen) counts ranks that share a sequence once."""
     from transformers import TrainingArguments
@@ -192,20 +181,6 @@ def test_transformers_still_rejects_the_true_batch_size(tmp_path: Any) -> None:
     started = arguments(deepspeed_plugin=SimpleNamespace(deepspeed_config={"train_batch_size": 12}))
     accept_train_batch_size(started, size=2)
     assert started.deepspeed_plugin.deepspeed_config["train_batch_size"] == "auto"
-
-
-def test_callback_checks_before_the_trainer_is_created() -> None:
-    with pytest.raises(UsageError):
-        SequenceParallelCallback(0)
-    faulty = arguments(deepspeed_plugin=None, average_tokens_across_devices=False)
-    with pytest.raises(UsageError) as caught:
-        SequenceParallelCallback(3).prepare(faulty, tiny())
-    assert [error.where for error in caught.value.errors] == [
-        *("sp", "sp", "sp", "sp"),
-        "training arguments: average_tokens_across_devices",
-    ]
-    with pytest.raises(UsageError, match="attach"):
-        SequenceParallelCallback(2).on_train_begin(None, None, None)
 
 
 @given(data=st.data(), samples=st.integers(1, 3), tokens=st.integers(2, 17), ranks=st.integers(1, 5))
@@ -319,16 +294,3 @@ def test_layers_without_exchanged_attention_are_rejected() -> None:
     assert any("registry of attention functions" in str(error) for error in model_errors(own, size=2, world_size=2))
     model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     assert any("attention sink" in str(error) for error in model_errors(model, size=2, world_size=2))
-
-
-def test_tiles_of_an_earlier_run_are_replaced_and_removed() -> None:
-    model = tiny()
-    tile_mlps(model, 2)
-    tile_mlps(model, 3)
-    assert all(mlp.forward.args[1] == 3 for mlp in mlps(model))
-    assert not any(hasattr(mlp.forward.args[3], "args") for mlp in mlps(model))
-    untile_mlps(model)
-    assert not any("forward" in vars(mlp) for mlp in mlps(model))
-    mlps(model)[1].forward = print
-    with pytest.raises(UsageError, match="replaced forward"):
-        tile_mlps(model, 2)

@@ -14,11 +14,10 @@ from shardwright.ds_configs.legality.axes import TENSOR_PARALLEL_FAMILIES, WITHO
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.auto_tp import (
     layers_without_rule,
-    partition_config,
     tensor_parallel_section,
     tensor_plan,
 )
-from shardwright.trainers.parallel.tensor import TensorParallelCallback, section_errors
+from shardwright.trainers.parallel.tensor import TensorParallelCallback
 
 pytestmark = pytest.mark.slow
 
@@ -126,31 +125,11 @@ def test_families_without_tensor_plan_are_rejected(family: str) -> None:
     assert layers_without_rule(small(family))
 
 
-def test_layer_without_rule_is_reported_once() -> None:
-    model = small("llama")
-    for layer in model.model.layers:
-        layer.mlp.extra = torch.nn.Linear(2, 2, device="meta")
-    (error,) = layers_without_rule(model)
-    assert error.where == "model.layers.*.mlp.extra"
-
-
 def test_autotp_still_lacks_the_split_input_style() -> None:
     """A failure means that DeepSpeed (0.19.8 seen) translates it: `partition_config` is then no longer needed."""
     from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 
     assert "rowwise_split_input" not in SUPPORTED_STYLES
-
-
-def test_fused_projections_are_translated() -> None:
-    written = tensor_parallel_section(small("phi3"), 2)
-    assert written["autotp_size"] == 2
-    specs = {spec["patterns"][0]: spec for spec in written["partition_config"]["layer_specs"]}
-    by_layer = {name.split(r"\.")[-2]: spec for name, spec in specs.items()}
-    assert by_layer["qkv_proj"]["gather_output"]
-    assert by_layer["gate_up_proj"]["shape"] == [2, -1]
-    assert by_layer["down_proj"]["partition_type"] == "row"
-    assert written["partition_config"]["lm_head_patterns"] == ["o_proj"]
-    assert partition_config({"layers.*.self_attn.o_proj": "rowwise"}) is None
 
 
 def test_deepspeed_accepts_the_written_section() -> None:
@@ -165,29 +144,6 @@ def test_deepspeed_accepts_the_written_section() -> None:
 
 
 WRITTEN = {"autotp_size": 2, "vocab_parallel_lm_head": False}
-
-
-@pytest.mark.parametrize(
-    "given", [{}, {"autotp_size": 2}, {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}}, WRITTEN]
-)
-def test_equal_sections_are_accepted(given: dict[str, Any]) -> None:
-    assert section_errors(given, WRITTEN) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "where"),
-    [
-        ({"autotp_size": 4}, "tensor_parallel.autotp_size"),
-        ({"vocab_parallel_lm_head": True}, "tensor_parallel.vocab_parallel_lm_head"),
-        ({"tp": {"tp_size": 4}}, "tensor_parallel.tp.tp_size"),
-        ({"preset_model": "llama"}, "tensor_parallel.preset_model"),
-        ({"tp_overlap_comm": True}, "tensor_parallel.tp_overlap_comm"),
-        ({"partition_config": {"layer_specs": []}}, "tensor_parallel.partition_config"),
-    ],
-)
-def test_contradicting_section_keys_are_reported(given: dict[str, Any], where: str) -> None:
-    (error,) = section_errors(given, WRITTEN)
-    assert error.where == where
 
 
 def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -256,24 +212,3 @@ def test_prepare_rejects_unsupported_settings(
     with pytest.raises(UsageError) as error:
         TensorParallelCallback(size).prepare(arguments(configuration, **changes), small("llama"))
     assert message in str(error.value)
-
-
-def test_size_below_one_and_missing_prepare_are_rejected() -> None:
-    with pytest.raises(UsageError, match="must be at least 1"):
-        TensorParallelCallback(0)
-    with pytest.raises(UsageError, match=r"callback\.prepare"):
-        TensorParallelCallback(2).attach(SimpleNamespace(args=arguments()))
-
-
-def test_size_of_one_changes_nothing() -> None:
-    settings, added = arguments(None), []
-    trainer = SimpleNamespace(
-        args=settings,
-        callback_handler=SimpleNamespace(callbacks=[]),
-        add_callback=lambda callback: added.append(callback),
-    )
-    callback = TensorParallelCallback(1)
-    callback.prepare(settings, small("gpt2"))
-    callback.attach(trainer)
-    callback.on_train_begin(None, None, None)
-    assert added == [callback]

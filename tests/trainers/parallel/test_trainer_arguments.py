@@ -31,28 +31,6 @@ def error_of(arguments: Any, strategy: Layout = SHARED, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_unknown_parameter_of_a_class_is_passed_on_with_a_warning(
-    arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardwright.trainers.parallel import trainer_for
-
-    notes: list[str] = []
-    monkeypatch.setattr(trainer_for, "note_on_first_rank", notes.append)
-    model = torch.nn.Linear(2, 2)
-    trainer = parallelism_of(Layout(engine="single")).make_trainer(
-        model=model, args=arguments, trainer_class=Newer, novel_weight=2.0
-    )
-    assert trainer.novel_weight == 2.0 and notes == []
-    monkeypatch.setattr(trainer_for, "columns_of", lambda strategy: ("ddp",))
-    trainer = parallelism_of(Layout(engine="single")).make_trainer(
-        model=model, args=arguments, trainer_class=Newer, novel_weight=3.0
-    )
-    assert trainer.novel_weight == 3.0
-    assert [note.split(":")[0] for note in notes] == [
-        "Shardwright has not verified the parameter novel_weight of Newer under this layout. It is passed on unchanged"
-    ]
-
-
 def test_misspelled_parameter_suggests_the_nearest_name(arguments: TrainingArguments) -> None:
     model = torch.nn.Linear(2, 2)
     assert "did you mean novel_weight?" in error_of(arguments, model=model, trainer_class=Newer, novel_wieght=2.0)

@@ -75,18 +75,8 @@ class TestOptions:
         with pytest.raises(UsageError, match=message):
             QATCallback(SCHEME, **options)
 
-    def test_the_scheme_is_changed_as_by_flags(self) -> None:
-        callback = QATCallback("W4A16", group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"])
-        expected = changed(scheme_named("W4A16"), group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"])
-        assert callback.config == QATConfig(scheme=expected)
-        assert attach(tiny(), callback.config).scheme.weights.group_size == 32
-
 
 class TestModels:
-    def test_schemes_must_fit_every_layer(self) -> None:
-        with pytest.raises(UsageError, match=r"(?s)lm_head.*shares its weight.*must divide the input width"):
-            attach(tiny(tie_word_embeddings=True), QATConfig(scheme=changed(scheme_named("W4A16"), ignore=())))
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"use_dora": True}, "plain and rank-stabilized")],
@@ -192,12 +182,6 @@ class TestTrainingArguments:
 
 
 class TestAttachedBefore:
-    def test_callback_with_other_settings_is_rejected(self, tmp_path: Path) -> None:
-        model = tiny()
-        QATCallback(SCHEME).prepare(arguments(tmp_path), model)
-        with pytest.raises(UsageError, match="rounds as W4A16 already, with settings that differ"):
-            QATCallback(SCHEME, weight_rule="learned").prepare(arguments(tmp_path), model)
-
     def test_adding_adapters_after_attaching_is_rejected(self, tmp_path: Path) -> None:
         model = tiny()
         QATCallback(SCHEME).prepare(arguments(tmp_path), model)

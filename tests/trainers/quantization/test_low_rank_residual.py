@@ -29,16 +29,6 @@ def test_the_error_falls_with_the_rank(with_hessian):
     assert by_rank[3] < 0.5 * by_rank[0]
 
 
-def test_rank_zero_without_hessian_is_plain_rounding():
-    weight_OI, _ = correlated(8, 64)
-    matrix = low_rank_residual(weight_OI, None, LowRankOptions(bits=3, group_size=32, rank=0))
-    groups = weight_OI.float().view(8, 2, 32)
-    scale = (2 * groups.abs().amax(dim=2, keepdim=True) / 7).bfloat16().float()
-    expected = (scale * ((groups / scale).round().clamp(-4, 3))).view(8, 64).bfloat16()
-    assert torch.equal(matrix.dequantize(), expected)
-    assert matrix.left.numel() == matrix.right.numel() == 0
-
-
 def test_one_correction_is_the_best_of_its_rank():
     """With codes at hand the correction is the singular value decomposition of what they leave, Hessian or not."""
     weight_OI, hessian_II = correlated(48, 64)

@@ -10,63 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.trainers.reports.make import read_report
 from shardwright.trainers.reports.markdown import code, markdown, table, usage
-from shardwright.trainers.reports.report import Chart, Report, Section, Table, figures
-from shardwright.trainers.reports.runs import serving_text
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
-REPORT = Report(
-    kind="Training",
-    title="org/small",
-    subtitle="on some|data",
-    summary=(figures([("Perplexity", "3.2", "before 5.1")]),),
-    charts=[Chart(title, lambda axes: None, f"Note on {title}.") for title in "abc"],
-    sections=(
-        Section(
-            "Results",
-            ("First <line>.\nSecond.",),
-            (Table(("", "value"), [("dataset", "a|b")], "Settings."),),
-        ),
-    ),
-    command="shardwright train org/small",
-    versions={"torch": "2", "deepspeed": "0.19"},
-)
-MARKDOWN = r"""# Training report
-
-`org/small`: on some|data
-
-| figure | value | detail |
-|---|---|---|
-| Perplexity | 3.2 | before 5.1 |
-
-DRAWN
-
-a. Note on a.
-
-b. Note on b.
-
-c. Note on c.
-
-## Results
-
-First \<line>. Second.
-
-Settings.
-
-|  | value |
-|---|---|
-| dataset | a\|b |
-
-## How this was made
-
-`shardwright train org/small`
-
-torch 2, deepspeed 0.19
-"""
-
-
-def test_markdown_has_every_part_of_the_report():
-    assert markdown(REPORT, charts="DRAWN") == MARKDOWN
-    assert "Note on a" not in markdown(REPORT)
 
 
 @pytest.mark.parametrize("name", ["train", "distill", "qat", "quantize", "evaluate"])
@@ -77,12 +22,6 @@ def test_markdown_has_every_figure_of_the_page(name):
     for cell in (cell for shown in tables for row in shown.rows for cell in row):
         assert re.sub(r"(\\*)\|", r"\1\1\|", cell) in text, cell
     assert "\n\n\n" not in text
-
-
-def test_cards_of_quantized_models_name_the_libraries_that_load_them():
-    assert "vLLM, SGLang and Transformers read the format" in serving_text("rtn", "compressed-tensors")
-    assert "through bitsandbytes" in serving_text("rtn", "bitsandbytes")
-    assert "No engine computes with the compact format" in serving_text("spqr", "compressed-tensors")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import json
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,14 +70,6 @@ def test_the_step_time_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
         assert entry["step_seconds"] >= 0.1, "the sleep is part of a step of both"
         assert entry["tokens_per_second"] == pytest.approx(32 / entry["step_seconds"], rel=1e-3)
         assert "peak_allocated_gb" not in entry, "there is no accelerator"
-
-
-def test_progress_messages_keep_their_figures() -> None:
-    step = messages.Progress(what="step", done=3, total=4, figures=messages.Figures(loss=2.0, tokens_per_second=7.0))
-    line = json.dumps({"type": "shardwright.progress", **asdict(step)})
-    assert messages.read_message(line) == step and str(step) == "step 3 of 4, loss 2.000, 7 tokens/s"
-    assert messages.read_message(line[:-9]) is None and messages.read_message("of a library") is None
-    assert str(messages.Figures()) == ""
 
 
 class Device:

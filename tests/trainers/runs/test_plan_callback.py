@@ -11,7 +11,6 @@ import pytest
 from engine_settings import cpu_arguments
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.metering import AcceleratorMeter, MeterPhase, MeterReading
 from shardwright.plugins.planning.from_names import plan
@@ -164,22 +163,3 @@ def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(
     assert f"note: steps_per_print of {plan / 'ds_config.json'} is not read" in capsys.readouterr().err
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(plan / "ds_config.json"))
     assert unread_edits(plan) == []
-
-
-def test_other_kernels_than_planned_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.trainers.runs.plan_callback import argument_differences
-    from transformers import TrainingArguments
-
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_liger_kernel=True, use_cpu=True)
-    plan = Plan.load(planned)
-    found = argument_differences(plan, arguments, None, ranks=1)
-    kernels = {"torch_compile": True, "use_liger_kernel": True}
-    for name, value in kernels.items():
-        assert f"{name} was {value}, but the plan has False" in found
-    assert f"precision was fp8, but the plan has {plan.job.precision}" in found
-    same = replace(plan, job=replace(plan.job, precision="fp8", **kernels))
-    named = {line.partition(" ")[0] for line in argument_differences(same, arguments, None, ranks=1)}
-    assert not named & {"precision", *kernels}
-    arguments.liger_kernel_config = FUSED_LOSS_ONLY
-    assert "use_liger_kernel was False, but the plan has True" in argument_differences(same, arguments, None, ranks=1)
