@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
 import pytest
@@ -21,16 +20,13 @@ from shardwright.plugins.deepspeed.compiled_operators import (
     prepare_operators,
     stale_locks,
 )
-from shardwright.plugins.launching.elastic import RankFailure, first_cause, read_failures
+from shardwright.plugins.launching.elastic import RankFailure, first_cause
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError, cpu_rank_environment, launch_ranks
 from shardwright.plugins.launching.messages import (
-    LAUNCH_TOKEN,
     Figures,
     Message,
     Note,
     Progress,
-    note_on_first_rank,
-    send,
 )
 
 pytestmark = pytest.mark.once
@@ -68,19 +64,6 @@ def test_the_first_exception_is_the_cause_unless_a_signal_killed_a_rank() -> Non
     assert first_cause([later]) == ("rank 0: RuntimeError: gloo\nTraceback ...", 1)
     message, code = first_cause([later, killed]) or ("", 0)
     assert message.startswith("rank 3 was killed by SIGKILL (the kernel does so when memory runs out)") and code == 1
-
-
-def test_an_exception_of_the_launcher_itself_is_no_ranks(tmp_path: Path) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    def launcher() -> None:
-        raise TimeoutError("nobody came to the rendezvous")
-
-    file = tmp_path / "error.json"
-    with patch.dict(os.environ, {"TORCHELASTIC_ERROR_FILE": str(file)}), pytest.raises(TimeoutError):
-        record(launcher)()
-    message, code = first_cause(read_failures(file)) or ("", 0)
-    assert message.startswith("the launcher: TimeoutError: nobody came to the rendezvous\nTraceback") and code == 1
 
 
 RANKS = """
@@ -187,15 +170,6 @@ def test_messages_of_ranks_reach_who_launched_them(cold: None) -> None:
     step = Progress(what="step", done=3, total=4, figures=Figures(loss=2.3126))
     assert sorted(messages, key=str) == [step, step, Note(text='two lines of "ü"')]
     assert lines.count("of a library") == 2
-
-
-def test_notes_of_ranks_that_nobody_launched_are_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(LAUNCH_TOKEN, raising=False)
-    note_on_first_rank("two\nlines")
-    send(Progress(what="step", done=1, total=2))
-    assert capsys.readouterr() == ("", "note: two lines\n")
 
 
 def test_a_launch_does_not_read_the_variables_of_an_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:

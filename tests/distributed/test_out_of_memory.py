@@ -13,7 +13,6 @@ import torch
 from commands import Result, shell_in
 from planning import gallery_directory
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
-from shardwright.plugins.metering import ByteMeter
 from shardwright.trainers.runs.out_of_memory import (
     LIMIT_VARIABLE,
     RunOutOfMemoryError,
@@ -112,13 +111,6 @@ def test_proposed_plans_keep_the_global_batch_and_need_less(name: str) -> None:
         assert found.job.global_batch_size == batch
         assert found.evaluated.memory.gpu.high_bytes < gpu.high_bytes
         assert found.evaluated.memory.gpu.allocated_bytes < gpu.allocated_bytes
-
-
-def test_limited_meter_raises_once() -> None:
-    with ByteMeter(limit_bytes=1000) as meter, pytest.raises(torch.OutOfMemoryError, match="the limit of this rank"):
-        torch.zeros(1000)
-    with meter:
-        assert torch.zeros(1000).sum() == 0
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer step", "evaluation", "loading"])

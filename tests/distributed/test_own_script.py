@@ -241,32 +241,6 @@ def test_axes_are_carried_by_the_trainer_of_a_plain_script(
     assert "use shardwright.trainer_for" in shown
 
 
-_TRAINER_CLASSES = """
-import sys
-from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
-
-class Sampled(Trainer):
-    def _get_train_sampler(self, *arguments):
-        return super()._get_train_sampler(*arguments)
-
-(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[2])
-Sampled(model=AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32"), args=arguments)
-print("made")
-"""
-
-
-def test_trainers_of_a_script_are_rejected_where_a_layout_would_change_their_samples(
-    model: Path, deepspeed_cpu_ops: None, tmp_path: Path
-) -> None:
-    (tmp_path / "own.py").write_text(_TRAINER_CLASSES)
-    for name, words in {"ddp": {}, "zero1": {"tensor_parallel_size": 2}}.items():
-        plan = planned(model, tmp_path / name, name, **words)
-        launch = [*warm_command("shardwright"), "launch", plan, tmp_path / "own.py", model]
-        shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path, code=0 if name == "ddp" else 2)
-        assert ("made" in shown) == (name == "ddp")
-        assert ("Sampled overrides _get_train_sampler" in shown) == (name != "ddp")
-
-
 def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
     model: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
@@ -303,20 +277,3 @@ def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: P
     shown = ran(*rehearse[:-2], "--force", model, tmp_path / "other.json", cwd=tmp_path, code=1)
     assert "error: script: per_device_train_batch_size is 3, but the plan has 4" in shown
     assert "Not rehearsed: liger-kernel, which use_liger_kernel needs on GPUs" in shown
-
-
-def test_a_script_of_a_plan_for_cpu_ranks_is_rehearsed_in_bf16(model: Path, tmp_path: Path) -> None:
-    plan = planned(model, tmp_path / "plan", "ddp", precision="bf16")
-    rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", EXAMPLES / "own_trainer.py"]
-    shown = ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path)
-    assert "2 ranks ran own_trainer.py to its end" in " ".join(shown.split())
-    # A checkpoint in bf16 is loaded in bf16, but DDP is planned with fp32 weights.
-    config = json.loads((model / "config.json").read_text())
-    in_bf16 = shutil.copytree(model, tmp_path / "bf16")
-    (in_bf16 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    plan = planned(in_bf16, tmp_path / "of-bf16", "ddp", precision="bf16")
-    script = tmp_path / "without_dtype.py"
-    script.write_text((EXAMPLES / "own_trainer.py").read_text().replace(', dtype="float32"', ""))
-    words = [*rehearse[:-5], plan, *rehearse[-4:-1], script, in_bf16, plan / "training_arguments.json"]
-    shown = " ".join(ran(*words, cwd=tmp_path, code=1).split())
-    assert 'type of trained weights was bf16, but the plan has fp32: load the model with dtype="float32"' in shown

@@ -32,20 +32,6 @@ def test_classifiers_still_ignore_the_number_of_labels() -> None:
     assert returns_mean(trainer_of(model))
 
 
-def test_own_losses_are_not_weighted() -> None:
-    class Own(Trainer):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return model(**inputs).loss
-
-    class Adding(Trainer):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs)
-
-    assert not returns_mean(trainer_of(classifier(), Own))
-    assert not returns_mean(trainer_of(classifier(), compute_loss_func=lambda *args, **kwargs: None))
-    assert returns_mean(trainer_of(classifier(), Adding))
-
-
 @pytest.mark.parametrize("hands_on", [True, False])
 def test_model_source_shows_whether_labels_are_counted(hands_on: bool) -> None:
     class HandsOn(LlamaForCausalLM):  # type: ignore[misc]

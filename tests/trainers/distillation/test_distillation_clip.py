@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from distilling import training_arguments
-from paths import TESTS
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation.clip_trainer import (
     ClipDistillationConfig,
@@ -170,7 +171,7 @@ def test_two_ranks_give_the_gradient_of_the_full_batch(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from warm_ranks import run_ranks
 
-    run_ranks([TESTS / "distributed" / "clip_worker.py", tmp_path])
+    run_ranks([__file__, tmp_path])
     two = load_file(tmp_path / "weights.safetensors")
     trainer = one_step(tmp_path, ranks=1)
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -180,3 +181,13 @@ def test_two_ranks_give_the_gradient_of_the_full_batch(tmp_path: Path) -> None:
     largest = max(float((one[name] - start[name]).abs().max()) for name in start)
     for name in two:
         assert float((one[name] - two[name]).abs().max()) < 1e-6 * largest, name
+
+
+if __name__ == "__main__":
+    from safetensors.torch import save_file
+    from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+
+    on_rank = one_step(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), **configure_cpu_ranks("ddp"))
+    on_rank.train()
+    if on_rank.args.process_index == 0:
+        save_file(on_rank.model.state_dict(), Path(sys.argv[1]) / "weights.safetensors")

@@ -207,20 +207,6 @@ def test_telemetry_matches_reference(tmp_path: Path) -> None:
     assert set(logged) >= {*names, "teacher_cross_entropy", "alpha", "temperature", "loss"}
 
 
-def test_evaluation_with_metrics_gets_logits(tmp_path: Path) -> None:
-    seen = {}
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen["shape"] = prediction.predictions.shape
-        return {"rows": float(len(prediction.predictions))}
-
-    samples = [row | {"input_ids": [5] * 6, "labels": [5] * 6} for row in rows("llama", 4)]
-    models = tiny("llama"), tiny("llama", seed=1)
-    trainer = trainer_of(tmp_path, *models, samples, None, compute_metrics=compute_metrics)
-    assert trainer.evaluate()["eval_rows"] == 4
-    assert seen["shape"] == (4, 6, VOCAB)
-
-
 def test_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
     """With α = 1 and an equal teacher only the auxiliary loss remains, averaged over micro-batches."""
     student = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)

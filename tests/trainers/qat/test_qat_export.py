@@ -250,20 +250,3 @@ def test_tensors_with_nan_or_infinity_are_rejected_by_name(tmp_path):
     assert "model.layers.1.mlp.up_proj.weight_scale" in reported
     assert "model.layers.1.input_layernorm.weight" in reported
     assert not (tmp_path / "out").exists()
-
-
-def test_output_directory_is_replaced_only_by_force(tmp_path):
-    trainer, callback = trained(small_model(), "W4A16", tmp_path)
-    place = tmp_path / "out"
-    place.write_text("a file")
-    with pytest.raises(UsageError, match="is a file"):
-        callback.export(trainer, place, verify=False)
-    place.unlink()
-    place.mkdir()
-    (place / "model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"output_dir.*force=True"):
-        callback.export(trainer, place, verify=False)
-    result = callback.export(trainer, place, verify=False, force=True)
-    assert result.verification is None
-    assert result.largest_logit_difference is None
-    assert [path.name for path in place.glob("*.safetensors")] == ["model.safetensors"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -18,11 +17,7 @@ from rounding_reference import EXACT, rounded_weight, weights_of
 from safetensors.torch import load_file
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.layers import (
-    LinearLayer,
-    expert_scheme,
     quantization_config,
-    scheme_warnings,
-    selected_layers,
 )
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
@@ -280,28 +275,6 @@ def test_zero_points_and_adapters_of_experts_are_rejected():
     adapted = get_peft_model(model, LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
     with pytest.raises(UsageError, match="has PEFT adapters"):
         attach(adapted, QATConfig(scheme=changed(scheme_named("W4A16"), group_size=16)))
-
-
-def test_schemes_with_rounded_inputs_pack_experts_separately():
-    layers = [
-        LinearLayer(name="model.layers.0.self_attn.q_proj", out_features=8, in_features=8),
-        LinearLayer(name="model.layers.0.mlp.experts.0.up_proj", out_features=8, in_features=8, is_expert=True),
-    ]
-    scheme = scheme_named("W8A8_STATIC")
-    found = quantization_config(scheme, layers, ignore=["lm_head"])
-    experts, others = found["config_groups"].values()
-    assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head"]
-    assert experts["format"] == "pack-quantized" and experts["input_activations"] is None
-    assert experts["weights"] == others["weights"] and others["format"] == "int-quantized"
-    for layer in layers:
-        first = next(
-            group for group in (experts, others) if selected_layers(replace(scheme, targets=group["targets"]), [layer])
-        )
-        assert first is (experts if layer.is_expert else others)
-    assert quantization_config(scheme, layers[:1])["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
-    assert "1 matrices of experts" in scheme_warnings(scheme, layers)[0]
-    assert expert_scheme(scheme_named("FP8_DYNAMIC")) is scheme_named("FP8_DYNAMIC"), "floats load"
 
 
 def state_config(directory, stated):
