@@ -1,7 +1,7 @@
 """Measured runs and step times: one file in the user's data directory, which processes share.
 
-Each line is a JSON object that one write appends, so that processes lose nothing and no line is half written. To forget
-is a line too. The file is read from top to bottom:
+Each line is a JSON object that one write appends under a lock, so that processes lose nothing and none reads half a
+line. To forget is a line too. The file is read from top to bottom:
 
     {"kind": "run", "stored_at": ..., fields of MeasuredRun}
     {"kind": "step", "stored_at": ..., fields of MeasuredStep}
@@ -10,6 +10,7 @@ is a line too. The file is read from top to bottom:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from dataclasses import asdict
@@ -104,6 +105,7 @@ class CalibrationStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Without a buffer, the line is one write to the end of the file.
             with self.path.open("ab", buffering=0) as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)
                 stream.write(line.encode())
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -112,7 +114,11 @@ class CalibrationStore:
     def _measurements(self) -> list[Measured]:
         """Return everything that was stored and not removed, each once, oldest first."""
         try:
-            lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+            with self.path.open("rb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_SH)
+                lines = stream.read().splitlines()
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise self._unusable(error) from None
         # Keys keep their order.
