@@ -82,6 +82,10 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
             "plan m --hardware 1xT4 --method lora --lora-rank 32 --lora-alpha 64",
             ["--lora-alpha: is not an option of plan; pass --lora-alpha to train, distill or qat"],
         ),
+        (
+            "plan m --effective-batch-size 8",
+            ["--effective-batch-size: is not an option; did you mean --global-batch-size?"],
+        ),
         ("serve m --engine x", ["--engine: is not an option; omit it: serve starts vLLM only"]),
         (
             "configs ls quantize",

@@ -101,6 +101,11 @@ def test_unreadable_files_are_findings(filename: str, content: str | bytes, frag
     assert all(finding.error.where.startswith(filename) for finding in findings)
 
 
+def test_a_trailing_comma_is_found_on_its_line() -> None:
+    (finding,) = check_text('{\n "bf16": {"enabled": true},\n\n}\n', filename="a.json")
+    assert finding.error.where.startswith("a.json:2")
+
+
 def test_key_with_control_characters_is_printed_on_one_line() -> None:
     text = json.dumps({**ZERO_2, "a\nb\x1b[31m\ud800": 1, "zero_optimization.stage": 3}, indent=1)
     findings = check_text(text, filename="a.json")

@@ -407,3 +407,32 @@ def test_qlora_holds_one_tensor_at_a_time_unless_an_engine_shards_the_weights(na
         assert parameters.frozen_bytes < per_rank <= parameters.frozen_bytes + one_tensor
     else:
         assert per_rank == one_tensor < 0.2 * parameters.frozen_bytes
+
+
+def test_a_bucket_of_all_gradients_is_not_counted_beside_them():
+    """ZeRO-1 reduces it after the last backward pass, and keeps views of it instead of a copy of its partition."""
+    phases = {}
+    for name, size in (("all", PARAMETERS), ("parts", PARAMETERS // 10)):
+        layout = strategy_of("zero1", 4, gradient_accumulation_steps=4, zero=ZeroOptions(reduce_bucket_size=size))
+        phases[name] = model_state_terms(layout, MODEL, TrainingJob(), rank_parameters(MODEL, TrainingJob()))
+    assert phases["all"]["first_layer_backward"]["gradients"] == 2 * PARAMETERS
+    assert phases["parts"]["first_layer_backward"]["gradients"] >= 2.5 * PARAMETERS
+
+
+def test_fp32_gradients_of_zero3_are_pinned_by_sub_group():
+    """Blocks of 4 MiB need no rounding; that of the rest and that of all 16-bit gradients do."""
+    job, size = TrainingJob(), 2**20
+    layout = strategy_of("zero3", 2, offload_optimizer="cpu", zero=ZeroOptions(sub_group_size=size))
+    parameters = rank_parameters(MODEL, job)
+    shard = parameters.shard(layout)
+    assert shard > 2 * size
+    rounded = [2 * shard, 4 * (shard % size)]
+    rounding = sum(2 ** (block - 1).bit_length() - block for block in rounded)
+    assert offload_terms(layout, MODEL, job, parameters)["pinned_rounding"] == rounding
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_buckets_are_no_larger_than_what_is_trained(stage):
+    job = TrainingJob(method="lora", lora_rank=8)
+    trainable = rank_parameters(MODEL, job).trainable
+    assert default_zero_options(MODEL, job, stage=stage).reduce_bucket_size <= trainable + 1

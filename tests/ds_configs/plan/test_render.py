@@ -57,6 +57,13 @@ def test_kernels_of_the_job_are_in_the_files():
     assert (config["swiglu"], config["geglu"]) == (False, False)
 
 
+@pytest.mark.parametrize(("method", "on_first_rank"), [("lora", True), ("qlora", False)])
+def test_every_rank_reads_4_bit_weights_under_fsdp2(method: str, on_first_rank: bool):
+    files = render_files(plan_of(strategy="fsdp2", method=method))
+    fsdp = yaml.safe_load(files["accelerate.yaml"])["fsdp_config"]
+    assert fsdp["fsdp_cpu_ram_efficient_loading"] is on_first_rank
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
 def test_only_changed_values_count_as_edits(strategy, tmp_path):
     plan = plan_of(strategy=strategy, method="lora")

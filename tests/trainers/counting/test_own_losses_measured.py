@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.trainers.counting.own_losses import kind_of_loss
 from shardwright.trainers.exact import count_as_one_process
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -185,3 +186,16 @@ def test_the_trainer_still_multiplies_own_means_by_the_micro_batches(
     monkeypatch.setitem(globals(), "count_as_one_process", lambda trainer, **_: None)
     losses = [trained(Focal, tmp_path, parts)[0] for parts in (4, 1)]
     assert losses[0] > 3 * losses[1]
+
+
+def test_the_nearest_kind_is_chosen_where_several_are_within_the_tolerance() -> None:
+    """A constant hides whether a small term is a mean over labels or over samples."""
+    batch = {"input_ids": torch.arange(12).reshape(2, 6), "labels": torch.arange(12).reshape(2, 6)}
+
+    def loss_of(rows: Any, items: float | None) -> torch.Tensor:
+        return 1 + 3e-5 * rows["input_ids"][:, 0].double().mean()
+
+    def labels_in(rows: Any) -> int:
+        return int(rows["labels"].ne(-100).sum())
+
+    assert kind_of_loss(loss_of, batch, labels_in, lambda tensor: tensor, input_name="input_ids") == "sample_mean"

@@ -246,3 +246,9 @@ class TestOnOneProcess:
             assert float((logits - expected).abs().max()) < 1e-5
         with gathered_head(placed.model) as head:
             assert torch.equal(head.weight_VH, whole.lm_head.weight)
+
+
+@pytest.mark.parametrize(("placement", "gathered"), [("replica", 0), ("sharded", 1), ("offloaded", 1)])
+def test_the_loss_reads_the_whole_head_of_a_teacher_without_replicas(placement: str, gathered: int) -> None:
+    terms = second_model_terms(ZERO2, placed(placement))
+    assert terms["forward_end"]["teacher_head"] == gathered * 2 * LLAMA_8B.embedding_parameters

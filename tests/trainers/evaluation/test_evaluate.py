@@ -16,6 +16,7 @@ from commands import shell_in
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.data.samples import collate
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest, text_windows
@@ -258,3 +259,20 @@ def test_baselines_with_other_tokens(tiny_llama, book, tmp_path, caplog):
     caplog.set_level(logging.INFO, "shardwright")
     small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model))
     assert "using the baseline's" in caplog.text
+
+
+def test_a_head_that_runs_twice_answers_with_logits(tiny_llama: Path) -> None:
+    class Twice(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.lm_head(torch.zeros(1, 1, self.config.hidden_size))
+            return super().forward(*args, **kwargs)
+
+    batch = collate([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+    read = []
+    for kind in (LlamaForCausalLM, Twice):
+        reader = measures.ModelReader(kind.from_pretrained(tiny_llama).eval(), name="model")
+        rows, head = reader.answers(batch, measures.judged(batch))
+        with torch.inference_mode():
+            read.append((reader.head is None, head(rows)))
+    assert [used for used, _ in read] == [False, True]
+    torch.testing.assert_close(read[1][1], read[0][1])

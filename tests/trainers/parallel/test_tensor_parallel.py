@@ -48,7 +48,7 @@ def errors(size: int, **changes: Any) -> list[str]:
         ({"zero_stage": 3}, "requires ZeRO stage 0 to 2, not 3"),
         ({"engine": "fsdp2", "zero_stage": None}, "is not supported with FSDP2"),
         (
-            {"num_experts": 8},
+            {"num_experts": 8, "intermediate_size": 1001},
             "AutoTP does not support mixtures of experts (8 experts per layer); use expert parallelism (ep) instead",
         ),
         ({"method": "lora"}, "is not supported with lora"),

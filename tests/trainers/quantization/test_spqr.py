@@ -54,17 +54,18 @@ def test_wide_sparse_matrices_keep_their_columns():
         assert [part.tolist() for part in wide.outlier_positions()] == [[1, 1, 1], [3, 40_000, width - 1]]
 
 
-def test_error_feedback_equals_gptq():
+@pytest.mark.parametrize("group_size", [16, 48])
+def test_error_feedback_equals_gptq(group_size: int) -> None:
     """Against solving, after every column, for the best values of the columns that are still free."""
     weight_OI, hessian_II = correlated(3, 150)
     hessian_II = hessian_II.double()
     upper_II = inverse_factor(hessian_II, 0.0)
-    feedback = ErrorFeedback(weight_OI, upper_II, group_size=16)
+    feedback = ErrorFeedback(weight_OI, upper_II, group_size=group_size)
     expected_OI = weight_OI.double().clone()
     for column in feedback.columns():
-        if column % 16 == 0:
-            seen_CO = feedback.weight_IO[column : column + 16]
-            assert torch.allclose(seen_CO.t().double(), expected_OI[:, column : column + 16], atol=2e-3)
+        if column % group_size == 0:
+            seen_CO = feedback.weight_IO[column : column + group_size]
+            assert torch.allclose(seen_CO.t().double(), expected_OI[:, column : column + group_size], atol=2e-3)
         stored_O = feedback.weight_IO[column].round()
         error_O = expected_OI[:, column] - stored_O.double()
         rest = slice(column + 1, None)

@@ -44,3 +44,11 @@ def test_axes_that_only_ranks_can_name_are_left_to_them(
     made = make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("2x8xA100-80GB"), job)
     assert made.chosen.strategy.engine == strategy.partition("-")[0].replace("zero3", "deepspeed")
     assert planned_facts(made, {"per_device_train_batch_size": 1}, None).get("axes") == axes
+
+
+@pytest.mark.parametrize(("axis", "stated"), [("tensor_parallel_size", False), (None, True)])
+def test_the_batch_of_a_layout_with_axes_is_left_to_the_ranks(axis: str | None, stated: bool) -> None:
+    """Ranks that share a layer read the same samples, so the Trainer counts another global batch than the plan."""
+    job = TrainingJob(strategy="zero1", seq_len_tokens=512, **({axis: 2} if axis else {}))
+    made = make_plan(public_model("meta-llama/Llama-3.2-1B"), parse_hardware("8xA100-80GB"), job)
+    assert ("global_batch_size" in planned_facts(made, {"per_device_train_batch_size": 1}, None)) is stated
