@@ -178,7 +178,7 @@ class ExactTrainer(_Trainer):
     # Samples: which ones a rank reads, and in which order.
 
     def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """Enter the contexts of callbacks; the class of a user may have a `train` without parameters."""
+        """Enter the contexts of callbacks; `ComparesCheckpoints.train` gets what the user's class passes on."""
         with ExitStack() as contexts:
             for events in self._step_events:
                 contexts.enter_context(events.around_training())
@@ -568,8 +568,9 @@ def exact_class(own: Any) -> Any:
 
     if issubclass(own, ExactTrainer):
         return own
-    # Directly before `Trainer` in the order of its bases.
-    bases = {Trainer: (ExactTrainer, _comparing_class())}.get(own, (ExactTrainer, own, _comparing_class()))
+    # Python places the last base between the user's classes and `Trainer`; `Trainer` itself cannot precede it.
+    own_bases = () if own is Trainer else (own,)
+    bases = (ExactTrainer, *own_bases, _comparing_class())
     return type(own.__name__, bases, {"__module__": own.__module__, "own_class": own})
 
 

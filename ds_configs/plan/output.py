@@ -148,6 +148,10 @@ def _busy(directory: Path, holder: str) -> ConfigError:
     return ConfigError(where="output_dir", value=str(directory), rule=f"{holder} is writing to it", fix=fix)
 
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of network file systems that have no locks."""
+
+
 def _try_lock(file: Path) -> int | None:
     """Return a descriptor that holds the lock; `None` if another process has it."""
     import fcntl
@@ -157,8 +161,8 @@ def _try_lock(file: Path) -> int | None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Some network file systems have no locks; then other runs cannot be detected.
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            # Then other runs cannot be detected.
+            if error.errno not in NO_LOCKS:
                 os.close(descriptor)
                 if error.errno in (errno.EAGAIN, errno.EACCES):
                     return None

@@ -10,16 +10,17 @@ line. To forget is a line too. The file is read from top to bottom:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from pydantic import TypeAdapter
 
 from ...ds_configs.memory.estimate import Calibration, MeasuredRun
+from ...ds_configs.plan.output import NO_LOCKS
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.synonyms import REMOVED
 from ...ds_configs.specs.texts import strict_json
@@ -34,6 +35,17 @@ _POSITIVE = {
     "step": ("ranks", "predicted_seconds", "measured_seconds"),
 }
 """Fields that plans divide by, of each kind."""
+
+
+def _lock(stream: IO[bytes], *, exclusive: bool) -> None:
+    """Lock a file until it is closed, where the file system has locks."""
+    import fcntl
+
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
 
 
 def data_directory() -> Path:
@@ -105,7 +117,7 @@ class CalibrationStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Without a buffer, the line is one write to the end of the file.
             with self.path.open("ab", buffering=0) as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX)
+                _lock(stream, exclusive=True)
                 stream.write(line.encode())
                 os.fsync(stream.fileno())
         except OSError as error:
@@ -115,7 +127,7 @@ class CalibrationStore:
         """Return everything that was stored and not removed, each once, oldest first."""
         try:
             with self.path.open("rb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_SH)
+                _lock(stream, exclusive=False)
                 lines = stream.read().splitlines()
         except FileNotFoundError:
             return []

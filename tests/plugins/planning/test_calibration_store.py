@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,14 @@ def test_concurrent_processes_lose_no_run(tmp_path: Path) -> None:
     with ThreadPoolExecutor(max_workers=8) as pool:
         assert sum(pool.map(write, range(40))) >= 20
     assert set(CalibrationStore(path).calibration().runs) == {numbered(number) for number in range(20)}
+
+
+def test_works_without_locks(store: CalibrationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert store.add(RUN) and store.calibration().runs == (RUN,)
 
 
 NOT_OURS: dict[str, Callable[[Path], object]] = {
