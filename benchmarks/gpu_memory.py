@@ -113,7 +113,7 @@ class GpuCase:
             torch_compile="compiled" in self.features,
         )
 
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         recomputes = {
             "gradient_checkpointing": self.checkpointing,
             "tiled_mlp": "tiled MLP" in self.features,
@@ -133,10 +133,10 @@ class GpuCase:
         )
 
     def predicted(self, hardware: HardwareSpec) -> GpuMemory:
-        return estimate_memory(self.strategy(), self.spec(), hardware, self.job()).gpu
+        return estimate_memory(self.full_layout(), self.spec(), hardware, self.job()).gpu
 
     def predicted_time(self, hardware: HardwareSpec) -> StepTime:
-        return estimate_step_time(self.strategy(), self.spec(), hardware, self.job())
+        return estimate_step_time(self.full_layout(), self.spec(), hardware, self.job())
 
 
 def case_of(values: dict[str, Any]) -> GpuCase:

@@ -41,7 +41,7 @@ def main(cases: list[GpuCase], output: Path) -> None:
 def measured(case: GpuCase) -> dict[str, Any]:
     """Train one case and return its figures."""
     hardware = replace(detect_hardware(), gpus_per_node=1)
-    plan = plan_of(case.strategy(), case.spec(), hardware, case.job())
+    plan = plan_of(case.full_layout(), case.spec(), hardware, case.job())
     meter, loss = TimedMeter(), MeanLoss()
     outcome = "trained"
     try:

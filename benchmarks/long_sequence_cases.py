@@ -101,7 +101,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.strategy().world_size
+        return self.full_layout().world_size
 
     def spec(self, release: str | None = None) -> ModelSpec:
         return spec_of(self.config, self.config["model_type"], release)
@@ -114,7 +114,7 @@ class Case:
             loss="chunked" if "tiled_loss" in FEATURES[self.features] else "eager",
         )
 
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         """Return the layout with buckets as small beside the model as in a real run."""
         spec, features = self.spec(), FEATURES[self.features]
         two_layers = 2 * spec.layer_parameter_count

@@ -59,7 +59,7 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
 
 def _row(record: dict[str, object]) -> Row:
     case = Case(**record["case"])  # type: ignore[arg-type]
-    spec, job, layout = case.spec(metered_release(record)), case.job(), case.strategy()
+    spec, job, layout = case.spec(metered_release(record)), case.job(), case.full_layout()
     terms = {name: dict(phase) for name, phase in cpu_rank_terms(layout, spec, job).items()}
     # CPU ranks have both in the same memory, but the meter counts the host's apart.
     host = [phase.pop("offloaded_checkpoints", 0) for phase in terms.values()]

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator
 
 def measure(case: Case) -> dict[str, Any]:
     """Train one case and return what lived on this rank in the last step, and whether the limit ended the run."""
-    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
-    engine = plan.chosen.strategy.engine
+    plan = plan_of(case.full_layout(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    engine = plan.chosen.layout.engine
     if engine == "single":
         # With these, Accelerate wraps the model for one rank of DDP.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -53,7 +53,7 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
         peaks: dict[str, int] = record["peaks"]  # type: ignore[assignment]
         phases = {name: peak for name, peak in peaks.items() if name not in ("init", "other")}
         phase = max(phases, key=lambda name: phases[name])
-        terms = cpu_rank_terms(case.strategy(), case.spec(metered_release(record)), case.job())
+        terms = cpu_rank_terms(case.full_layout(), case.spec(metered_release(record)), case.job())
         predicted = max(sum(terms[name].values()) for name in terms if name != "init")
         found.append(Row(case=case, metered_bytes=phases[phase], metered_phase=phase, predicted_bytes=predicted))
     return found

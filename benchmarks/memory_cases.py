@@ -108,7 +108,7 @@ class Case:
             lora_rank=LORA_RANK,
         )
 
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         """Return the layout with buckets and thresholds as small beside the model as in a real run."""
         stage = int(self.layout[-1]) if self.layout.startswith("zero") else None
         sharded = self.layout != "ddp"

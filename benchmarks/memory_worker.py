@@ -14,7 +14,7 @@ from shardwright.plugins.metering import ByteMeter
 
 def measure(case: Case) -> dict[str, Any]:
     """Train one case through the stock Trainer and return what lived on this rank."""
-    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    plan = plan_of(case.full_layout(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
     try:
         reading = train_metered(plan, case.config, ByteMeter())
     except Exception as error:

@@ -37,11 +37,11 @@ from transformers import (
 STEPS = WARM_UP_STEPS + 1
 
 
-def plan_of(strategy: Layout, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
-    """Return the plan of a strategy that no search chose."""
-    memory = estimate_memory(strategy, spec, hardware, job)
-    time = estimate_step_time(strategy, spec, hardware, job)
-    chosen = Evaluated(strategy=strategy, memory=memory, time=time, reason="")
+def plan_of(layout: Layout, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
+    """Return the plan of a layout that no search chose."""
+    memory = estimate_memory(layout, spec, hardware, job)
+    time = estimate_step_time(layout, spec, hardware, job)
+    chosen = Evaluated(layout=layout, memory=memory, time=time, reason="")
     return Plan(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
 
 
@@ -49,9 +49,9 @@ def train_metered(
     plan: Plan, config: dict[str, Any], meter: Meter, *, callbacks: Sequence[TrainerCallback] = ()
 ) -> MeterReading:
     """Train random weights of a model configuration, and return what lived on this rank in the last step."""
-    strategy, job = plan.chosen.strategy, plan.job
-    deepspeed = strategy.engine == "deepspeed"
-    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
+    layout, job = plan.chosen.layout, plan.job
+    deepspeed = layout.engine == "deepspeed"
+    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(layout.engine))  # type: ignore[arg-type]
     set_seed(1)
     model_config = AutoConfig.for_model(**config)
     dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
@@ -69,9 +69,9 @@ def train_metered(
         del model
         for callback in callbacks:
             trainer.add_callback(callback)
-        attach_long_sequences(trainer, strategy, job)
-        if strategy.checkpointed_layers is not None:
-            trainer.add_callback(_FirstLayers(strategy.checkpointed_layers))
+        attach_long_sequences(trainer, layout, job)
+        if layout.checkpointed_layers is not None:
+            trainer.add_callback(_FirstLayers(layout.checkpointed_layers))
         prepare_optimizer(trainer)
         meter_trainer(trainer, meter)
         trainer.train()
@@ -100,7 +100,7 @@ def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:
 
 def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
     """Return the settings of a few steps that write nothing, with those of the plan's engine."""
-    strategy = plan.chosen.strategy
+    layout = plan.chosen.layout
     settings = planned_training_arguments(plan) | {
         "output_dir": tempfile.gettempdir(),
         "max_steps": steps,
@@ -109,15 +109,15 @@ def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
         "disable_tqdm": True,
         "logging_strategy": "no",
     }
-    if strategy.engine == "deepspeed":
+    if layout.engine == "deepspeed":
         settings["deepspeed"] = deepspeed_config(plan)
-    if strategy.engine == "fsdp2":
+    if layout.engine == "fsdp2":
         settings["fsdp"] = True
         settings["fsdp_config"] = {
             "version": 2,
             "transformer_layer_cls_to_wrap": list(plan.model.layer_classes),
             "reshard_after_forward": True,
-            "offload_params": strategy.offload_param == "cpu",
+            "offload_params": layout.offload_param == "cpu",
         }
     return settings
 
@@ -125,6 +125,6 @@ def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
 def random_samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
     """Return the random tokens of all steps and data-parallel ranks."""
     generator = torch.Generator().manual_seed(0)
-    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
+    shape = (plan.chosen.layout.global_batch_size * STEPS, plan.job.seq_len_tokens)
     tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
     return [{"input_ids": sample, "labels": sample} for sample in tokens]

@@ -117,14 +117,14 @@ def row_of(optimizer: str, layout: str, record: dict[str, Any]) -> Row:
 def predicted(optimizer: str, layout: str) -> int:
     """Return the bytes that the planner predicts for the metered step, on a rank without an accelerator."""
     plan = metered_plan(optimizer, layout)
-    phases = cpu_rank_terms(plan.chosen.strategy, plan.model, plan.job)
+    phases = cpu_rank_terms(plan.chosen.layout, plan.model, plan.job)
     return max(sum(terms.values()) for phase, terms in phases.items() if phase != "init")
 
 
 def rejection_of(optimizer: str, layout: str) -> str:
     """Return why the planner rejects a cell, the most specific of its reasons; empty if it offers it."""
     plan = metered_plan(optimizer, layout)
-    errors = legality_errors(plan.model, plan.chosen.strategy, plan.job, plan.hardware)
+    errors = legality_errors(plan.model, plan.chosen.layout, plan.job, plan.hardware)
     rule = errors[-1].rule if errors else ""
     return rule.partition(": ")[2] or rule
 

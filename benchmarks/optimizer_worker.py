@@ -57,13 +57,13 @@ class Case:
         return f"{self.optimizer}-{self.layout}"
 
     @property
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         return ENGINES[self.layout]
 
 
 def record(case: Case, output: Path) -> Record:
     """Return the bytes of a step, predicted and metered, the losses of `STEPS` steps and of a resumed run."""
-    if case.strategy.engine == "single":
+    if case.full_layout.engine == "single":
         # Else Accelerate would train one rank with DDP.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
@@ -91,7 +91,7 @@ def metered(case: Case, output: Path) -> Record:
     )
     with foreach, allocated:
         reading = train_metered(plan, METERED, meter)
-    peaks = [reading.peak_bytes] * case.strategy.world_size
+    peaks = [reading.peak_bytes] * case.full_layout.world_size
     if len(peaks) > 1:
         torch.distributed.all_gather_object(peaks, reading.peak_bytes)
     return {
@@ -116,7 +116,7 @@ def metered_plan(optimizer: str, layout: str) -> Plan:
 
 
 def plan_for(case: Case, config: dict[str, Any], *, seq_len: int, batch_size: int, precision: Precision) -> Plan:
-    layout = replace(case.strategy, micro_batch_size=batch_size)
+    layout = replace(case.full_layout, micro_batch_size=batch_size)
     job = TrainingJob(
         seq_len_tokens=seq_len,
         micro_batch_size=batch_size,
@@ -136,7 +136,7 @@ def trained(case: Case, output: Path) -> Record:
     directory = output / case.name
     config = TRAINED
     plan = plan_for(
-        case, config, seq_len=32, batch_size=SAMPLES_PER_STEP // case.strategy.data_parallel_size, precision="fp32"
+        case, config, seq_len=32, batch_size=SAMPLES_PER_STEP // case.full_layout.data_parallel_size, precision="fp32"
     )
     trainer = make_trainer(plan, directory, save_strategy="steps", save_steps=SAVED_STEP, save_total_limit=2)
     trainer.train()
@@ -156,7 +156,7 @@ def make_trainer(plan: Plan, directory: Path, **more: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator, set_seed
 
-    engine = plan.chosen.strategy.engine
+    engine = plan.chosen.layout.engine
     settings = run_settings(plan, steps=STEPS) | {
         "output_dir": str(directory),
         "logging_strategy": "steps",

@@ -51,13 +51,13 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
 def _rows_of(record: dict[str, object]) -> list[Row]:
     case = Case(**record["case"])  # type: ignore[arg-type]
     ranks: list[dict[str, dict[str, int]]] = record["ranks"]  # type: ignore[assignment]
-    strategy = case.strategy()
+    layout = case.full_layout()
     found = []
-    for share, terms in cpu_share_terms(strategy, case.spec(metered_release(record)), case.job()):
+    for share, terms in cpu_share_terms(layout, case.spec(metered_release(record)), case.job()):
         stage = None if share.stage is None else share.stage.index
         mine = ranks
         if stage is not None:
-            replicas = len(ranks) // strategy.pp
+            replicas = len(ranks) // layout.pp
             mine = ranks[stage * replicas : (stage + 1) * replicas]
         peaks = [{name: peak for name, peak in rank["peaks"].items() if name not in ("init", "other")} for rank in mine]
         fullest = max(peaks, key=lambda phases: max(phases.values()))

@@ -60,7 +60,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.strategy().world_size
+        return self.full_layout().world_size
 
     def spec(self, release: str | None = None) -> ModelSpec:
         return spec_of(self.config, self.model, release)
@@ -72,7 +72,7 @@ class Case:
             gradient_checkpointing="on" if self.checkpointing else "off",
         )
 
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         """Return the layout with buckets as small beside the model as in a real run."""
         spec = self.spec()
         two_layers = 2 * spec.layer_parameter_count

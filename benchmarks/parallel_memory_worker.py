@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 def measure(case: Case) -> dict[str, Any]:
     """Train one case and return what lived on this rank in the last step."""
-    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    plan = plan_of(case.full_layout(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
     arguments: TrainingArguments = training_arguments(run_settings(plan), configure_cpu_ranks("deepspeed"))
     set_seed(1)
     with ByteMeter() as meter:
@@ -40,10 +40,10 @@ def _trainer(case: Case, plan: Plan, arguments: TrainingArguments, model: Any) -
     if case.axis == "pp":
         from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 
-        strategy = plan.chosen.strategy
-        stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
+        layout = plan.chosen.layout
+        stages = pipeline_stages(plan.model, plan.job, layout.pp, tensor_parallel_size=layout.tp)
         trainer: Trainer = PipelineTrainer(
-            model=model, args=arguments, pipeline_stages=stages, tensor_parallel_size=strategy.tp, **inputs
+            model=model, args=arguments, pipeline_stages=stages, tensor_parallel_size=layout.tp, **inputs
         )
         return trainer
     callback = _callback(case.axis)

@@ -1,6 +1,6 @@
 """Published step times as cases that the model predicts: one function reads each table of `benchmarks/tables`.
 
-Each row becomes the strategy, model, hardware, job and software (`published_stacks.py`) that the table states, with
+Each row becomes the layout, model, hardware, job and software (`published_stacks.py`) that the table states, with
 what it leaves open filled in from its source. Tables are found by the beginnings of their names, so that another
 directory with more shapes of the same tables can be read with `--tables`.
 """
@@ -39,7 +39,7 @@ class PublishedStep:
     """Configurations of one question: the same model, accelerators and global batch; empty where none compare."""
     seconds: float
     """Measured seconds of a step."""
-    strategy: Layout
+    layout: Layout
     model: ModelSpec
     hardware: HardwareSpec
     job: TrainingJob
@@ -140,7 +140,7 @@ def _vtrain(
             shape=f"{hidden}x{layers}",
             group=f"{hidden}x{layers} gpus{gpus} batch{batch}",
             seconds=float(row["iteration time (ms)"]) / 1e3,
-            strategy=Layout(
+            layout=Layout(
                 engine="deepspeed",
                 zero_stage=0,
                 dp_replicate=dp,
@@ -196,7 +196,7 @@ def llm_foundry(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["Model"],
             group="",
             seconds=int(row["GlobalBatchSize (T)"]) / (float(row["Throughput (T/s/GPU)"]) * gpus),
-            strategy=Layout(
+            layout=Layout(
                 engine="fsdp2",
                 dp_shard=gpus if sharded else 1,
                 dp_replicate=1 if sharded else gpus,
@@ -221,7 +221,7 @@ def _internlm(
         shape="internlm-7b",
         group=f"x{gpus}" if table.endswith("scaling") else "",
         seconds=seconds,
-        strategy=Layout(
+        layout=Layout(
             engine="deepspeed",
             zero_stage=1,
             dp_shard=dp,
@@ -297,7 +297,7 @@ def _megatron(
         shape=model.name,
         group="",
         seconds=seconds,
-        strategy=Layout(
+        layout=Layout(
             engine="deepspeed",
             zero_stage=stage,
             **({"dp_replicate": dp} if stage == 0 else {"dp_shard": dp}),
@@ -389,7 +389,7 @@ def fms_fsdp(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
                 shape=row["model"],
                 group="",
                 seconds=micro * 4096 / float(row[f"{name}_tps_gpu"]),
-                strategy=Layout(
+                layout=Layout(
                     engine="fsdp2",
                     dp_shard=8 if hybrid else gpus,
                     dp_replicate=gpus // 8 if hybrid else 1,
@@ -404,7 +404,7 @@ def fms_fsdp(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
 
 
 def recomputation(share: float, layers: int) -> dict[str, object]:
-    """Return the fields of a strategy that recomputes a share of its layers."""
+    """Return the fields of a layout that recomputes a share of its layers."""
     return {"gradient_checkpointing": share > 0.5}
 
 
@@ -440,7 +440,7 @@ def torchtitan(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["model"],
             group="",
             seconds=tokens / (float(row["tps_per_gpu"]) * gpus),
-            strategy=Layout(
+            layout=Layout(
                 engine="fsdp2",
                 dp_shard=int(row["fsdp"]),
                 tp=tp,
@@ -488,7 +488,7 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["model"],
             group=row["model"],
             seconds=micro * accumulated * 16 / float(metric),
-            strategy=Layout(
+            layout=Layout(
                 engine="deepspeed",
                 zero_stage=stage,
                 **({"dp_replicate": 16} if stage == 0 else {"dp_shard": 16}),

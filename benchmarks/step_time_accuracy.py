@@ -80,8 +80,8 @@ Predictor = Callable[[Sequence[PublishedStep], Sequence[PublishedStep]], Sequenc
 
 def flops(case: PublishedStep) -> float:
     """Return a step's FLOPs on each accelerator, `6 * parameters * tokens` and attention, without recomputation."""
-    sizes, strategy = case.model.dimensions, case.strategy
-    tokens = strategy.global_batch_size * case.job.seq_len_tokens / strategy.world_size
+    sizes, layout = case.model.dimensions, case.layout
+    tokens = layout.global_batch_size * case.job.seq_len_tokens / layout.world_size
     matrices = case.model.parameter_count - case.model.embedding_parameters * (not case.model.tied_embeddings)
     return tokens * (6 * matrices + 12 * sizes.num_layers * sizes.query_size * case.job.seq_len_tokens)
 
@@ -109,26 +109,26 @@ LINEAR_TERMS = (
 
 def volumes(case: PublishedStep) -> list[float]:
     """Return the eleven volumes of a step on the slowest rank, pipeline bubble included."""
-    sizes, strategy, job = case.model.dimensions, case.strategy, case.job
-    tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
-    slots = strategy.gradient_accumulation_steps + strategy.pp - 1
-    layers = sizes.num_layers / strategy.pp
+    sizes, layout, job = case.model.dimensions, case.layout, case.job
+    tokens = layout.micro_batch_size * job.seq_len_tokens / (layout.sp * layout.cp)
+    slots = layout.gradient_accumulation_steps + layout.pp - 1
+    layers = sizes.num_layers / layout.pp
     inside = (case.model.parameter_count - case.model.parameters_outside_layers) / sizes.num_layers
-    layer = slots * layers * 6 * inside * tokens / strategy.tp
-    attention = slots * layers * 12 * tokens * job.seq_len_tokens * sizes.query_size / strategy.tp
+    layer = slots * layers * 6 * inside * tokens / layout.tp
+    attention = slots * layers * 12 * tokens * job.seq_len_tokens * sizes.query_size / layout.tp
     hidden = slots * layers * tokens * sizes.hidden_size
-    held = case.model.parameter_count / strategy.tp / strategy.pp
-    ranks = strategy.data_parallel_size
-    gathers = 3 * strategy.gradient_accumulation_steps if strategy.engine == "fsdp2" else 2
+    held = case.model.parameter_count / layout.tp / layout.pp
+    ranks = layout.data_parallel_size
+    gathers = 3 * layout.gradient_accumulation_steps if layout.engine == "fsdp2" else 2
     return [
         layer,
-        layer / 3 if strategy.gradient_checkpointing else 0.0,
-        strategy.gradient_accumulation_steps * 6 * tokens * case.model.embedding_parameters / strategy.tp,
+        layer / 3 if layout.gradient_checkpointing else 0.0,
+        layout.gradient_accumulation_steps * 6 * tokens * case.model.embedding_parameters / layout.tp,
         attention,
         hidden,
-        hidden * (strategy.tp - 1) / strategy.tp,
+        hidden * (layout.tp - 1) / layout.tp,
         gathers * held * (ranks - 1) / ranks,
-        slots * tokens * sizes.hidden_size if strategy.pp > 1 else 0.0,
+        slots * tokens * sizes.hidden_size if layout.pp > 1 else 0.0,
         held,
         slots * layers,
         1.0,

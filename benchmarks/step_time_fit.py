@@ -72,7 +72,7 @@ def predictions(cases: Sequence[PublishedStep], constants: GpuConstants) -> np.n
     return np.array(
         [
             estimate_step_time(
-                case.strategy, case.model, case.hardware, case.job, software=case.software, constants=constants
+                case.layout, case.model, case.hardware, case.job, software=case.software, constants=constants
             ).seconds
             for case in cases
         ]

@@ -70,13 +70,13 @@ def kept_seconds(rows: Sequence[tuple[PublishedStep, float]], *, trials: int) ->
     """Return the measured seconds of what a tuning keeps, and its trials; rows have predictions."""
     variants: dict[object, tuple[float, float]] = {}
     for case, predicted in rows:
-        strategy = case.strategy
-        ranks = strategy.dp_replicate, strategy.dp_shard, case.software.optimizer_ranks
-        layout = (strategy.engine, strategy.zero_stage, *strategy.axes.items(), *ranks)
-        if layout not in variants or predicted < variants[layout][0]:
-            variants[layout] = predicted, case.seconds
+        layout = case.layout
+        ranks = layout.dp_replicate, layout.dp_shard, case.software.optimizer_ranks
+        variant = (layout.engine, layout.zero_stage, *layout.axes.items(), *ranks)
+        if variant not in variants or predicted < variants[variant][0]:
+            variants[variant] = predicted, case.seconds
     # Equal predictions stay in the table's order: the measurement must not decide which is tried.
-    fastest_first = sorted(variants.values(), key=lambda variant: variant[0])
+    fastest_first = sorted(variants.values(), key=lambda times: times[0])
     limit = fastest_first[0][0] * (1 + WORTH_MEASURING)
     measured = [seconds for predicted, seconds in fastest_first if predicted <= limit][:trials]
     return min(measured), len(measured)
@@ -139,10 +139,10 @@ def real(directory: Path, models: Sequence[str], jobs: Sequence[str]) -> str:
         )
         for job in jobs:
             plan = make(str(model), "2xCPU", calibration=None, precision="fp32", **JOBS[job])
-            runnable = (other for other in plan.rejected if other.memory.fits and other.strategy.pp == 1)
+            runnable = (other for other in plan.rejected if other.memory.fits and other.layout.pp == 1)
             layouts = [plan.chosen, *runnable][:_LAYOUTS]
-            trials = {layout.strategy: alone(replace(plan, chosen=layout, rejected=())) for layout in layouts}
-            tried = [trials[layout.strategy] for layout in layouts_to_measure(plan.chosen, layouts[1:], trials=5)]
+            trials = {candidate.layout: alone(replace(plan, chosen=candidate, rejected=())) for candidate in layouts}
+            tried = [trials[candidate.layout] for candidate in layouts_to_measure(plan.chosen, layouts[1:], trials=5)]
             lines.append(real_row(name, job, tried, list(trials.values())))
             print(lines[-1], flush=True)
     return "\n".join(lines)
@@ -156,7 +156,7 @@ def alone(plan: Plan) -> Trial:
     except ShardwrightError as error:
         # Ranks on processors cannot run FSDP2's offload, which a user's tuning would find in the same way.
         return Trial(
-            strategy=plan.chosen.strategy,
+            layout=plan.chosen.layout,
             loss=plan.chosen.loss,
             outcome="failed",
             predicted_seconds=plan.chosen.time.seconds,

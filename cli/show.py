@@ -135,7 +135,7 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     )
     out.print(Text.assemble((model.name, "bold"), summary))
     out.print()
-    out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.strategy), "bold")))
+    out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.layout), "bold")))
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
@@ -193,7 +193,7 @@ def _show_costs(out: Console, plan: Plan) -> None:
     if hardware.gpu != "CPU":
         title += f", {utilization(chosen.time, plan.model, hardware, plan.job):.0%} MFU"
     print_rows(out, (title, "seconds"), _time_rows(chosen.time), figures=("seconds",))
-    for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
+    for doubt in doubts(chosen.layout, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
     for role, choice in chosen.placements.items():
         out.print()
@@ -265,17 +265,17 @@ def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
     """Return a row for each rejected layout; their reasons are printed by `explain`."""
     rows: list[tuple[str, ...]] = []
     for candidate in plan.rejected:
-        strategy, memory = candidate.strategy, candidate.memory
-        layers = -(-plan.model.dimensions.num_layers // strategy.pp)
-        recomputed = strategy.recomputed_layers(layers)
+        layout, memory = candidate.layout, candidate.memory
+        layers = -(-plan.model.dimensions.num_layers // layout.pp)
+        recomputed = layout.recomputed_layers(layers)
         recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
         change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
         # A layout that is too large has no speed, but a memory that is too small.
         speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
         verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
-        name = display_name(strategy)
+        name = display_name(layout)
         gb = gigabytes(memory.gpu.high_bytes)
-        rows.append((name, str(strategy.micro_batch_size), recomputation, gb, speed, verdict))
+        rows.append((name, str(layout.micro_batch_size), recomputation, gb, speed, verdict))
     return rows
 
 

@@ -99,7 +99,7 @@ def show_outcome(
     from .show import console, print_rows
 
     out = console()
-    label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
+    label, hardware = outcome.plan.chosen.layout.label, outcome.plan.hardware.name
     out.print(Text.assemble((name, "bold"), f"  {made}, {label} on {hardware}"))
     out.print()
     headings, measured = outcome.measures()
@@ -123,7 +123,7 @@ def _show_dry_run(
 
     statistics, values = samples.statistics, settings.model_dump()
     if as_json:
-        layout = plan.chosen.strategy
+        layout = plan.chosen.layout
         planned = plan.job.options() | {name: getattr(layout, axis) for name, axis in AXIS_FIELDS.items()}
         planned |= {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size")}
         values |= {name: planned[name] for name in planned.keys() & values.keys() if values[name] is None}

@@ -17,7 +17,7 @@ def main(model: str, hardware: str) -> None:
     for candidate in sorted((plan.chosen, *plan.rejected), key=lambda c: -c.memory.gpu.high_bytes):
         gpu = candidate.memory.gpu
         mark = "chosen" if candidate is plan.chosen else "fits" if candidate.memory.fits else "too large"
-        print(f"{gpu.high_bytes / 1e9:8.1f} GB  {mark:<10}  {candidate.strategy.label}")
+        print(f"{gpu.high_bytes / 1e9:8.1f} GB  {mark:<10}  {candidate.layout.label}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ H100 = parse_hardware("1xH100-80GB")
 
 def test_every_case_is_legal_and_predicted():
     for case in cases():
-        assert not legality_errors(case.spec(), case.strategy(), case.job(), H100), case.name
+        assert not legality_errors(case.spec(), case.full_layout(), case.job(), H100), case.name
         predicted = case.predicted(H100)
         if case.method == "full" and case.layout == "zero2":
             states = 16 * case.spec().parameter_count

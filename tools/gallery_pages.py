@@ -79,7 +79,7 @@ class Shown:
     @property
     def layout(self) -> str:
         """Its layout in words."""
-        return display_name(self.plan.chosen.strategy)
+        return display_name(self.plan.chosen.layout)
 
     @property
     def gpu(self) -> GpuMemory:

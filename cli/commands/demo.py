@@ -56,7 +56,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Options[Fla
     if not options.as_json:
         return 0
     plan, result = outcome.plan, outcome.result
-    shown = {"strategy": plan.chosen.strategy.label, "hardware": plan.hardware.name, "steps": result.steps}
+    shown = {"layout": plan.chosen.layout.label, "hardware": plan.hardware.name, "steps": result.steps}
     shown |= {"before": result.before, "after": result.after, "output_dir": str(output_dir / "trained")}
     print(json.dumps({"schema_version": 1} | shown))
     return 0

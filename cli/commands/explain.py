@@ -1,4 +1,4 @@
-"""`shardwright explain`: explain a written plan, or one term, strategy or rule."""
+"""`shardwright explain`: explain a written plan, or one term, layout or rule."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..settings import FILLED, Options
 
 
 def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
-    """Explain a written plan, or a strategy, a memory term or a rule.
+    """Explain a written plan, or a layout, a memory term or a rule.
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, or a strategy, memory term or rule; `names` lists them.
+        Directory or plan.json of a plan, or a layout, memory term or rule; `names` lists them.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
@@ -52,7 +52,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         is_path = "/" in subject or subject.endswith(".json")
         near = [] if is_path else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
-        rule = "no such file or directory" if is_path else "is not a path, strategy, term or rule"
+        rule = "no such file or directory" if is_path else "is not a path, layout, term or rule"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     chosen, bytes_of = plan.chosen, dict[str, Any]()
@@ -64,13 +64,13 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         explained: dict[str, Any] = {
             "schema_version": 1,
             "model": plan.model.name,
-            "strategy": chosen.strategy.label,
+            "layout": chosen.layout.label,
             "reason": chosen.reason,
             "phases": chosen.memory.gpu.phases,
             "terms": bytes_of["accelerator"],
             "host_terms": bytes_of["host"],
             "step_time": {term.name: {"seconds": term.seconds, "meaning": term.meaning} for term in seconds},
-            "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
+            "rejected": [{"layout": other.layout.label, "reason": other.reason} for other in plan.rejected],
         }
         if plan.learned_from:
             runs = [asdict(step) | {"ratio": step.ratio} for step in plan.learned_from]
@@ -84,7 +84,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
 
     out = console()
     place = f" for {plan.model.name} on {plan.hardware.name}"
-    out.print(Text.assemble((display_name(chosen.strategy), "bold"), place))
+    out.print(Text.assemble((display_name(chosen.layout), "bold"), place))
     show_report(plan_report(plan))
     if plan.learned_from:
         from .calibrate import show_steps

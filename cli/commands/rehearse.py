@@ -78,8 +78,8 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     from ..show import console, print_rows
 
     out = console()
-    strategy, hardware = rehearsal.plan.chosen.strategy.label, rehearsal.plan.hardware.name
-    rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks"
+    layout, hardware = rehearsal.plan.chosen.layout.label, rehearsal.plan.hardware.name
+    rehearsed = f"  {layout} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks"
     out.print(Text.assemble((rehearsal.plan.model.name, "bold"), rehearsed))
     out.print()
     styles = {True: ("passed", "green"), False: ("FAILED", "bold red"), None: ("-     ", "dim")}

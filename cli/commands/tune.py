@@ -70,14 +70,14 @@ def show_tuned(plan: Plan, directory: Path) -> None:
     from ..show import console, print_rows, show_next
 
     out = console()
-    strategy = display_name(plan.chosen.strategy)
+    layout = display_name(plan.chosen.layout)
     count = "1 layout" if len(plan.trials) == 1 else f"{len(plan.trials)} layouts"
     out.print(Text.assemble((plan.model.name, "bold"), f"  on {plan.hardware.name}, {count}"))
     out.print()
     headings, rows = trial_rows(plan.trials)
     print_rows(out, headings, rows, figures=headings[3:])
     out.print()
-    out.print(Text.assemble(("Chosen  ", "bold green"), (strategy, "bold")))
+    out.print(Text.assemble(("Chosen  ", "bold green"), (layout, "bold")))
     out.print(plan.chosen.reason, markup=False)
     out.print()
     out.print(f"Files in {directory}: {', '.join(plan.file_names)}, report.html", markup=False)

@@ -122,14 +122,14 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
 
 def _long_sequence_errors(plan: Plan, arguments: Mapping[str, Any], file: str) -> list[ConfigError]:
     """Return training arguments with which tiled MLPs or checkpoints in host memory cannot run."""
-    strategy, errors = plan.chosen.strategy, []
+    layout, errors = plan.chosen.layout, []
     checkpointing = arguments.get("gradient_checkpointing")
-    if strategy.offloaded_checkpoints and checkpointing is not True:
+    if layout.offloaded_checkpoints and checkpointing is not True:
         rule, fix = "must be true: the plan keeps the inputs of recomputed layers in host memory", "write true"
         errors.append(ConfigError(where=f"{file}: gradient_checkpointing", value=checkpointing, rule=rule, fix=fix))
     kernels = arguments.get("liger_kernel_config") or {}
     replaced = [name for name in ("swiglu", "geglu") if kernels.get(name, True)]
-    if strategy.tiled_mlp and arguments.get("use_liger_kernel") and replaced:
+    if layout.tiled_mlp and arguments.get("use_liger_kernel") and replaced:
         rule = f"must set {' and '.join(replaced)} to false: Liger and the plan's tiles both replace MLPs"
         fix = "set them to false, or plan with --tiled-mlp off"
         errors.append(ConfigError(where=f"{file}: liger_kernel_config", value=kernels or None, rule=rule, fix=fix))

@@ -120,7 +120,7 @@ class MeasuredRun:
     architecture: str
     model: str
     layout: str
-    """The strategy's label, such as `zero2`."""
+    """The layout's label, such as `zero2`."""
     ranks: int
     predicted_allocated_bytes: int
     """Tensor bytes at the plan's peak."""

@@ -15,7 +15,7 @@ from ..specs.errors import ConfigError, RefusedInputError, UsageError
 from ..specs.texts import strict_json
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep
-from .plan import Plan, job_dict, strategy_dict
+from .plan import Plan, job_dict, layout_dict
 
 FILE_NAME = "plan_measurement.json"
 SCHEMA_VERSION = 1
@@ -51,10 +51,8 @@ class PlannedRun:
     gpu: Text
     gpu_bytes: Bytes
     world_size: Count
-    layout: Text
-    """The strategy's label, such as `zero2`."""
-    strategy: dict[str, object]
-    """The chosen strategy, as in `plan.json`."""
+    layout: dict[str, object]
+    """The chosen layout, as in `plan.json`."""
     job: dict[str, object]
     """The job, as in `plan.json`, with names of second models instead of their specifications."""
     flops_per_s: Annotated[float, Field(gt=0, le=1e21)] | None = None
@@ -144,8 +142,6 @@ class RunMeasurement:
 
 
 def planned_run(plan: Plan) -> PlannedRun:
-    strategy = strategy_dict(plan.chosen.strategy)
-    layout = strategy.pop("label")
     job = job_dict(plan.job)
     job["lora_targets"] = list(plan.job.lora_targets)
     job |= {second.role: second.spec.name for second in plan.job.second_models}
@@ -157,8 +153,7 @@ def planned_run(plan: Plan) -> PlannedRun:
         gpu=plan.hardware.gpu,
         gpu_bytes=plan.hardware.gpu_bytes,
         world_size=plan.hardware.world_size,
-        layout=layout,
-        strategy=strategy,
+        layout=layout_dict(plan.chosen.layout),
         job=job,
         flops_per_s=plan.hardware.flops_per_s,
     )
@@ -239,7 +234,7 @@ def measured_run(measurement: RunMeasurement) -> MeasuredRun:
         gpu=measurement.plan.gpu,
         architecture=measurement.plan.architecture,
         model=measurement.plan.model,
-        layout=measurement.plan.layout,
+        layout=str(measurement.plan.layout["label"]),
         ranks=len(measurement.measured),
         predicted_allocated_bytes=measurement.predicted.allocated_bytes,
         allocated_peak_bytes=max(allocated),
@@ -263,9 +258,9 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     return MeasuredStep(
         identifier=_identifier(measurement),
         gpu=measurement.plan.gpu,
-        engine=str(measurement.plan.strategy["engine"]),
+        engine=str(measurement.plan.layout["engine"]),
         model=measurement.plan.model,
-        layout=measurement.plan.layout,
+        layout=str(measurement.plan.layout["label"]),
         ranks=len(measurement.measured),
         predicted_seconds=measurement.predicted_step_seconds,
         measured_seconds=measurement.step_seconds,

@@ -95,7 +95,7 @@ def _chosen(context: SearchContext) -> Evaluated | None:
 
 def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     """Return the job with every setting of a layout, where options can express it."""
-    layout = evaluated.strategy
+    layout = evaluated.layout
     changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
     changed |= {f"{role}_placement": choice.placement for role, choice in evaluated.placements.items()}
     changed |= {
@@ -114,7 +114,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
 
 def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     """Yield alternatives of each kind of change, the smallest change first."""
-    layout, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.layout, plan.job
     open_fields = ("tiled_mlp", "offload_activations", *PLACEMENT_FIELDS)
     same = replace(layout_job(job, plan.chosen), **{name: getattr(job, name) for name in open_fields})
     smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
@@ -145,7 +145,7 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", opti
             that makes each plan.
         options: The options of a job that the run's command has.
     """
-    gpu, layout = plan.chosen.memory.gpu, plan.chosen.strategy
+    gpu, layout = plan.chosen.memory.gpu, plan.chosen.layout
     lines = [f"{FIRST_WORDS} {failure.phase}: {failure.error}"]
     lines.append(f"layout: {_settings(layout)}")
     if failure.on_host:
@@ -181,7 +181,7 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", opti
         if failure.on_host:
             needed = f"{_size(memory.host.peak_bytes_per_node)} of host memory"
         speed = f"{alternative.evaluated.time.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"  {_settings(alternative.evaluated.strategy)}: {needed}, {speed}")
+        lines.append(f"  {_settings(alternative.evaluated.layout)}: {needed}, {speed}")
         lines.append(f"    {_command(plan, alternative.job, command, options)}")
     return "\n".join(lines)
 

@@ -71,7 +71,7 @@ class Plan(LaunchSpec):
     """Stored runs that corrected the chosen layout's step time."""
 
     def __repr__(self) -> str:
-        layout, gpu = self.chosen.strategy, self.chosen.memory.gpu
+        layout, gpu = self.chosen.layout, self.chosen.memory.gpu
         micro_batches = f"micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
         memory = f"{gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
         return f"<Plan {self.model.name} on {self.hardware.name}: {layout.label}, {micro_batches}, {memory}>"
@@ -82,8 +82,8 @@ class Plan(LaunchSpec):
 
         rows = [
             {
-                "layout": row.strategy.label,
-                "micro_batch_size": row.strategy.micro_batch_size,
+                "layout": row.layout.label,
+                "micro_batch_size": row.layout.micro_batch_size,
                 "peak_GB": row.memory.gpu.peak_bytes / 1e9,
                 "high_GB": row.memory.gpu.high_bytes / 1e9,
                 "tokens_per_second": row.time.tokens_per_second,
@@ -202,7 +202,7 @@ def make_plan(
         context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
-    runs, _ = comparable_steps(measured_steps, hardware, outcome.chosen.strategy.engine)
+    runs, _ = comparable_steps(measured_steps, hardware, outcome.chosen.layout.engine)
     return Plan(
         model=model,
         hardware=hardware,
@@ -210,7 +210,7 @@ def make_plan(
         chosen=outcome.chosen,
         rejected=outcome.rejected,
         versions=versions,
-        activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
+        activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.layout) else "upper bound",
         learned_from=runs,
     )
 
@@ -218,13 +218,13 @@ def make_plan(
 def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
     """Return a plan whose layout is the fastest of its measured trials, of which there must be one."""
     best = measured(trials)[0]
-    layouts = (plan.chosen, *plan.rejected)
-    reasons = {trial.layout: rejected_by_trial(trial, best) for trial in trials}
-    chosen = next(layout for layout in layouts if (layout.strategy, layout.loss) == best.layout)
+    candidates = (plan.chosen, *plan.rejected)
+    reasons = {trial.key: rejected_by_trial(trial, best) for trial in trials}
+    chosen = next(candidate for candidate in candidates if (candidate.layout, candidate.loss) == best.key)
     rejected = tuple(
-        replace(layout, reason=reasons.get((layout.strategy, layout.loss), layout.reason))
-        for layout in layouts
-        if layout is not chosen
+        replace(candidate, reason=reasons.get((candidate.layout, candidate.loss), candidate.reason))
+        for candidate in candidates
+        if candidate is not chosen
     )
     return replace(
         plan,
@@ -241,7 +241,7 @@ SCHEMA_VERSION = 1
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values, the inverse of `plan_from_dict`."""
-    sequences = plan.chosen.strategy.global_batch_size
+    sequences = plan.chosen.layout.global_batch_size
     reason = global_batch_reason(plan.job, plan.hardware.world_size, sequences)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -253,7 +253,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason},
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
-        "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
+        "doubts": list(doubts(plan.chosen.layout, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
         **({} if plan.activations == "stored" else {"activations": plan.activations}),
@@ -289,18 +289,18 @@ def job_dict(job: TrainingJob) -> dict[str, Any]:
     return {"seq_len": values.pop("seq_len_tokens"), **values}
 
 
-def strategy_dict(strategy: Layout) -> dict[str, Any]:
-    return asdict(strategy) | {"label": strategy.label}
+def layout_dict(layout: Layout) -> dict[str, Any]:
+    return asdict(layout) | {"label": layout.label}
 
 
 def trial_dict(trial: Trial) -> dict[str, Any]:
-    return asdict(trial) | {"strategy": strategy_dict(trial.strategy)}
+    return asdict(trial) | {"layout": layout_dict(trial.layout)}
 
 
 def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Trial` from its JSON values."""
-    strategy = {name: value for name, value in values["strategy"].items() if name != "label"}
-    return {**values, "strategy": strategy}
+    layout = {name: value for name, value in values["layout"].items() if name != "label"}
+    return {**values, "layout": layout}
 
 
 def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     if not evaluated.time.measured_runs:
         del step_time["learned_scale"], step_time["measured_runs"]
     return {
-        "strategy": strategy_dict(evaluated.strategy),
+        "layout": layout_dict(evaluated.layout),
         "reason": evaluated.reason,
         "gpu_memory": asdict(memory.gpu),
         "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
@@ -416,10 +416,10 @@ def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ())
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
     host = dict(candidate["host_memory"])
     capacity = host.pop("nvme_capacity_bytes_per_node")
-    strategy = dict(candidate["strategy"])
-    del strategy["label"]
+    layout = dict(candidate["layout"])
+    del layout["label"]
     return {
-        "strategy": strategy,
+        "layout": layout,
         "reason": candidate["reason"],
         "time": candidate["step_time"],
         "loss": candidate["loss"],
@@ -449,7 +449,7 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     # A line break in a path must not leave its comment.
     printable = ("".join(character if character.isprintable() else "?" for character in line) for line in lines)
     header = "".join(f"# {line}\n" for line in printable)
-    uses_deepspeed = plan.chosen.strategy.engine == "deepspeed"
+    uses_deepspeed = plan.chosen.layout.engine == "deepspeed"
     copied = f"# {_COPIED}\n" if uses_deepspeed else ""
     texts = {
         "accelerate.yaml": header + copied + accelerate_text(accelerate_config(plan)),
@@ -475,7 +475,7 @@ def edited_files(plan: Plan, directory: Path) -> list[str]:
         "accelerate.yaml": _with_parsed_copy(accelerate_config(plan)),
         "training_arguments.json": planned_training_arguments(plan),
     }
-    if plan.chosen.strategy.engine == "deepspeed":
+    if plan.chosen.layout.engine == "deepspeed":
         expected["ds_config.json"] = deepspeed_config(plan)
     edited = []
     for name in sorted(expected):
@@ -510,7 +510,7 @@ def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
 
 def header_lines(plan: Plan, directory: str) -> list[str]:
     """Return the header of every file: purpose, reason, launch command, what a Trainer needs, assumptions."""
-    hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
+    hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.layout
     lines = [
         f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
         f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
@@ -541,7 +541,7 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
 def loaded_type(plan: LaunchSpec) -> str:
     """Return the type in which a script must load the model; empty if the engine converts it."""
     job = plan.job
-    if plan.chosen.strategy.engine == "deepspeed" or job.method != "full" or job.precision == "fp32":
+    if plan.chosen.layout.engine == "deepspeed" or job.method != "full" or job.precision == "fp32":
         return ""
     return f", a model loaded with dtype=torch.{'bfloat16' if job.weights_dtype == 'bf16' else 'float32'}"
 
@@ -582,7 +582,7 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if attention == _class_attention(planned, planned.release):
         attention = _class_attention(planned, release)
     installed = replace(planned, release=release, attention=attention)
-    layout, changes = plan.chosen.strategy, []
+    layout, changes = plan.chosen.layout, []
     if installed.attention != planned.attention:
         changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     before, after = (

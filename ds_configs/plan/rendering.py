@@ -49,7 +49,7 @@ class LaunchSpec:
     def file_names(self) -> tuple[str, ...]:
         """Names of the plan's files."""
         names = ["accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]
-        if self.chosen.strategy.engine == "deepspeed":
+        if self.chosen.layout.engine == "deepspeed":
             names.append("ds_config.json")
         if self.hardware.nodes > 1:
             names += ["hostfile", "launch.sbatch"]
@@ -78,7 +78,7 @@ def launch_arguments(plan: LaunchSpec, *, directory: str, node: NodePlace | None
     It reads `ds_config.json` of the directory instead of the copy in `accelerate.yaml`. Plain data parallelism over CPU
     ranks uses torchrun, because Accelerate starts a single process for MULTI_CPU.
     """
-    hardware, engine = plan.hardware, plan.chosen.strategy.engine
+    hardware, engine = plan.hardware, plan.chosen.layout.engine
     if hardware.gpu == "CPU" and engine == "ddp":
         rendezvous = ["--standalone"]
         if node is not None:
@@ -107,7 +107,7 @@ def _dataset_words(plan: LaunchSpec) -> list[str]:
     """Return the command with its models that trains on a dataset."""
     revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
     for second in plan.job.second_models:
-        job = replace(plan.job, global_batch_size=plan.chosen.strategy.global_batch_size)
+        job = replace(plan.job, global_batch_size=plan.chosen.layout.global_batch_size)
         hardware = {name: text for name, text in plan.hardware.options().items() if name != "num_processes"}
         flags = flag_words(hardware) + job.flags(of=_DISTILL_OPTIONS)
         return ["distill", second.spec.name, plan.model.name, *revision, *flags]
@@ -162,7 +162,7 @@ def launch_script(plan: LaunchSpec, header: str) -> str:
 
 def trainer_line(plan: LaunchSpec) -> str:
     """Return whether a stock Trainer can run a plan, and what it needs for that."""
-    layout, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.layout, plan.job
     if job.second_models:
         return "Trainer: use `shardwright distill`, or DistillationTrainer in your script"
     if layout.pp > 1 or layout.cp > 1:
@@ -222,7 +222,7 @@ FUSED_LOSS_ONLY = {
 
 def uses_liger(plan: LaunchSpec) -> bool:
     """Return whether liger-kernel computes a chunked loss; otherwise Shardwright's callback computes it in tiles."""
-    return has_fused_loss(plan.model, plan.chosen.strategy, plan.job, gpu=plan.hardware.gpu != "CPU")
+    return has_fused_loss(plan.model, plan.chosen.layout, plan.job, gpu=plan.hardware.gpu != "CPU")
 
 
 MAX_GRAD_NORM = 1.0
@@ -243,7 +243,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     With FSDP2 and accumulation, the Trainer would keep gradients unsharded between micro-batches
     (`Accelerator.no_sync`, accelerate/accelerator.py:1167); `sync_each_batch` keeps them sharded, as planned.
     """
-    layout, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.layout, plan.job
     arguments: dict[str, object] = {
         "per_device_train_batch_size": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.gradient_accumulation_steps,
@@ -289,7 +289,7 @@ GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     """Return the DeepSpeed configuration of a plan, without keys that have no effect."""
-    layout, job = plan.chosen.strategy, plan.job
+    layout, job = plan.chosen.layout, plan.job
     config: dict[str, object] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
@@ -326,7 +326,7 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     Raises:
         UsageError: the plan does not use DeepSpeed.
     """
-    layout, precision = plan.chosen.strategy, plan.job.precision
+    layout, precision = plan.chosen.layout, plan.job.precision
     if layout.engine != "deepspeed":
         rule = "does not use DeepSpeed"
         fix = "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate"
@@ -409,7 +409,7 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
     wrong after the directory was moved. `num_processes` counts the processes of all nodes. With a DeepSpeed file
     neither `mixed_precision` nor a value of that file is allowed (accelerate/utils/dataclasses.py:1507).
     """
-    layout, hardware = plan.chosen.strategy, plan.hardware
+    layout, hardware = plan.chosen.layout, plan.hardware
     # MULTI_GPU also for CPU ranks: accelerate 1.15.0 starts one plain process for MULTI_CPU.
     types = {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}
     is_hpu = layout.engine == "ddp" and hardware.gpu.startswith("Gaudi")

@@ -304,7 +304,7 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
 class Evaluated:
     """A layout with its predicted memory and step time, and the reason why it was chosen or rejected."""
 
-    strategy: Layout
+    layout: Layout
     memory: MemoryEstimate
     time: StepTime
     reason: str
@@ -318,6 +318,11 @@ class Evaluated:
     def terms(self) -> tuple[Term, ...]:
         """Every term of memory and time with its meaning and value, which tables, reports and `explain` show."""
         return valued_terms(self.memory, self.time)
+
+    @property
+    def strategy(self) -> Layout:
+        """Former name of `layout`, for scripts that were written before."""
+        return self.layout
 
     @property
     def teacher(self) -> PlacementChoice | None:
@@ -339,7 +344,7 @@ class Outcome:
 
 def _evaluated(candidate: Candidate, reason: str) -> Evaluated:
     return Evaluated(
-        strategy=candidate.layout,
+        layout=candidate.layout,
         memory=candidate.memory,
         time=candidate.time,
         reason=reason,
@@ -382,7 +387,7 @@ def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
     smallest, job = _with_smallest_batch(context), context.job
     if smallest is None:
         return outcome
-    offloads = outcome.chosen is not None and outcome.chosen.strategy.offload_optimizer != "none"
+    offloads = outcome.chosen is not None and outcome.chosen.layout.offload_optimizer != "none"
     if offloads and job.offload == "auto":
         inside = replace(job, offload="none", pipeline_parallel_size=job.pipeline_parallel_size or 1)
         smaller_fits = _anything_fits(replace(smallest, job=inside))

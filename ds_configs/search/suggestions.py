@@ -40,14 +40,14 @@ class Suggestion:
 
     change: str
     """The flag to pass."""
-    strategy: str
+    layout: str
     high_bytes: int
     """Upper end of its memory on one accelerator."""
     capacity_bytes: int
 
     def __str__(self) -> str:
         used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB GPU memory"
-        return f"{self.change} ({self.strategy}, up to {used})"
+        return f"{self.change} ({self.layout}, up to {used})"
 
 
 def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
@@ -73,11 +73,9 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             flags = change_flags(hardware, job, cluster, changed)
             # A larger accelerator can be among the other clusters too.
             if chosen is not None and flags not in (known.change for known in suggestions):
-                gpu, name = chosen.memory.gpu, display_name(chosen.strategy)
+                gpu, name = chosen.memory.gpu, display_name(chosen.layout)
                 suggestions.append(
-                    Suggestion(
-                        change=flags, strategy=name, high_bytes=gpu.high_bytes, capacity_bytes=gpu.capacity_bytes
-                    )
+                    Suggestion(change=flags, layout=name, high_bytes=gpu.high_bytes, capacity_bytes=gpu.capacity_bytes)
                 )
             if len(suggestions) == limit:
                 break

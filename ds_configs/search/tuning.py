@@ -29,7 +29,7 @@ TrialOutcome = Literal["measured", "slower", "out of memory", "failed", "stopped
 class Trial:
     """A short real run of one layout."""
 
-    strategy: Layout
+    layout: Layout
     loss: LossImplementation
     outcome: TrialOutcome
     """`slower` ended early because it could not win, `stopped` because of a time limit."""
@@ -49,12 +49,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        return display_name(self.strategy)
+        return display_name(self.layout)
 
     @property
-    def layout(self) -> tuple[Layout, str]:
+    def key(self) -> tuple[Layout, str]:
         """What identifies the layout among those of a plan."""
-        return self.strategy, self.loss
+        return self.layout, self.loss
 
 
 def layouts_to_measure(chosen: Evaluated, rejected: Iterable[Evaluated], *, trials: int) -> list[Evaluated]:
@@ -64,13 +64,13 @@ def layouts_to_measure(chosen: Evaluated, rejected: Iterable[Evaluated], *, tria
     were not requested are omitted, since a stock Trainer does not run them. Offload comes last if the chosen layout
     does without: it only copies more, unless it makes a larger micro-batch fit.
     """
-    runnable = [other for other in rejected if other.memory.fits and (other.strategy.pp == 1 or chosen.strategy.pp > 1)]
+    runnable = [other for other in rejected if other.memory.fits and (other.layout.pp == 1 or chosen.layout.pp > 1)]
     fastest = max(layout.time.tokens_per_second for layout in (chosen, *runnable))
     near = [other for other in runnable if other.time.tokens_per_second * (1 + WORTH_MEASURING) >= fastest]
-    keeps_all = chosen.strategy.offload_optimizer == "none"
+    keeps_all = chosen.layout.offload_optimizer == "none"
 
     def order(other: Evaluated) -> tuple[bool, float]:
-        return keeps_all and other.strategy.offload_optimizer != "none", -other.time.tokens_per_second
+        return keeps_all and other.layout.offload_optimizer != "none", -other.time.tokens_per_second
 
     return [chosen, *sorted(near, key=order)][:trials]
 
@@ -119,7 +119,7 @@ def tuned_reason(best: Trial, trials: Sequence[Trial]) -> str:
             f"Measured {gigabytes(best.peak_allocated_bytes)} GB of tensors on the fullest rank, "
             f"{gigabytes(best.predicted_allocated_bytes)} GB predicted."
         )
-    layout = best.strategy
+    layout = best.layout
     recomputation = "" if layout.gradient_checkpointing else "no "
     sentences.append(
         f"Micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}, "

@@ -151,7 +151,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """The name of the strategy with its axes and offload, such as `zero1+tp2+pp4`."""
+        """The name of the layout with its axes and offload, such as `zero1+tp2+pp4`."""
         name = self.engine if self.engine != "deepspeed" else f"zero{self.zero_stage}"
         if self.zero.hpz_partition_size > 1:
             name += "-hpz"

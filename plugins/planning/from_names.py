@@ -67,7 +67,7 @@ def plan(
         RefusedInputError: The model's files are corrupt, absurd or unsafe.
         PlanDoesNotFitError: No layout fits.
 
-    >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
+    >>> plan("config.json", "8xA100-80GB").chosen.layout.label  # doctest: +SKIP
     'zero2'
     """
     tell = notify or (lambda _: None)

@@ -84,7 +84,7 @@ def test_json_of_a_failure_is_one_object(shell: Shell) -> None:
     assert misfit.code == answer["error"]["exit_code"] == 3
     assert misfit.errors[0] == answer["error"]["message"]
     assert answer["chosen"] is None and answer["rejected"]
-    assert answer["would_fit"][0].keys() == {"change", "strategy", "high_bytes", "capacity_bytes"}
+    assert answer["would_fit"][0].keys() == {"change", "layout", "high_bytes", "capacity_bytes"}
     human = shell("plan", LLAMA, "--hardware", "1xA10", "--strategy", "single")
     assert (human.code, human.out, human.errors) == (3, "", misfit.errors)
     for arguments, code in ((["--hardware", "8xA100"], 2), (["--nope"], 2), ([], 2)):

@@ -216,7 +216,7 @@ def test_the_command_of_a_plan_with_a_teacher_distills_the_same_job() -> None:
     words = train_arguments(plan, directory="plan")
     own = _parsed("distill", words[2:])
     made, names = training_job(own, read_hardware(own.hardware, host_memory=own.host_memory)), job_options(own)
-    expected = replace(plan.job, global_batch_size=plan.chosen.strategy.global_batch_size).options()
+    expected = replace(plan.job, global_batch_size=plan.chosen.layout.global_batch_size).options()
     assert {name: made.options()[name] for name in names} == {name: expected[name] for name in names}
     assert words[:4] == ["shardwright", "distill", teacher.name, plan.model.name]
 

@@ -149,6 +149,6 @@ def test_the_next_step_after_a_training_works(hidden_size: int, flags: str, tmp_
 
 def test_json_of_a_dry_run_has_the_planned_sizes(shell: Shell) -> None:
     shown = json.loads(shell(f"{TRAIN} --dataset notes.jsonl --format json").out)
-    layout, settings = shown["plan"]["chosen"]["strategy"], shown["settings"]
+    layout, settings = shown["plan"]["chosen"]["layout"], shown["settings"]
     assert settings["micro_batch_size"] == layout["micro_batch_size"]
     assert settings["global_batch_size"] == 2 * layout["micro_batch_size"] * layout["gradient_accumulation_steps"]

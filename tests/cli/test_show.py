@@ -37,7 +37,7 @@ def test_a_plan_is_readable_at_every_width(
     assert max(map(len, shown.splitlines()[:-1])) <= width and "…" not in shown
     for other in plan.rejected:
         assert gigabytes(other.memory.gpu.high_bytes) in shown
-    fitting = [display_name(other.strategy) for other in plan.rejected if other.memory.fits]
+    fitting = [display_name(other.layout) for other in plan.rejected if other.memory.fits]
     (reported,) = next(each.tables for each in plan_report(plan).sections if each.heading == "Other layouts")
     assert len(fitting) > 3 and [row[0] for row in reported.rows[: len(fitting)]] == fitting
     assert "Reasons: shardwright explain plan" in " ".join(shown.split())

@@ -77,7 +77,7 @@ def drawn_trainers(count: int, seed: int) -> list[TrainerCase]:
 
 
 def is_trained(case: TrainerCase) -> bool:
-    return not incompatibility_errors([TRAINERS[case.trainer].table_row], columns_of(case.strategy))
+    return not incompatibility_errors([TRAINERS[case.trainer].table_row], columns_of(case.full_layout))
 
 
 @dataclass(frozen=True, kw_only=True)

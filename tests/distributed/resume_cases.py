@@ -35,13 +35,13 @@ class Resumed(Case):
         return f"{kind}-from-{self.saved}" if self.saved else kind
 
     @property
-    def strategy(self) -> Layout:
-        strategy = (LAYOUTS | ONE_RANK)[self.layout]
-        return replace(strategy, micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size)
+    def full_layout(self) -> Layout:
+        layout = (LAYOUTS | ONE_RANK)[self.layout]
+        return replace(layout, micro_batch_size=MICRO_STEP_SAMPLES // layout.data_parallel_size)
 
 
 def make_trainer(case: Resumed, directory: Path) -> Any:
-    engine = case.strategy.engine
+    engine = case.full_layout.engine
     arguments = case.arguments(directory) | {"max_steps": STEPS, "save_only_model": case.only_model}
     if not case.saved:
         arguments |= {"save_strategy": "steps", "save_steps": SAVED_AT}
@@ -51,7 +51,7 @@ def make_trainer(case: Resumed, directory: Path) -> Any:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-    return parallelism_of(case.strategy).make_trainer(
+    return parallelism_of(case.full_layout).make_trainer(
         model=model,
         args=training_arguments(arguments, overrides),
         train_dataset=samples()[:24],

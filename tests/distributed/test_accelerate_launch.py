@@ -40,13 +40,13 @@ def write_plan(directory: Path, case: Case) -> tuple[Path, dict[str, Any]]:
         "num_processes": RANKS,
         "machine_rank": 0,
     }
-    if case.strategy.engine == "deepspeed":
+    if case.full_layout.engine == "deepspeed":
         configuration = directory / "ds_config.json"
         configuration.write_text(json.dumps(settings.pop("deepspeed")))
         accelerate["distributed_type"] = "DEEPSPEED"
         accelerate["deepspeed_config"] = {
             "deepspeed_config_file": str(configuration),
-            "zero3_init_flag": case.strategy.zero_stage == 3,
+            "zero3_init_flag": case.full_layout.zero_stage == 3,
         }
     else:
         settings = {key: value for key, value in settings.items() if not key.startswith("fsdp")}

@@ -66,7 +66,7 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
     before, after = found["before"], found["after"]
     assert after["kl_per_token"] < 0.5 * before["kl_per_token"]
     assert after["top1_agreement"] > before["top1_agreement"]
-    assert found["strategy"] == "fsdp2" and found["steps"] == STEPS
+    assert found["layout"] == "fsdp2" and found["steps"] == STEPS
     assert found["tokens"] == STEPS * 32 * SEQ_LEN and found["tokens_per_second"] > 0
     check_files(taught, found)
     check_finishing(tmp_path, (*arguments, "--resume"), found)

@@ -95,14 +95,14 @@ def test_every_proposed_command_makes_the_plan_that_it_names(shell: Any) -> None
     for command, expected in zip(commands, proposed, strict=True):
         assert shell(*shlex.split(command)).code == 0
         made = shardwright.Plan.load("plan").chosen
-        assert made.strategy == expected.evaluated.strategy
+        assert made.layout == expected.evaluated.layout
         assert made.memory.gpu.allocated_bytes == expected.evaluated.memory.gpu.allocated_bytes <= LIMIT
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b_8xA100-80GB", "gpt2_2xT4", "qwen2.5-0.5b_1xRTX4090"])
 def test_proposed_plans_keep_the_global_batch_and_need_less(name: str) -> None:
     plan = shardwright.Plan.load(gallery_directory(name))
-    gpu, layout = plan.chosen.memory.gpu, plan.chosen.strategy
+    gpu, layout = plan.chosen.memory.gpu, plan.chosen.layout
     failure = OutOfMemory(phase="backward", error="out of memory", peak_bytes=gpu.capacity_bytes)
     proposed = next_plans(plan, failure)
     assert proposed

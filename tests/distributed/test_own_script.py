@@ -213,8 +213,8 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_a
     (tmp_path / "own.py").write_text(_RECOMPUTED_LAYERS)
     words = {"precision": "fp32", "strategy": "ddp", "gradient_checkpointing": "on"}
     whole = shardwright.plan(str(model), "2xCPU", seq_len=32, **words)
-    layout = replace(whole.chosen.strategy, checkpointed_layers=1, tiled_mlp=True, offloaded_checkpoints=1)
-    replace(whole, chosen=replace(whole.chosen, strategy=layout)).write(tmp_path / "plan")
+    layout = replace(whole.chosen.layout, checkpointed_layers=1, tiled_mlp=True, offloaded_checkpoints=1)
+    replace(whole, chosen=replace(whole.chosen, layout=layout)).write(tmp_path / "plan")
     script = ["own.py", model, "plan/training_arguments.json"]
     shown = ran(*warm_command("shardwright"), "launch", "plan", *script, cwd=tmp_path)
     assert "recomputed: [True, False]" in shown and "tiled: True" in shown

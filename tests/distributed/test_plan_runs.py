@@ -47,7 +47,7 @@ def check_measurement(made: Plan, output: Path) -> None:
     found = measurement_from_text((output / FILE_NAME).read_bytes(), source="launch")
     assert [rank.rank for rank in found.measured] == list(range(made.hardware.world_size))
     assert all(rank.steps == STEPS and rank.median_step_seconds for rank in found.measured)
-    assert found.plan.layout == made.chosen.strategy.label
+    assert found.plan.layout["label"] == made.chosen.layout.label
     assert found.differences == ()
 
 
@@ -56,7 +56,7 @@ def test_generated_files_run_and_agree(tiny_llama: Path, deepspeed_cpu_ops: None
     warm = {"PATH": warm_path()}
     for index, job in enumerate(LAYOUTS):
         made = plan(str(tiny_llama), "2xCPU", job)
-        assert made.chosen.strategy.gradient_accumulation_steps == 2
+        assert made.chosen.layout.gradient_accumulation_steps == 2
         losses.append(launch(made, tmp_path / str(index), warm))
     reference = losses[0]
     assert len(reference) == STEPS

@@ -94,7 +94,7 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
     command = [*command, str(steps), "--resume", "--format", "json"]
     found = json.loads(completed(command, tmp_path).stdout)
     check_finishing(command, tmp_path, found)
-    assert found["strategy"] == "zero3" and found["steps"] == steps
+    assert found["layout"] == "zero3" and found["steps"] == steps
     assert (found["weight_difference"], found["logit_difference"]) == (0.0, 0.0)
     nats = found["cross_entropy"]
     assert nats["trained"] < nats["dense"] and nats["rounded"] != nats["dense"]

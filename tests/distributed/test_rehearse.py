@@ -113,7 +113,7 @@ MEMORY_TOLERANCE = 0.15
 def test_plans_with_parallel_axes_pass(name: str, deepspeed_cpu_ops: None) -> None:
     model, ranks, fixed = CASES[name]
     made = plan(model, "8xB200", TrainingJob(**fixed))
-    axes = {axis: getattr(made.chosen.strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
+    axes = {axis: getattr(made.chosen.layout, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
     assert max(axes.values()) == 2, "the plan has the axis that was asked for"
     found = rehearse(made, ranks=ranks, steps=STEPS)
     assert_passed(found)

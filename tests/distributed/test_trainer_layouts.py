@@ -91,7 +91,7 @@ def _cell_case(row: str, column: str) -> TrainerCase:
 
 def _is_covered(row: str, column: str) -> bool:
     return any(
-        TRAINERS[case.trainer].table_row == row and column in columns_of(case.strategy) for case in [*EQUAL, *CELLS]
+        TRAINERS[case.trainer].table_row == row and column in columns_of(case.full_layout) for case in [*EQUAL, *CELLS]
     )
 
 

@@ -48,7 +48,7 @@ def test_two_layouts_are_measured_beside_their_prediction(tuned: tuple[Path, dic
         # Tensors of a rank, counted while the first two steps ran.
         assert trial["peak_allocated_bytes"] == pytest.approx(trial["predicted_allocated_bytes"], rel=0.25)
     best = min((one for one in (first, second) if one["outcome"] == "measured"), key=lambda one: one["step_seconds"])
-    assert data["chosen"]["strategy"] == best["strategy"] and "is measured" in data["chosen"]["reason"]
+    assert data["chosen"]["layout"] == best["layout"] and "is measured" in data["chosen"]["reason"]
     assert Plan.load(root / "out").to_dict()["trials"] == data["trials"]
     assert (root / "out" / "report.html").is_file()
 
@@ -60,7 +60,7 @@ def test_its_step_times_correct_the_next_plan(
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(root / "data"))
     after = shardwright.plan(str(tiny_llama), "2xCPU", **WORDS)
     first = data["trials"][0]
-    own = [layout for layout in (after.chosen, *after.rejected) if layout.strategy.label == first["strategy"]["label"]]
+    own = [other for other in (after.chosen, *after.rejected) if other.layout.label == first["layout"]["label"]]
     before, measured = first["predicted_seconds"], first["step_seconds"]
     assert min(before, measured) < own[0].time.seconds < max(before, measured)
     assert "times the published prediction, from" in after.chosen.reason

@@ -67,8 +67,8 @@ class TrainerCase:
         return Case(layout=EVERY_LAYOUT[self.layout], accumulation=self.accumulation, model=model)
 
     @property
-    def strategy(self) -> Layout:
-        return self.run.strategy
+    def full_layout(self) -> Layout:
+        return self.run.full_layout
 
     def reference(self) -> TrainerCase:
         return replace(self, layout="single")
@@ -81,7 +81,7 @@ class TrainerCase:
         arguments |= {"include_num_input_tokens_seen": "no"}
         for option in self.options:
             arguments |= (OPTIONS | TRAINERS[self.trainer].options)[option]
-        if self.strategy.engine == "single" and "per_device_eval_batch_size" in arguments:
+        if self.full_layout.engine == "single" and "per_device_eval_batch_size" in arguments:
             # A process that evaluates everything in one batch counts each token or sample once.
             arguments["per_device_eval_batch_size"] = HELD_OUT
         return arguments
@@ -362,7 +362,7 @@ def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
 
     described = TRAINERS[case.trainer]
     module = importlib.import_module(described.module)
-    engine = case.strategy.engine
+    engine = case.full_layout.engine
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
     configuration = (
         getattr(module, f"{described.kind}Config") if described.module.startswith("trl") else TrainingArguments
@@ -399,7 +399,7 @@ def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
             count_as_one_process(trainer)
         return trainer
     stock = described.module == "transformers"
-    return parallelism_of(case.strategy).make_trainer(trainer_class=None if stock else kind, **settings)
+    return parallelism_of(case.full_layout).make_trainer(trainer_class=None if stock else kind, **settings)
 
 
 def _further_settings(case: TrainerCase, model: Any, models: Path) -> dict[str, Any]:

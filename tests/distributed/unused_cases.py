@@ -63,10 +63,10 @@ class Unused:
         )
 
     @property
-    def strategy(self) -> Layout:
-        strategy = LAYOUTS[self.layout]
-        accumulation = MICRO_BATCHES // strategy.data_parallel_size
-        return replace(strategy, micro_batch_size=MICRO_BATCH, gradient_accumulation_steps=accumulation)
+    def full_layout(self) -> Layout:
+        layout = LAYOUTS[self.layout]
+        accumulation = MICRO_BATCHES // layout.data_parallel_size
+        return replace(layout, micro_batch_size=MICRO_BATCH, gradient_accumulation_steps=accumulation)
 
     def reference(self) -> Unused:
         return Unused(layout="single", model=self.model)
@@ -74,8 +74,8 @@ class Unused:
     def arguments(self, directory: Path) -> dict[str, Any]:
         arguments = Case(layout=self.layout).arguments(directory)
         arguments["per_device_train_batch_size"] = MICRO_BATCH
-        arguments["gradient_accumulation_steps"] = self.strategy.gradient_accumulation_steps
-        if self.strategy.engine == "fsdp2" and self.model == "images":
+        arguments["gradient_accumulation_steps"] = self.full_layout.gradient_accumulation_steps
+        if self.full_layout.engine == "fsdp2" and self.model == "images":
             arguments |= fsdp2_settings()
             arguments["fsdp_config"]["transformer_layer_cls_to_wrap"].append("CLIPEncoderLayer")
         if self.checkpointing:
@@ -206,7 +206,7 @@ class InOrder(Trainer):  # type: ignore[misc]
 
 
 def make_trainer(case: Unused, directory: Path) -> Any:
-    engine = case.strategy.engine
+    engine = case.full_layout.engine
     # Under the arguments of ZeRO-3, Transformers initializes parts of a model with other random numbers.
     model = make_model(case.model)
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
@@ -216,7 +216,7 @@ def make_trainer(case: Unused, directory: Path) -> Any:
     settings["eval_dataset"] = rows[:8]
     if engine == "single" or case.is_stock:
         return exact_class(InOrder)(**settings)
-    return parallelism_of(case.strategy).make_trainer(trainer_class=InOrder, **settings)
+    return parallelism_of(case.full_layout).make_trainer(trainer_class=InOrder, **settings)
 
 
 def result(trainer: Any) -> dict[str, Any]:

@@ -106,28 +106,28 @@ class Case:
         return "-".join(filter(None, (self.layout, self.model, *self.settings, f"x{self.accumulation}")))
 
     @property
-    def strategy(self) -> Layout:
+    def full_layout(self) -> Layout:
         """The layout; however many ranks see different samples, a micro-step has the same ones."""
-        strategy = LAYOUTS[self.layout]
-        micro = MICRO_STEP_SAMPLES // strategy.data_parallel_size
-        return replace(strategy, micro_batch_size=micro, gradient_accumulation_steps=self.accumulation)
+        layout = LAYOUTS[self.layout]
+        micro = MICRO_STEP_SAMPLES // layout.data_parallel_size
+        return replace(layout, micro_batch_size=micro, gradient_accumulation_steps=self.accumulation)
 
     @property
     def family(self) -> str:
-        needs_experts = self.strategy.ep > 1 or "balance_loss" in self.settings
+        needs_experts = self.full_layout.ep > 1 or "balance_loss" in self.settings
         return self.model or ("mixtral" if needs_experts else "llama")
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return columns_of(self.strategy)
+        return columns_of(self.full_layout)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
         """Return keys of `TrainingArguments` without settings."""
-        strategy = self.strategy
+        layout = self.full_layout
         arguments = engine_settings(
-            strategy.engine,
-            strategy.micro_batch_size,
-            deepspeed_config(strategy),
+            layout.engine,
+            layout.micro_batch_size,
+            deepspeed_config(layout),
             output_dir=str(directory),
             gradient_accumulation_steps=self.accumulation,
             per_device_eval_batch_size=2,
@@ -139,21 +139,21 @@ class Case:
             max_steps=STEPS,
             include_num_input_tokens_seen="all",
         )
-        if strategy.engine == "fsdp2":
-            offload = {"offload_params": True} if strategy.offload_param == "cpu" else {}
+        if layout.engine == "fsdp2":
+            offload = {"offload_params": True} if layout.offload_param == "cpu" else {}
             layer = _LAYERS.get(self.family, f"{self.family.title().replace('_', '')}DecoderLayer")
             arguments |= fsdp2_settings(layer, **offload)
         return arguments
 
 
-def deepspeed_config(strategy: Layout) -> dict[str, Any]:
+def deepspeed_config(layout: Layout) -> dict[str, Any]:
     """Return a small DeepSpeed configuration; buckets hold several tensors but not the whole model."""
-    elements = 20_000 if strategy.ep > 1 else 12_000
+    elements = 20_000 if layout.ep > 1 else 12_000
     sizes: dict[str, Any] = {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-    if strategy.zero_stage == 3:
+    if layout.zero_stage == 3:
         sizes = {"reduce_bucket_size": elements, "stage3_param_persistence_threshold": 100}
     for part in ("optimizer", "param"):
-        if getattr(strategy, f"offload_{part}") == "cpu":
+        if getattr(layout, f"offload_{part}") == "cpu":
             sizes[f"offload_{part}"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": "auto",
@@ -161,7 +161,7 @@ def deepspeed_config(strategy: Layout) -> dict[str, Any]:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": strategy.zero_stage or 0, **sizes},
+        "zero_optimization": {"stage": layout.zero_stage or 0, **sizes},
         "bf16": {"enabled": "auto"},
     }
 

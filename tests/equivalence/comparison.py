@@ -32,7 +32,7 @@ def assert_equal(case: Case, records: Mapping[str, Record], directory: Path) -> 
     record, reference = records[case.name], records[reference_of(case).name]
     assert "losses" in record and "losses" in reference, (record, reference)
     assert record["world_size"] == LAYOUTS[case.layout].world_size
-    assert record["held"] <= reference["held"] * (0.8 if case.strategy.tp > 1 else 1)
+    assert record["held"] <= reference["held"] * (0.8 if case.full_layout.tp > 1 else 1)
     assert record.get("differing", []) == []
     if "teacher" in record:
         sharded = {"teacher_sharded", "teacher_offloaded"} & set(case.settings)

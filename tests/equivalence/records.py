@@ -41,13 +41,13 @@ def each_record(cases: Iterable[Any], directory: Path, worker: Path) -> Iterator
     """Train cases and yield each with its record; one that ends its ranks ends no other.
 
     Args:
-        cases: Dataclasses with a `name` and a `strategy`.
+        cases: Dataclasses with a `name` and a `full_layout`.
         directory: Where ranks put their records.
         worker: Rank script that calls `write_records`.
     """
     by_ranks: dict[int, list[Any]] = {}
     for case in dict.fromkeys(cases):
-        by_ranks.setdefault(case.strategy.world_size, []).append(case)
+        by_ranks.setdefault(case.full_layout.world_size, []).append(case)
     for ranks, waiting in by_ranks.items():
         while waiting:
             records = _attempt(waiting[:_RUNS_OF_A_LAUNCH], ranks, directory, worker)
@@ -87,7 +87,7 @@ def write_records(kind: type[Any], record: Callable[[Any, Path], Record]) -> Non
         (output / f"{case.name}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
         if "error" in found:
             raise SystemExit(1)
-        if case.strategy.engine != "single":
+        if case.full_layout.engine != "single":
             forget_last_run()
 
 

@@ -115,7 +115,7 @@ def evaluations(trainer: Any, case: Case) -> dict[str, Any]:
     from shardwright.trainers.training.rank import held_out
 
     unlabelled = [{**row, "labels": row["labels"] * 0 + IGNORED} for row in samples()[:3]]
-    found: dict[str, Any] = {"held out": held_out(trainer, case.strategy).value}
+    found: dict[str, Any] = {"held out": held_out(trainer, case.full_layout).value}
 
     def loss(name: str, rows: Any) -> None:
         try:
@@ -128,12 +128,12 @@ def evaluations(trainer: Any, case: Case) -> dict[str, Any]:
     loss("no labels", unlabelled)
     two = trainer.evaluate({"a": samples()[-3:], "b": samples()[-5:]})
     found |= {f"two sets {name}": value for name, value in two.items() if name.endswith("_loss")}
-    if case.strategy.pp > 1:
+    if case.full_layout.pp > 1:
         return found
     trainer.data_collator = one_length
     loss("stream", Rows(samples()[-EVALUATED:]))
     found["predicted"] = trainer.predict(samples()[-5:]).label_ids.flatten().tolist()
-    for name, options in OPTIONS.items() if case.strategy.tp == case.strategy.sp == 1 else ():
+    for name, options in OPTIONS.items() if case.full_layout.tp == case.full_layout.sp == 1 else ():
         kept = {option: getattr(trainer.args, option) for option in options}
         trainer.compute_metrics = Collected()
         vars(trainer.args).update(options)
@@ -177,7 +177,7 @@ def sequence_parallelism(ranks: int, data_ranks: int) -> Any:
 
 def _parallelism(run: Run) -> Any:
     """Return what runs the layout; the callback of its axis has the run's own keywords."""
-    layout = parallelism_of(run.case.strategy)
+    layout = parallelism_of(run.case.full_layout)
     if not run.parallelism:
         return layout
     from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
@@ -186,17 +186,17 @@ def _parallelism(run: Run) -> Any:
 
 
 def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
-    run, strategy = run_of(case, directory), case.strategy
+    run, layout = run_of(case, directory), case.full_layout
     # A DistillationTrainer shares sequences by itself.
-    shares = run.distillation is not None and strategy.sp > 1
+    shares = run.distillation is not None and layout.sp > 1
     if shares:
-        run.arguments["parallelism_config"] = sequence_parallelism(strategy.sp, strategy.data_parallel_size)
-        run.case = replace(case, layout=f"zero{strategy.zero_stage}")
+        run.arguments["parallelism_config"] = sequence_parallelism(layout.sp, layout.data_parallel_size)
+        run.case = replace(case, layout=f"zero{layout.zero_stage}")
     # Before the arguments, with which ZeRO-3 would partition a model while it is made.
     model: Any = None if run.starts_from_directory else make_model(case.family, run.sizes)
     for change in () if model is None else run.change_model:
         model = change(model)
-    overrides = {"use_cpu": True} if strategy.engine == "single" else configure_cpu_ranks(strategy.engine)
+    overrides = {"use_cpu": True} if layout.engine == "single" else configure_cpu_ranks(layout.engine)
     if own := run.arguments.pop("accelerator_config", None):
         overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
     arguments = training_arguments(run.arguments, overrides)
@@ -208,7 +208,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
     if run.exports:
         run.source = _saved(make_model(case.family, run.sizes), directory / "source")
     events = Events()
-    if strategy.engine == "single":
+    if layout.engine == "single":
         model.register_forward_hook(events.keep_routing, with_kwargs=True)
     settings: dict[str, Any] = {
         "model": model,
@@ -218,9 +218,9 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
         "data_collator": one_length if run.streams or shares else run.collator,
         "callbacks": [events, *(make() for make in run.callbacks)],
     }
-    if strategy.pp == strategy.cp == 1 and run.measures and run.distillation is None:
+    if layout.pp == layout.cp == 1 and run.measures and run.distillation is None:
         settings |= {"compute_metrics": measures, "preprocess_logits_for_metrics": _logits_alone}
-    if strategy.cp > 1:
+    if layout.cp > 1:
         # Context parallelism cannot evaluate.
         del settings["eval_dataset"]
     for given in run.given:
@@ -250,7 +250,7 @@ def _teacher(case: Case, run: Run, directory: Path) -> Any:
     if run.teacher == "replica":
         return made
     path = _saved(made, directory / "teacher")
-    engine: Any = case.strategy.engine
+    engine: Any = case.full_layout.engine
     placement: Any = run.teacher
     return load_second_model(str(path), placement=placement, dtype=torch.float32, engine=engine)
 
@@ -273,7 +273,7 @@ def _from_directory(case: Case, run: Run, directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     start = _saved(make_model(case.family, run.sizes), directory / "start")
-    if case.strategy.pp > 1:
+    if case.full_layout.pp > 1:
         return str(start)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
@@ -334,10 +334,10 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         "seen": list(run.seen),
         "held": sum(parameter.numel() for parameter in trainer.model.parameters()),
     }
-    strategy = case.strategy
-    if strategy.engine == "single":
+    layout = case.full_layout
+    if layout.engine == "single":
         record["routing"] = routing_of(events.routed, case.accumulation)
-    if strategy.cp == 1:
+    if layout.cp == 1:
         found = trainer.evaluate()
         names = ("loss", "samples", "labels", "width", "right")
         if run.evaluations:
@@ -355,7 +355,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
             # ZeRO-3 replaces it for the whole process.
             "replaces linear": torch.nn.functional.linear is not torch._C._nn.linear,
         }
-    if strategy.tp > 1 and strategy.pp == 1:
+    if layout.tp > 1 and layout.pp == 1:
         record["differing"] = differing_parameters(trainer.model)
     state = trained_state(trainer, directory)
     if trainer.args.process_index == 0:
@@ -392,7 +392,7 @@ def record(case: Case, output: Path) -> Record:
         return made[0]
 
     def finished(trainer: Any) -> Record:
-        if made[1].resumes and case.strategy.engine != "single":
+        if made[1].resumes and case.full_layout.engine != "single":
             whole = result(trainer, case, made[1], made[2], directory / "whole")["losses"]
             del trainer
             made.clear()

@@ -201,7 +201,7 @@ def _own_class(reduction: str, *, aligned: bool = False) -> Change:
     def change(run: Run) -> None:
         from transformers import Trainer
 
-        shares = run.case.strategy.sp > 1
+        shares = run.case.full_layout.sp > 1
 
         class OwnLoss(Trainer):  # type: ignore[misc]
             # What a class says of its loss of one micro-batch; sequence parallelism divides by the tokens of the step.
@@ -338,8 +338,8 @@ def _probe(run: Run) -> None:
     One process sees the micro-batches of both ranks one after the other: forward passes are then equal bit for bit, so
     that no code is rounded to the other side.
     """
-    strategy, first = run.case.strategy, int("w8a8_static" in run.case.settings)
-    together = strategy.data_parallel_size == 1
+    layout, first = run.case.full_layout, int("w8a8_static" in run.case.settings)
+    together = layout.data_parallel_size == 1
     run.arguments |= {
         "optim": "sgd",
         "learning_rate": 0.1,
@@ -580,7 +580,7 @@ def _stages(run: Run) -> None:
     run.data, run.held_out, run.measures = run.data[:24], run.data[-8:], False
     # DeepSpeed's schedulers warm up for at least two steps.
     run.arguments |= {"lr_scheduler_type": "linear", "warmup_steps": 2}
-    run.arguments["per_device_eval_batch_size"] = 8 // run.case.strategy.data_parallel_size
+    run.arguments["per_device_eval_batch_size"] = 8 // run.case.full_layout.data_parallel_size
 
 
 def _schedule_of_deepspeed(run: Run) -> None:
@@ -604,7 +604,7 @@ def _tiled(run: Run) -> None:
         LongSequenceCallback(tiled_mlp=True, tiled_loss=loss, offloaded_checkpoints=2).attach(trainer)
 
     run.arguments |= {"gradient_checkpointing": True}
-    if run.case.strategy.engine != "single":
+    if run.case.full_layout.engine != "single":
         run.change_trainer.append(attach)
 
 

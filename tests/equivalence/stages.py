@@ -32,7 +32,7 @@ def figures_of_stages(trainer: Any, case: Case, directory: Path) -> Record:
 
     def evaluate(name: str, **data: Any) -> None:
         # Context parallelism cannot evaluate.
-        if case.strategy.cp == 1:
+        if case.full_layout.cp == 1:
             record[name] = [trainer.evaluate(**data)["eval_loss"]]
 
     def run(name: str, **settings: Any) -> None:
@@ -48,7 +48,7 @@ def figures_of_stages(trainer: Any, case: Case, directory: Path) -> Record:
             record[f"interrupted by {event}"] = [float(trainer.state.global_step)]
         interrupts.event = ""
 
-    if case.strategy.cp == case.strategy.pp == 1:
+    if case.full_layout.cp == case.full_layout.pp == 1:
         record["first prediction"] = [float(trainer.predict(rows[8:16]).metrics["test_loss"])]
     evaluate("first evaluation")
     run("first stage")

@@ -50,7 +50,7 @@ _IMAGE_LENGTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SweptLayout:
-    strategy: Layout
+    layout: Layout
     training: Training = "full"
 
 
@@ -60,19 +60,19 @@ def _zero(stage: int, **axes: int) -> Layout:
 
 _FSDP2 = Layout(engine="fsdp2", dp_shard=RANKS)
 LAYOUTS: dict[str, SweptLayout] = {
-    "zero2": SweptLayout(strategy=_zero(2)),
-    "zero3": SweptLayout(strategy=_zero(3)),
-    "fsdp2": SweptLayout(strategy=_FSDP2),
-    "sp": SweptLayout(strategy=_zero(1, sp=2)),
-    "cp": SweptLayout(strategy=Layout(engine="fsdp2", cp=2)),
-    "tp": SweptLayout(strategy=_zero(1, tp=2)),
-    "ep": SweptLayout(strategy=_zero(2, ep=2)),
-    "pp": SweptLayout(strategy=Layout(engine="deepspeed", zero_stage=0, pp=2)),
-    "zero2 lora": SweptLayout(strategy=_zero(2), training="lora"),
-    "zero3 lora": SweptLayout(strategy=_zero(3), training="lora"),
-    "fsdp2 lora": SweptLayout(strategy=_FSDP2, training="lora"),
-    "zero2 distillation": SweptLayout(strategy=_zero(2), training="distillation"),
-    "zero3 qat": SweptLayout(strategy=_zero(3), training="qat"),
+    "zero2": SweptLayout(layout=_zero(2)),
+    "zero3": SweptLayout(layout=_zero(3)),
+    "fsdp2": SweptLayout(layout=_FSDP2),
+    "sp": SweptLayout(layout=_zero(1, sp=2)),
+    "cp": SweptLayout(layout=Layout(engine="fsdp2", cp=2)),
+    "tp": SweptLayout(layout=_zero(1, tp=2)),
+    "ep": SweptLayout(layout=_zero(2, ep=2)),
+    "pp": SweptLayout(layout=Layout(engine="deepspeed", zero_stage=0, pp=2)),
+    "zero2 lora": SweptLayout(layout=_zero(2), training="lora"),
+    "zero3 lora": SweptLayout(layout=_zero(3), training="lora"),
+    "fsdp2 lora": SweptLayout(layout=_FSDP2, training="lora"),
+    "zero2 distillation": SweptLayout(layout=_zero(2), training="distillation"),
+    "zero3 qat": SweptLayout(layout=_zero(3), training="qat"),
 }
 AXES = ("sp", "tp", "pp")
 
@@ -115,28 +115,28 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
         lora_targets=("all-linear",),
     )
     hardware = parse_hardware(f"{RANKS}xCPU")
-    return tuple(str(error) for error in legality_errors(spec, asked.strategy, job, hardware))
+    return tuple(str(error) for error in legality_errors(spec, asked.full_layout, job, hardware))
 
 
-def make_trainer(class_name: str, layout: SweptLayout, directory: str, *, alone: bool) -> Any:
+def make_trainer(class_name: str, swept: SweptLayout, directory: str, *, alone: bool) -> Any:
     import transformers
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
     from shardwright.plugins.peft import add_lora
     from shardwright.trainers.parallel.trainer_for import parallelism_of
 
-    strategy = Layout(engine="single") if alone else layout.strategy
+    layout = Layout(engine="single") if alone else swept.layout
     model_class = getattr(transformers, class_name)
     changes: dict[str, Any] = {
-        "per_device_train_batch_size": SAMPLES_OF_A_STEP // strategy.data_parallel_size,
+        "per_device_train_batch_size": SAMPLES_OF_A_STEP // layout.data_parallel_size,
         # A weight that one layout rounds up and another down, for a difference of 1e-7, changes the next loss by 1e-3.
-        "learning_rate": 0.01 if layout.training == "qat" else 0.05,
+        "learning_rate": 0.01 if swept.training == "qat" else 0.05,
     }
-    if strategy.engine != "single":
-        changes |= configure_cpu_ranks(strategy.engine)
-    if strategy.engine == "deepspeed":
-        changes["deepspeed"] = deepspeed_config(strategy)
-    if strategy.engine == "fsdp2":
+    if layout.engine != "single":
+        changes |= configure_cpu_ranks(layout.engine)
+    if layout.engine == "deepspeed":
+        changes["deepspeed"] = deepspeed_config(layout)
+    if layout.engine == "fsdp2":
         wrapped = sorted(model_class._no_split_modules or [])
         changes |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": wrapped}}
     arguments = arguments_in(directory, **changes)
@@ -146,17 +146,17 @@ def make_trainer(class_name: str, layout: SweptLayout, directory: str, *, alone:
     if tower is not None:
         tower.requires_grad_(requires_grad=False)
     settings: dict[str, Any] = {}
-    if layout.training == "lora":
+    if swept.training == "lora":
         transformers.set_seed(7)
         model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
-    if layout.training == "qat":
+    if swept.training == "qat":
         from shardwright.ds_configs.quantization.scheme import changed, scheme_named
         from shardwright.trainers.qat.callback import QATCallback
 
         callback = QATCallback(changed(scheme_named("W4A16"), group_size=16))
         callback.prepare(arguments, model)
         settings["callbacks"] = [callback]
-    if layout.training == "distillation":
+    if swept.training == "distillation":
         from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 
         transformers.set_seed(9)
@@ -166,7 +166,7 @@ def make_trainer(class_name: str, layout: SweptLayout, directory: str, *, alone:
             "distillation": DistillationConfig(alpha=0.5, temperature=2.0),
         }
     rows = samples() if tower is None else _with_images(samples())
-    return parallelism_of(strategy).make_trainer(model=model, args=arguments, train_dataset=rows, **settings)
+    return parallelism_of(layout).make_trainer(model=model, args=arguments, train_dataset=rows, **settings)
 
 
 def _with_images(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,8 +195,8 @@ class Cell:
         return f"{self.class_name}.{self.layout}"
 
     @property
-    def strategy(self) -> Layout:
-        return LAYOUTS[self.layout].strategy
+    def full_layout(self) -> Layout:
+        return LAYOUTS[self.layout].layout
 
 
 def record(cell: Cell, output: Path, *, alone: bool = False) -> Record:

@@ -223,15 +223,15 @@ def planned_facts(plan: Plan, arguments: Mapping[str, object], samples: Any) -> 
     """Return the facts that are known before a rank starts."""
     from transformers import TrainingArguments
 
-    strategy = plan.chosen.strategy
+    layout = plan.chosen.layout
     defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     facts = {
-        "engine": "ddp" if strategy.engine == "single" else strategy.engine,
-        "zero_stage": strategy.zero_stage,
+        "engine": "ddp" if layout.engine == "single" else layout.engine,
+        "zero_stage": layout.zero_stage,
         # With further axes, only the ranks know the names of the axes and the number of data-parallel ranks.
-        "axes": None if strategy.axes or (strategy.engine == "fsdp2" and strategy.dp_replicate > 1) else {},
+        "axes": None if layout.axes or (layout.engine == "fsdp2" and layout.dp_replicate > 1) else {},
         "world_size": plan.hardware.world_size,
-        "global_batch_size": None if strategy.axes else strategy.global_batch_size,
+        "global_batch_size": None if layout.axes else layout.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
         **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
         "data": _data(samples),

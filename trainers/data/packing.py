@@ -50,7 +50,7 @@ def packed_if_possible(
     Raises:
         UsageError: `--packing on`, but conversations cannot be packed.
     """
-    statistics, layout = samples.statistics, plan.chosen.strategy
+    statistics, layout = samples.statistics, plan.chosen.layout
     if settings.packing == "off" or statistics.kind == "text":
         return samples
     for config, attention in models:

@@ -349,7 +349,7 @@ def parallelism_of(
 
 def planned_parallelism(plan: Plan) -> PlannedParallelism:
     """Return what runs a plan's axes; the plan's cost terms balance the pipeline."""
-    layout = plan.chosen.strategy
+    layout = plan.chosen.layout
     stages: tuple[PipelineStage, ...] = ()
     if layout.pp > 1:
         stages = pipeline_stages(plan.model, plan.job, layout.pp, tensor_parallel_size=layout.tp)

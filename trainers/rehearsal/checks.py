@@ -122,7 +122,7 @@ def world_size_errors(files: PlanFiles, plan: Plan) -> list[str]:
             files.deepspeed, "train_micro_batch_size_per_gpu", files.arguments, "per_device_train_batch_size"
         )
         steps = _stated(files.deepspeed, "gradient_accumulation_steps", files.arguments, "gradient_accumulation_steps")
-        product = micro * steps * plan.chosen.strategy.data_parallel_size
+        product = micro * steps * plan.chosen.layout.data_parallel_size
         if batch != product:
             rule = f"must equal micro-batch · accumulation · ranks = {micro} · {steps} · {product // (micro * steps)}"
             errors.append(f'ds_config.json train_batch_size = {batch}: {rule} = {product}; write {product} or "auto"')

@@ -126,7 +126,7 @@ def scale_plan(
     """
     from ...plugins.planning.models import load_model_spec
 
-    planned = plan.chosen.strategy
+    planned = plan.chosen.layout
     layout, layout_changes = shrink_layout(planned, ranks=ranks)
     shrunken, model_changes = shrink_model_config(config, layout=layout, seq_len_tokens=plan.job.seq_len_tokens)
     changes = [*layout_changes, *model_changes]
@@ -178,7 +178,7 @@ def scale_plan(
         samples=layout.micro_batch_size * layout.gradient_accumulation_steps * ranks * steps,
         save_step=steps // 2,
     )
-    chosen, hardware = replace(plan.chosen, strategy=layout), parse_hardware(f"{ranks}xCPU")
+    chosen, hardware = replace(plan.chosen, layout=layout), parse_hardware(f"{ranks}xCPU")
     small = replace(plan, model=model, job=job, hardware=hardware, chosen=chosen)
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     return Rehearsed(

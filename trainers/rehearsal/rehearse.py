@@ -121,7 +121,7 @@ def rehearse(
         settings = LaunchSettings(
             directory=directory,
             work=Path(temporary) / "work",
-            ranks=choose_ranks(loaded.chosen.strategy, ranks),
+            ranks=choose_ranks(loaded.chosen.layout, ranks),
             steps=steps,
             time_limit_seconds=time_limit_seconds,
         )
@@ -172,7 +172,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
 
 
 def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSettings) -> tuple[Rehearsal, list[Check]]:
-    work, worker, layout = settings.work, rehearsed.worker, rehearsed.plan.chosen.strategy
+    work, worker, layout = settings.work, rehearsed.worker, rehearsed.plan.chosen.layout
 
     def launch(stage: Literal["train", "resume"], steps_before: int = 0) -> None:
         job = worker.model_copy(update={"stage": stage})
@@ -234,7 +234,7 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
 
 def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
     plan, predictions = rehearsed.plan, {}
-    for phase, terms in cpu_rank_terms(plan.chosen.strategy, plan.model, plan.job).items():
+    for phase, terms in cpu_rank_terms(plan.chosen.layout, plan.model, plan.job).items():
         if phase in PHASES:
             # CPU ranks have both in the same memory, but the meter counts the host's apart.
             terms = {name: count for name, count in terms.items() if name != OFFLOADED}

@@ -63,9 +63,7 @@ class Rehearsal:
 
     def __repr__(self) -> str:
         verdict = "passed" if self.failure is None else f"failed at {self.failure.name}"
-        return (
-            f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.strategy.label}, {self.ranks} ranks: {verdict}>"
-        )
+        return f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.layout.label}, {self.ranks} ranks: {verdict}>"
 
     @property
     def passed(self) -> bool:
@@ -91,7 +89,7 @@ class Rehearsal:
                 "directory": self.source,
                 "model": plan.model.name,
                 "hardware": plan.hardware.name,
-                "strategy": plan.chosen.strategy.label,
+                "layout": plan.chosen.layout.label,
                 "method": plan.job.method,
                 "precision": plan.job.precision,
             },

@@ -174,7 +174,7 @@ def _write_small(files: PlanFiles, rehearsed: Rehearsed, work: Path) -> None:
     # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
     dtype = AutoConfig.from_pretrained(work / "model", trust_remote_code=False).dtype
     dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-    if rehearsed.plan.chosen.strategy.engine == "deepspeed":
+    if rehearsed.plan.chosen.layout.engine == "deepspeed":
         dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
     make_model(work, saved=True, dtype=dtype)
     tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)

@@ -21,7 +21,7 @@ def speed_interval(plan: Plan) -> tuple[float, float]:
 
 def plan_report(plan: Plan) -> Report:
     """Return the report of a plan: the selected layout, its memory and time by term, and the other layouts."""
-    model, hardware, chosen, layout = plan.model, plan.hardware, plan.chosen, plan.chosen.strategy
+    model, hardware, chosen, layout = plan.model, plan.hardware, plan.chosen, plan.chosen.layout
     gpu, host, time = chosen.memory.gpu, chosen.memory.host, chosen.time
     batch = f"micro-batch {layout.micro_batch_size} × {layout.gradient_accumulation_steps}"
     summary = [
@@ -80,7 +80,7 @@ def trial_rows(trials: Sequence[Trial]) -> tuple[tuple[str, ...], list[tuple[str
     headings = ("layout", "micro-batch", "result", "s per step", "predicted", "spread", "tensors", "predicted tensors")
     rows: list[tuple[str, ...]] = []
     for trial in trials:
-        size = f"{trial.strategy.micro_batch_size} x {trial.strategy.gradient_accumulation_steps}"
+        size = f"{trial.layout.micro_batch_size} x {trial.layout.gradient_accumulation_steps}"
         seconds = "–" if trial.step_seconds is None else significant(trial.step_seconds, 3)
         varies = "–" if trial.spread is None else f"{100 * trial.spread:.0f} %"
         measured = "–" if trial.peak_allocated_bytes is None else gb(trial.peak_allocated_bytes)
@@ -109,7 +109,7 @@ def _memory_tables(plan: Plan) -> list[Table]:
 def _other_layouts(plan: Plan) -> list[Table]:
     rows = []
     for other in plan.rejected:
-        layout, gpu, name = other.strategy, other.memory.gpu, display_name(other.strategy)
+        layout, gpu, name = other.layout, other.memory.gpu, display_name(other.layout)
         size = f"{layout.micro_batch_size}{' recomputed' if layout.gradient_checkpointing else ''}"
         memory = f"{gb(gpu.peak_bytes)} ({interval(gpu.low_bytes, gpu.high_bytes, gb)})"
         speed = significant(other.time.tokens_per_second)

@@ -50,7 +50,7 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
-        subtitle=f"on {data['dataset']['source']}; {data['strategy']}, {data['hardware']}",
+        subtitle=f"on {data['dataset']['source']}; {data['layout']}, {data['hardware']}",
         summary=(_results(data), figures(_speeds(data, metrics, plan))),
         charts=_training_charts(data, metrics, plan),
         sections=(

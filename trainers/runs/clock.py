@@ -148,7 +148,7 @@ class StepClock(StepEvents, TrainerCallback):
         numbers = torch.tensor([mine], dtype=torch.float32, device=self._trainer.args.device)
         ranks = self._trainer.accelerator.gather(numbers).tolist()
         slowest = max(seconds for seconds, _, _ in ranks)
-        chosen, layout = self.plan.chosen, self.plan.chosen.strategy
+        chosen, layout = self.plan.chosen, self.plan.chosen.layout
         figures = {"step_seconds": slowest, "planned_step_seconds": chosen.time.seconds}
         if self._tokens_of is not None and slowest > 0:
             tokens = self._tokens_of(step) - self._tokens_of(step - self._logged_steps)

@@ -132,7 +132,7 @@ def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, h
         "num_train_epochs": settings.epochs,
         # A micro-batch, or fewer samples if there are few.
         "per_device_eval_batch_size": max(
-            1, min(plan.chosen.strategy.micro_batch_size, held_out // plan.hardware.world_size)
+            1, min(plan.chosen.layout.micro_batch_size, held_out // plan.hardware.world_size)
         ),
         "logging_steps": settings.logging_steps,
         "save_strategy": "no" if settings.save_steps is None else "steps",
@@ -178,7 +178,7 @@ def job_options(settings: LaunchedSettings) -> set[str]:
 
 def as_planned(settings: AnySettings, plan: Plan) -> AnySettings:
     """Return the settings with the values of a plan, which reports show."""
-    options, layout = plan.job.options(), plan.chosen.strategy
+    options, layout = plan.job.options(), plan.chosen.layout
     options |= {"micro_batch_size": layout.micro_batch_size}
     options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
     shared = {name: options[name] for name in job_options(settings)}

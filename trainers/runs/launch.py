@@ -75,7 +75,7 @@ def launch_job(
         LaunchFailedError: a rank failed, or the machines cannot run the plan together.
         ShardwrightError: as `compile_operators`.
     """
-    layout = plan.chosen.strategy
+    layout = plan.chosen.layout
     if layout.engine == "deepspeed" and plan.hardware.gpu == "CPU":
         compile_operators((layout.offload_optimizer, layout.offload_param), plan.job.optimizer)
     if place is not None and check_nodes:

@@ -100,7 +100,7 @@ class PlanCallback(StepClock):
         A Trainer of `parallelism_of(...).make_trainer` only has to be followed.
         """
         self.follow(trainer)
-        layout = self.plan.chosen.strategy
+        layout = self.plan.chosen.layout
         if layout.pp == 1:
             attach_long_sequences(trainer, layout, self.plan.job)
         self._explained = Path(trainer.args.output_dir)
@@ -209,7 +209,7 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
     Raises:
         UsageError: the model's layers cannot be recomputed in part.
     """
-    layout = plan.chosen.strategy
+    layout = plan.chosen.layout
     attend_by_document(base_model(model))
     if layout.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, layout.checkpointed_layers)
@@ -224,7 +224,7 @@ def argument_differences(
 
     `stated` has the script's `seq_len` and `method`, if known.
     """
-    layout, stated = plan.chosen.strategy, stated or {}
+    layout, stated = plan.chosen.layout, stated or {}
     optimizer = getattr(args.optim, "value", args.optim)
     deepspeed = deepspeed_configuration(args)
     engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()

@@ -210,7 +210,7 @@ class TrainingTask(LaunchedJob, RankTask):
 
         def tokens_of(steps: int) -> int:
             # Ranks that share a sequence or a model do not count again.
-            batch = plan.chosen.strategy.global_batch_size
+            batch = plan.chosen.layout.global_batch_size
             return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
 
         clock = PlanCallback(
@@ -313,7 +313,7 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
     teacher = load_second_model(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
-    if context.plan.chosen.strategy.tiled_mlp and not untiled_experts(teacher):
+    if context.plan.chosen.layout.tiled_mlp and not untiled_experts(teacher):
         tile_mlps(teacher, None)
         share_tiled_mlps(teacher)
     return teacher

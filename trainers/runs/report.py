@@ -68,12 +68,12 @@ class LaunchedOutcome(ABC):
     def __repr__(self) -> str:
         headings, rows = self.measures()
         measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
-        layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
+        layout = f"{self.plan.chosen.layout.label} on {self.plan.hardware.name}"
         return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {measures}>"
 
     def where_and_what(self) -> dict[str, Any]:
         return {
-            "strategy": self.plan.chosen.strategy.label,
+            "layout": self.plan.chosen.layout.label,
             "hardware": self.plan.hardware.name,
             "settings": self.settings.model_dump(),
             "dataset": asdict(self.statistics),

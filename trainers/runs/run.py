@@ -166,7 +166,7 @@ def _finished(prepared: PreparedTraining[Any]) -> Selection | None:
         return None
     plan, samples = prepared.plan, prepared.samples.train
     facts = planned_facts(plan, prepared.training_arguments, samples)
-    steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
+    steps = optimizer_steps(prepared.settings, plan.chosen.layout, len(samples))
     try:
         return check_resumption(request.output_dir / CHECKPOINTS, facts, steps=steps)
     except RefusedInputError:

@@ -56,7 +56,7 @@ def trainer_for(
     if isinstance(args, Mapping):
         keywords = dict(args)
         args = training_arguments(keywords, configure_cpu_ranks(chosen_engine(keywords)))
-    check_upstream(loaded.chosen.strategy.engine)
+    check_upstream(loaded.chosen.layout.engine)
     if trainer_class is Trainer:
         trainer_class = None
     callback = PlanCallback(plan)

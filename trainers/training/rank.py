@@ -38,14 +38,14 @@ class TrainTask(TrainJob, TrainingTask):
 
         class EvaluateBeforeTraining(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if not state.global_step and (mean := held_out(trainer, plan.chosen.strategy)) is not None:
+                if not state.global_step and (mean := held_out(trainer, plan.chosen.layout)) is not None:
                     trainer.log(logged(BEFORE, mean))
 
         trainer.add_callback(EvaluateBeforeTraining())
         return trainer
 
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
-        after = held_out(trainer, context.plan.chosen.strategy)
+        after = held_out(trainer, context.plan.chosen.layout)
         save_model_directory(
             trainer,
             self.output_dir,

@@ -96,7 +96,7 @@ def carry_axes(plan: Plan) -> None:
     """
     from ...plugins.transformers.optimizers import prepare_optimizer
 
-    layout = plan.chosen.strategy
+    layout = plan.chosen.layout
     accept_muon()
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
@@ -149,6 +149,6 @@ def carry_axes(plan: Plan) -> None:
 class ScriptTask(ScriptJob, RankTask):
     def run(self, work: Path) -> None:
         plan = Plan.load(self.plan)
-        check_upstream(plan.chosen.strategy.engine)
+        check_upstream(plan.chosen.layout.engine)
         with memory_errors(plan):
             run_script(plan, self.script, self.arguments, [comparison(plan)])

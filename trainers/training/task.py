@@ -152,7 +152,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         job = training_job(settings, hardware, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
+    errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"

@@ -169,17 +169,17 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
 
 
 def _run_trial(
-    plan: Plan, layout: Evaluated, steps: int, best_seconds: float | None, timeout_seconds: float, what: str
+    plan: Plan, candidate: Evaluated, steps: int, best_seconds: float | None, timeout_seconds: float, what: str
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
-    job = replace(plan.job, loss=layout.loss)
-    plan = replace(plan, job=job, chosen=layout, rejected=())
+    job = replace(plan.job, loss=candidate.loss)
+    plan = replace(plan, job=job, chosen=candidate, rejected=())
     trial = Trial(
-        strategy=layout.strategy,
-        loss=layout.loss,
+        layout=candidate.layout,
+        loss=candidate.loss,
         outcome="failed",
-        predicted_seconds=layout.time.seconds,
-        predicted_allocated_bytes=layout.memory.gpu.allocated_bytes,
+        predicted_seconds=candidate.time.seconds,
+        predicted_allocated_bytes=candidate.memory.gpu.allocated_bytes,
     )
 
     def on_message(message: Message) -> None:
@@ -237,15 +237,15 @@ def _result(trial: Trial) -> str:
 def _learn(plan: Plan, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
     layouts = (plan.chosen, *plan.rejected)
-    predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
+    predicted = published_time(next(each.time for each in layouts if (each.layout, each.loss) == trial.key))
     assert trial.step_seconds is not None, "it was measured"
     content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
         identifier=hashlib.sha256(content.encode()).hexdigest(),
         gpu=plan.hardware.gpu,
-        engine=trial.strategy.engine,
+        engine=trial.layout.engine,
         model=plan.model.name,
-        layout=trial.strategy.label,
+        layout=trial.layout.label,
         ranks=plan.hardware.world_size,
         predicted_seconds=predicted.seconds,
         measured_seconds=trial.step_seconds,

@@ -101,7 +101,7 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
 
     class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
         def __len__(self) -> int:
-            return (WARM_UP_STEPS + trial.steps) * plan.chosen.strategy.global_batch_size
+            return (WARM_UP_STEPS + trial.steps) * plan.chosen.layout.global_batch_size
 
         def __getitem__(self, index: int) -> dict[str, Any]:
             draw = torch.Generator().manual_seed(index)

@@ -143,7 +143,9 @@ def test_a_file_from_elsewhere_cannot_steer_the_terminal(shell: Shell, tmp_path:
     measurement = measurement_of(plan_on())
     steering = "\x1b]0;owned\x07[bold]"
     ranks = tuple(replace(rank, device=steering) for rank in measurement.measured)
-    plan = replace(measurement.plan, gpu=steering, model=steering, layout=steering)
+    plan = replace(
+        measurement.plan, gpu=steering, model=steering, layout={**measurement.plan.layout, "label": steering}
+    )
     directory = write_measurement(replace(measurement, measured=ranks, plan=plan), tmp_path / "run")
     for arguments in ([str(directory)], ["--list"]):
         result = shell("calibrate", *arguments)

@@ -56,7 +56,7 @@ def test_the_shown_command_makes_the_plan_of_an_upload(capsys, tmp_path, monkeyp
     words = shlex.split(command_of(settings))
     assert run([*words[1:], "--dry-run", "--format", "json"]) == 0
     shown, (found, _) = json.loads(capsys.readouterr().out), planned(settings, GPT2.read_text())
-    assert shown["chosen"]["strategy"] == found.to_dict()["chosen"]["strategy"]
+    assert shown["chosen"]["layout"] == found.to_dict()["chosen"]["layout"]
     assert settings_from(texts_of(settings)) == settings
     hostile = shlex.split(command_of(PageSettings(model="a; rm -rf ~", hardware="8xT4")))
     assert hostile[2] == "a; rm -rf ~"

@@ -73,8 +73,8 @@ def test_checks_configs_embedded_in_yaml(tmp_path: Path) -> None:
 def test_training_arguments_that_contradict_tiles_and_offloaded_checkpoints_are_errors(tmp_path: Path) -> None:
     plan = planned("zero2")
     features = {"tiled_mlp": True, "offloaded_checkpoints": 1, "gradient_checkpointing": True}
-    strategy = replace(plan.chosen.strategy, **features)
-    replace(plan, chosen=replace(plan.chosen, strategy=strategy)).write(tmp_path)
+    layout = replace(plan.chosen.layout, **features)
+    replace(plan, chosen=replace(plan.chosen, layout=layout)).write(tmp_path)
     assert check(tmp_path).findings == ()
     file = tmp_path / "training_arguments.json"
     arguments = json.loads(file.read_text())

@@ -72,13 +72,13 @@ def test_planning_never_changes_fixed_sizes(tp, sp, pp, batch):
         seq_len_tokens=480,
     )
     try:
-        strategy = make_plan(LLAMA, parse_hardware("12xA100-80GB"), job).chosen.strategy
+        layout = make_plan(LLAMA, parse_hardware("12xA100-80GB"), job).chosen.layout
     except UsageError as error:
         assert error.errors
         return
-    assert (strategy.tp, strategy.sp, strategy.pp) == (tp, sp, pp)
-    assert strategy.world_size == 12
-    assert batch is None or strategy.global_batch_size == batch
+    assert (layout.tp, layout.sp, layout.pp) == (tp, sp, pp)
+    assert layout.world_size == 12
+    assert batch is None or layout.global_batch_size == batch
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,14 @@ FSDP2 = Layout(engine="fsdp2", dp_shard=8)
 DDP = Layout(engine="ddp", dp_replicate=8)
 
 
-def errors(strategy, model=LLAMA, hardware="8xA100-80GB", nvme=None, **job) -> list[str]:
+def errors(layout, model=LLAMA, hardware="8xA100-80GB", nvme=None, **job) -> list[str]:
     cluster = parse_hardware(hardware, nvme=nvme)
-    return [str(error) for error in legality_errors(model, strategy, TrainingJob(**job), cluster)]
+    return [str(error) for error in legality_errors(model, layout, TrainingJob(**job), cluster)]
 
 
-@pytest.mark.parametrize("strategy", [ZERO1, ZERO3, FSDP2, DDP])
-def test_plain_layouts_are_legal(strategy):
-    assert errors(strategy) == []
+@pytest.mark.parametrize("layout", [ZERO1, ZERO3, FSDP2, DDP])
+def test_plain_layouts_are_legal(layout):
+    assert errors(layout) == []
 
 
 CASES = {
@@ -226,15 +226,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_violations_name_the_rule_and_the_fix(name):
-    strategy, settings, expected = CASES[name]
-    found = errors(strategy, **settings)
+    layout, settings, expected = CASES[name]
+    found = errors(layout, **settings)
     assert any(expected in error for error in found), found
 
 
 def test_zero_dimensional_parameters_require_ddp():
     rule = "zero-dimensional"
     assert not any(rule in error for error in errors(DDP, SCALAR))
-    assert all(any(rule in error for error in errors(strategy, SCALAR)) for strategy in (ZERO1, ZERO3, FSDP2))
+    assert all(any(rule in error for error in errors(layout, SCALAR)) for layout in (ZERO1, ZERO3, FSDP2))
 
 
 def test_torch_still_cannot_view_scalars_as_bytes():
@@ -255,11 +255,11 @@ def test_suggested_lora_targets_are_legal():
 
 def test_every_rule_has_a_violation_above():
     triggered = set()
-    for strategy, settings, _ in CASES.values():
+    for layout, settings, _ in CASES.values():
         options = dict(settings)
         model = options.pop("model", LLAMA)
         cluster = parse_hardware(options.pop("hardware", "8xA100-80GB"), nvme=options.pop("nvme", None))
-        case = (model, strategy, TrainingJob(**options), cluster)
+        case = (model, layout, TrainingJob(**options), cluster)
         triggered |= {rule.__name__ for rule in RULES if any(rule(*case))}
     assert triggered == {rule.__name__ for rule in RULES}
 

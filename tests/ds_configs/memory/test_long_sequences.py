@@ -182,14 +182,14 @@ def context(hardware="8xH100-80GB", **job):
 
 def test_search_uses_the_mechanisms_only_where_they_are_needed():
     short = search(context(seq_len_tokens=4096)).chosen
-    assert (short.strategy.tiled_mlp, short.strategy.offloaded_checkpoints) == (False, 0)
+    assert (short.layout.tiled_mlp, short.layout.offloaded_checkpoints) == (False, 0)
     long = search(context(seq_len_tokens=1_800_000)).chosen
-    assert long.strategy.tiled_mlp
-    count = long.strategy.offloaded_checkpoints
+    assert long.layout.tiled_mlp
+    count = long.layout.offloaded_checkpoints
     assert 0 < count < 32
     assert f"{count} of 32 layer inputs in host memory" in long.reason
     # As few as fit.
-    fewer = replace(long.strategy, offloaded_checkpoints=count - 1)
+    fewer = replace(long.layout, offloaded_checkpoints=count - 1)
     job = TrainingJob(seq_len_tokens=1_800_000, loss=long.loss)
     assert not estimate_memory(fewer, MODEL, H100, job).fits
     assert not anything_fits(
@@ -202,12 +202,12 @@ def test_plans_carry_the_mechanisms():
     assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")
-    assert again.chosen.strategy == plan.chosen.strategy
+    assert again.chosen.layout == plan.chosen.layout
     # Plans of earlier versions have neither field.
     for name in ("tiled_mlp", "offloaded_checkpoints"):
-        del data["chosen"]["strategy"][name]
+        del data["chosen"]["layout"][name]
     del data["job"]["tiled_mlp"], data["job"]["offload_activations"]
-    old = plan_from_dict(data, source="test").chosen.strategy
+    old = plan_from_dict(data, source="test").chosen.layout
     assert (old.tiled_mlp, old.offloaded_checkpoints) == (False, 0)
 
 

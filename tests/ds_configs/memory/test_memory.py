@@ -45,7 +45,7 @@ MEASURED = {
 }
 
 
-def strategy_of(name: str, ranks: int, **changes) -> Layout:
+def layout_of(name: str, ranks: int, **changes) -> Layout:
     if name.startswith("zero"):
         stage = int(name[4])
         sharded = stage > 0
@@ -61,10 +61,10 @@ def strategy_of(name: str, ranks: int, **changes) -> Layout:
     return Layout(engine=name, dp_replicate=ranks, **changes)
 
 
-def state_bytes(strategy: Layout, job: TrainingJob, model=MODEL) -> dict[str, float]:
+def state_bytes(layout: Layout, job: TrainingJob, model=MODEL) -> dict[str, float]:
     """Bytes per trainable parameter by phase."""
     parameters = rank_parameters(model, job)
-    phases = fullest_by_phase(model_state_terms(strategy, model, job, parameters))
+    phases = fullest_by_phase(model_state_terms(layout, model, job, parameters))
     return {phase: sum(terms.values()) / parameters.trainable for phase, terms in phases.items()}
 
 
@@ -72,7 +72,7 @@ def state_bytes(strategy: Layout, job: TrainingJob, model=MODEL) -> dict[str, fl
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_states_equal_the_measured_table(name, precision, accumulation, ranks):
     rest, backward, step = MEASURED[name, precision, accumulation]
-    found = state_bytes(strategy_of(name, ranks), TrainingJob(precision=precision))
+    found = state_bytes(layout_of(name, ranks), TrainingJob(precision=precision))
     if name != "zero0":
         assert found["loss"] == pytest.approx(rest(ranks), rel=1e-4)
     straddling = STRADDLING * (4 if precision == "fp32" else 2) if name in ("zero1", "zero2") else 0
@@ -95,13 +95,13 @@ def test_complete_tensors_of_partitions_equal_a_count_of_elements():
 def test_the_norm_of_a_large_tensor_is_the_peak_of_a_step_over_many_ranks():
     """fp64 copies of gradients: at 64 ranks a partition is smaller than its share of the flattened copies."""
     job = TrainingJob()
-    terms = model_state_terms(strategy_of("zero2", 64), MODEL, job, rank_parameters(MODEL, job))["step"]
+    terms = model_state_terms(layout_of("zero2", 64), MODEL, job, rank_parameters(MODEL, job))["step"]
     assert terms["norm_copy"] == 8 * -(-PARAMETERS // 64)
 
 
 def test_foreach_adds_an_fp32_copy_where_fused_does_not():
-    fused = state_bytes(strategy_of("zero3", 4), TrainingJob())
-    foreach = state_bytes(strategy_of("zero3", 4), TrainingJob(optimizer="adamw_torch"))
+    fused = state_bytes(layout_of("zero3", 4), TrainingJob())
+    foreach = state_bytes(layout_of("zero3", 4), TrainingJob(optimizer="adamw_torch"))
     # 24/N against 22/N: the foreach copy replaces the flattened 16-bit gradients as the largest temporary.
     assert foreach["step"] - fused["step"] == pytest.approx(2 / 4, rel=1e-3)
 
@@ -112,26 +112,26 @@ def test_offloaded_states_on_the_host(stage, ranks):
     """DeepSpeed holds 18/N bytes per parameter on the host of each rank, 2/N more with parameter offload."""
     job = TrainingJob()
     hardware = parse_hardware(f"{ranks}xA100-80GB")
-    strategy = strategy_of(f"zero{stage}", ranks, offload_optimizer="cpu")
+    layout = layout_of(f"zero{stage}", ranks, offload_optimizer="cpu")
     parameters = rank_parameters(MODEL, job)
 
-    def offloaded(strategy: Layout) -> float:
-        terms = offload_terms(strategy, MODEL, job, parameters)
+    def offloaded(layout: Layout) -> float:
+        terms = offload_terms(layout, MODEL, job, parameters)
         staging = 2 * parameters.largest_trainable if stage == 2 else 0
         return (sum(terms.values()) - terms["pinned_rounding"] - staging) * ranks / PARAMETERS
 
-    assert offloaded(strategy) == pytest.approx(18, rel=1e-3)
+    assert offloaded(layout) == pytest.approx(18, rel=1e-3)
     if stage == 3:
-        assert offloaded(replace(strategy, offload_param="cpu")) == pytest.approx(20, rel=1e-3)
-    host = estimate_host_memory(strategy, MODEL, hardware, job, parameters)
+        assert offloaded(replace(layout, offload_param="cpu")) == pytest.approx(20, rel=1e-3)
+    host = estimate_host_memory(layout, MODEL, hardware, job, parameters)
     assert host.peak_bytes_per_node == sum(host.terms.values())
 
 
 def test_nvme_holds_states_gradients_and_weights():
     job = TrainingJob()
     hardware = parse_hardware("4xA100-80GB", nvme="/nvme:1TB")
-    strategy = strategy_of("zero3", 4, offload_optimizer="nvme", offload_param="nvme")
-    host = estimate_host_memory(strategy, MODEL, hardware, job, rank_parameters(MODEL, job))
+    layout = layout_of("zero3", 4, offload_optimizer="nvme", offload_param="nvme")
+    host = estimate_host_memory(layout, MODEL, hardware, job, rank_parameters(MODEL, job))
     assert host.nvme_bytes_per_node == pytest.approx((12 + 4 + 2) * PARAMETERS, rel=1e-4)
 
 
@@ -142,16 +142,16 @@ def test_4_bit_weights_are_sharded_but_their_scales_are_not(layout):
     parameters = rank_parameters(model, job)
     linear = model.linear_parameters(include_head=False)
     assert parameters.scale_bytes == round(linear / 64 + 4 * linear / (64 * 256)) + 80 * 7 * 4 * (256 + 16 + 1)
-    shards = [parameters.frozen_shard_bytes(strategy_of(layout, ranks)) - parameters.scale_bytes for ranks in (1, 2, 8)]
+    shards = [parameters.frozen_shard_bytes(layout_of(layout, ranks)) - parameters.scale_bytes for ranks in (1, 2, 8)]
     assert shards[0] == pytest.approx(linear / 2 + 2 * (model.parameter_count - linear), rel=1e-6)
     assert shards == pytest.approx([shards[0], shards[0] / 2, shards[0] / 8], abs=1)
-    memory = estimate_memory(strategy_of(layout, 2), model, parse_hardware("2xRTX4090"), job).gpu
+    memory = estimate_memory(layout_of(layout, 2), model, parse_hardware("2xRTX4090"), job).gpu
     # Loading adds an embedding or a layer to what a rank keeps, not the other half.
     assert memory.phases["init"] < 25e9
 
 
-@pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
-def test_4_bit_weights_are_gathered_packed_with_their_adapters(layout):
+@pytest.mark.parametrize("name", ["zero3", "fsdp2"])
+def test_4_bit_weights_are_gathered_packed_with_their_adapters(name):
     """A layer of Llama 70B has 428 MB of codes and 41 MB of adapters of rank 16; as 16-bit weights it has 1.7 GB."""
     model = public_model("meta-llama/Llama-3.1-70B")
     job = TrainingJob(method="qlora", lora_rank=16, lora_targets=("all-linear",))
@@ -162,8 +162,8 @@ def test_4_bit_weights_are_gathered_packed_with_their_adapters(layout):
     live = 2 * seen.layer_parameter_count
     zero = default_zero_options(model, job, stage=3, lean=False)
     assert zero.stage3_max_live_parameters == live < model.layer_parameter_count
-    strategy = strategy_of(layout, 2, zero=zero)
-    gathered = buffer_terms(strategy, model, job, rank_parameters(model, job))["last_layer_backward"]
+    layout = layout_of(name, 2, zero=zero)
+    gathered = buffer_terms(layout, model, job, rank_parameters(model, job))["last_layer_backward"]
     assert gathered["gathered_parameters"] <= 2 * (live + zero.stage3_prefetch_bucket_size)
 
 
@@ -173,8 +173,8 @@ def test_autograd_keeps_gathered_experts_until_backward_under_stage3():
     job, layers, experts = TrainingJob(), 32, 3 * 8 * 4096 * 14336
 
     def loss(name: str, model=mixtral, **settings: object) -> int:
-        strategy = strategy_of(name, 8, zero=default_zero_options(mixtral, job, stage=3), **settings)
-        terms = buffer_terms(strategy, model, job, rank_parameters(model, job, strategy))
+        layout = layout_of(name, 8, zero=default_zero_options(mixtral, job, stage=3), **settings)
+        terms = buffer_terms(layout, model, job, rank_parameters(model, job, layout))
         return terms["forward_end"]["gathered_parameters"]
 
     again = loss("zero3", gradient_checkpointing=True)
@@ -191,16 +191,16 @@ def test_states_and_buffers_of_a_batch_are_those_computed_for_exactly_it(model, 
     """A search computes them once for many micro-batches and numbers of recomputed layers."""
     spec = replace(MODEL, model_type=model) if model == "falcon" else public_model(model)
     job = TrainingJob(method=method, seq_len_tokens=1024)
-    layouts = [strategy_of(name, 8) for name in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")]
+    layouts = [layout_of(name, 8) for name in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")]
     layouts += [
-        replace(strategy_of("zero2", 8), offload_optimizer="cpu"),
+        replace(layout_of("zero2", 8), offload_optimizer="cpu"),
         Layout(engine="deepspeed", zero_stage=1, pp=2),
     ]
     for layout in layouts:
         for micro_batch, steps in ((1, 1), (4, 1), (1, 2), (1, 7), (3, 4)):
             for switch, layers in ((False, None), (True, None), (True, 1), (True, 3)):
                 zero = default_zero_options(spec, job, stage=layout.zero_stage or 0)
-                strategy = replace(
+                changed = replace(
                     layout,
                     micro_batch_size=micro_batch,
                     gradient_accumulation_steps=steps,
@@ -208,16 +208,16 @@ def test_states_and_buffers_of_a_batch_are_those_computed_for_exactly_it(model, 
                     checkpointed_layers=layers,
                     zero=zero,
                 )
-                share = rank_shares(strategy, spec, job)[0]
-                parameters = share_parameters(share.model, job, ep=strategy.ep)
-                found = share_moment_terms(strategy, share, job)
+                share = rank_shares(changed, spec, job)[0]
+                parameters = share_parameters(share.model, job, ep=changed.ep)
+                found = share_moment_terms(changed, share, job)
                 for terms in (model_state_terms, buffer_terms):
-                    for moment, exact in terms(strategy, share.model, job, parameters).items():
+                    for moment, exact in terms(changed, share.model, job, parameters).items():
                         assert {name: found[moment].get(name, 0) for name in exact} == exact
 
 
 def test_terms_add_up_and_the_interval_holds_the_peak():
-    memory = estimate_memory(strategy_of("zero3", 8), MODEL, parse_hardware("8xA100-80GB"), TrainingJob()).gpu
+    memory = estimate_memory(layout_of("zero3", 8), MODEL, parse_hardware("8xA100-80GB"), TrainingJob()).gpu
     assert sum(memory.terms.values()) == memory.peak_bytes
     assert memory.low_bytes <= memory.peak_bytes <= memory.high_bytes
     assert memory.allocated_bytes == max(memory.phases.values()) == memory.phases[memory.phase]
@@ -232,14 +232,14 @@ def test_terms_add_up_and_the_interval_holds_the_peak():
 @settings(max_examples=60, deadline=None)
 def test_memory_rises_with_sequence_and_micro_batch(sequence, micro_batch, checkpointing, name):
     hardware = parse_hardware("8xA100-80GB")
-    strategy = strategy_of(name, 8, micro_batch_size=micro_batch, gradient_checkpointing=checkpointing)
+    layout = layout_of(name, 8, micro_batch_size=micro_batch, gradient_checkpointing=checkpointing)
 
-    def peak(strategy: Layout, sequence: int) -> int:
-        return estimate_memory(strategy, MODEL, hardware, TrainingJob(seq_len_tokens=sequence)).gpu.high_bytes
+    def peak(layout: Layout, sequence: int) -> int:
+        return estimate_memory(layout, MODEL, hardware, TrainingJob(seq_len_tokens=sequence)).gpu.high_bytes
 
-    here = peak(strategy, sequence)
-    assert peak(strategy, 2 * sequence) >= here
-    assert peak(replace(strategy, micro_batch_size=micro_batch + 1), sequence) >= here
+    here = peak(layout, sequence)
+    assert peak(layout, 2 * sequence) >= here
+    assert peak(replace(layout, micro_batch_size=micro_batch + 1), sequence) >= here
 
 
 def test_8_bit_optimizers_keep_32_bit_embedding_states_without_zero():
@@ -248,23 +248,23 @@ def test_8_bit_optimizers_keep_32_bit_embedding_states_without_zero():
     embedding, blockwise = 128256 * 4096, 2 * (1 + 4 / 256)
     parameters = rank_parameters(model, job)
 
-    def states(strategy: Layout) -> int:
-        return model_state_terms(strategy, model, job, parameters)["step"]["optimizer_states"]
+    def states(layout: Layout) -> int:
+        return model_state_terms(layout, model, job, parameters)["step"]["optimizer_states"]
 
     whole = blockwise * (model.parameter_count - embedding) + 8 * embedding
-    assert states(strategy_of("ddp", 8)) == pytest.approx(whole, rel=1e-6)
-    assert states(strategy_of("zero1", 8)) == pytest.approx(blockwise * model.parameter_count / 8, rel=1e-6)
+    assert states(layout_of("ddp", 8)) == pytest.approx(whole, rel=1e-6)
+    assert states(layout_of("zero1", 8)) == pytest.approx(blockwise * model.parameter_count / 8, rel=1e-6)
 
 
 def test_optimizers_of_matrices_keep_what_their_code_allocates():
     matrices = sum(p.total for p in MODEL.parameters if p.kind == "linear")
     rest = PARAMETERS - matrices
 
-    def states(layout: str, optimizer: str, **settings: str) -> int:
+    def states(label: str, optimizer: str, **settings: str) -> int:
         job = TrainingJob(optimizer=optimizer, **settings)
-        name, _, ranks = layout.partition("-")
-        strategy = strategy_of(name, int(ranks or 4))
-        return model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))["step"]["optimizer_states"]
+        name, _, ranks = label.partition("-")
+        layout = layout_of(name, int(ranks or 4))
+        return model_state_terms(layout, MODEL, job, rank_parameters(MODEL, job))["step"]["optimizer_states"]
 
     # Rows are sharded, columns are not.
     assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
@@ -288,7 +288,7 @@ def test_optimizers_of_matrices_keep_what_their_code_allocates():
 def test_bf16_weights_halve_weights_gradients_and_states_of_their_type():
     def terms(optimizer: str, weights_dtype: str) -> dict[str, int]:
         job = TrainingJob(optimizer=optimizer, weights_dtype=weights_dtype)
-        return model_state_terms(strategy_of("fsdp2", 4), MODEL, job, rank_parameters(MODEL, job))["step"]
+        return model_state_terms(layout_of("fsdp2", 4), MODEL, job, rank_parameters(MODEL, job))["step"]
 
     for name in ("weights", "gradients", "optimizer_states"):
         full, half = (terms("adamw_torch_fused", kind)[name] for kind in ("fp32", "bf16"))
@@ -301,43 +301,43 @@ def test_bf16_weights_halve_weights_gradients_and_states_of_their_type():
 @pytest.mark.parametrize("stage", [1, 2])
 def test_offload_keeps_a_buffer_of_the_largest_tensor(stage):
     job = TrainingJob()
-    strategy = strategy_of(f"zero{stage}", 4, offload_optimizer="cpu")
-    phases = model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))
+    layout = layout_of(f"zero{stage}", 4, offload_optimizer="cpu")
+    phases = model_state_terms(layout, MODEL, job, rank_parameters(MODEL, job))
     assert all(phases[phase]["offload_staging"] >= 2 * MODEL.largest_parameter for phase in phases)
 
 
 @pytest.mark.parametrize("hardware", ["8xH100-80GB", "4x8xH100-80GB"])
 def test_only_the_first_rank_holds_weights_while_fsdp2_loads(hardware):
     cluster = parse_hardware(hardware)
-    strategy = strategy_of("fsdp2", cluster.world_size)
+    layout = layout_of("fsdp2", cluster.world_size)
 
     def loading(job):
-        return estimate_host_memory(strategy, MODEL, cluster, job, rank_parameters(MODEL, job)).terms[
+        return estimate_host_memory(layout, MODEL, cluster, job, rank_parameters(MODEL, job)).terms[
             "checkpoint_loading"
         ]
 
     assert loading(TrainingJob()) == 2 * PARAMETERS + 4 * MODEL.largest_parameter
     assert loading(TrainingJob(precision="fp32")) == 4 * PARAMETERS
     assert loading(TrainingJob(method="lora", lora_rank=8)) == 2 * PARAMETERS
-    assert stock_loading_bytes(strategy, MODEL, cluster, TrainingJob()) == 8 * (4 * PARAMETERS + PROCESS_BYTES)
+    assert stock_loading_bytes(layout, MODEL, cluster, TrainingJob()) == 8 * (4 * PARAMETERS + PROCESS_BYTES)
 
 
 def test_only_the_first_rank_fuses_experts_while_zero3_loads():
     cluster, job = parse_hardware("8xH100-80GB"), TrainingJob()
-    strategy = strategy_of("zero3", 8)
+    layout = layout_of("zero3", 8)
     mixture = public_model("mistralai/Mixtral-8x7B-v0.1")
     for model, bytes_per_parameter in ((mixture, 2), (MODEL, 0)):
-        host = estimate_host_memory(strategy, model, cluster, job, rank_parameters(model, job))
+        host = estimate_host_memory(layout, model, cluster, job, rank_parameters(model, job))
         assert host.terms.get("checkpoint_loading", 0) == bytes_per_parameter * model.parameter_count
-    assert stock_loading_bytes(strategy, MODEL, cluster, job) == 0
+    assert stock_loading_bytes(layout, MODEL, cluster, job) == 0
 
 
 def test_one_partition_of_zero3_is_used_in_place():
-    def gathered(**layout):
+    def gathered(**changes):
         zero = default_zero_options(MODEL, TrainingJob(), stage=3)
-        strategy = Layout(engine="deepspeed", zero_stage=3, zero=zero, **layout)
-        (share,) = rank_shares(strategy, MODEL, TrainingJob())
-        moments = share_moment_terms(strategy, share, TrainingJob())
+        layout = Layout(engine="deepspeed", zero_stage=3, zero=zero, **changes)
+        (share,) = rank_shares(layout, MODEL, TrainingJob())
+        moments = share_moment_terms(layout, share, TrainingJob())
         return max(terms.get("gathered_parameters", 0) for terms in moments.values())
 
     assert gathered() == 0
@@ -349,12 +349,12 @@ def test_a_sub_group_ends_with_the_tensor_that_fills_it():
     # Llama-3.1-8B with two layers: 525 million elements of the embedding, 218 of each layer, then 525 of the head.
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     model = llama(**sizes, num_hidden_layers=2, vocab_size=128256, head_dim=128)
-    strategy = Layout(engine="deepspeed", zero_stage=3)
+    layout = Layout(engine="deepspeed", zero_stage=3)
 
     def step(size):
-        layout = replace(strategy, zero=ZeroOptions(sub_group_size=size))
-        (share,) = rank_shares(layout, model, TrainingJob())
-        return share_moment_terms(layout, share, TrainingJob())["step"]["fp32_gradients"]
+        sized = replace(layout, zero=ZeroOptions(sub_group_size=size))
+        (share,) = rank_shares(sized, model, TrainingJob())
+        return share_moment_terms(sized, share, TrainingJob())["step"]["fp32_gradients"]
 
     assert step(10**9) == 4 * (model.parameter_count - 5 * 4096), "all matrices"
     inside = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 14336 * 4096
@@ -399,7 +399,7 @@ def test_qlora_holds_one_tensor_at_a_time_unless_an_engine_shards_the_weights(na
     model, job = public_model(name), TrainingJob(method="qlora")
     cluster = parse_hardware("1xH200" if engine == "single" else "8xH200")
     parameters = rank_parameters(model, job)
-    host = estimate_host_memory(strategy_of(engine, cluster.world_size), model, cluster, job, parameters)
+    host = estimate_host_memory(layout_of(engine, cluster.world_size), model, cluster, job, parameters)
     per_rank = host.terms["checkpoint_loading"] / cluster.world_size
     # The embedding, or one expert's matrix: the checkpoint does not fuse experts.
     one_tensor = 2 * model.dimensions.vocab_size * model.dimensions.hidden_size
@@ -413,7 +413,7 @@ def test_a_bucket_of_all_gradients_is_not_counted_beside_them():
     """ZeRO-1 reduces it after the last backward pass, and keeps views of it instead of a copy of its partition."""
     phases = {}
     for name, size in (("all", PARAMETERS), ("parts", PARAMETERS // 10)):
-        layout = strategy_of("zero1", 4, gradient_accumulation_steps=4, zero=ZeroOptions(reduce_bucket_size=size))
+        layout = layout_of("zero1", 4, gradient_accumulation_steps=4, zero=ZeroOptions(reduce_bucket_size=size))
         phases[name] = model_state_terms(layout, MODEL, TrainingJob(), rank_parameters(MODEL, TrainingJob()))
     assert phases["all"]["first_layer_backward"]["gradients"] == 2 * PARAMETERS
     assert phases["parts"]["first_layer_backward"]["gradients"] >= 2.5 * PARAMETERS
@@ -422,7 +422,7 @@ def test_a_bucket_of_all_gradients_is_not_counted_beside_them():
 def test_fp32_gradients_of_zero3_are_pinned_by_sub_group():
     """Blocks of 4 MiB need no rounding; that of the rest and that of all 16-bit gradients do."""
     job, size = TrainingJob(), 2**20
-    layout = strategy_of("zero3", 2, offload_optimizer="cpu", zero=ZeroOptions(sub_group_size=size))
+    layout = layout_of("zero3", 2, offload_optimizer="cpu", zero=ZeroOptions(sub_group_size=size))
     parameters = rank_parameters(MODEL, job)
     shard = parameters.shard(layout)
     assert shard > 2 * size

@@ -37,9 +37,9 @@ HARDWARE = parse_hardware("8xH100-80GB")
 def gpu_memory(
     model: ModelSpec = MODEL, *, seq_len_tokens: int = 512, precision: str = "bf16", **axes: int
 ) -> GpuMemory:
-    strategy = Layout(**{"engine": "deepspeed", "zero_stage": 1, "micro_batch_size": 2, **axes})  # type: ignore[arg-type]
+    layout = Layout(**{"engine": "deepspeed", "zero_stage": 1, "micro_batch_size": 2, **axes})  # type: ignore[arg-type]
     job = TrainingJob(seq_len_tokens=seq_len_tokens, precision=precision)  # type: ignore[arg-type]
-    return estimate_memory(strategy, model, HARDWARE, job).gpu
+    return estimate_memory(layout, model, HARDWARE, job).gpu
 
 
 def share_of(model: ModelSpec, **axes: int) -> RankParameters:
@@ -134,19 +134,19 @@ def test_last_stage_is_fullest_if_logits_dominate():
 
 @pytest.mark.parametrize(("dp_shard", "ep"), [(2, 2), (8, 2), (8, 4), (8, 8)])
 def test_expert_parallelism_splits_experts_but_not_their_state_shards(dp_shard, ep):
-    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
+    layout = Layout(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
     experts = sum(parameter.total for parameter in MIXTRAL.parameters if parameter.kind == "experts")
-    share = rank_parameters(MIXTRAL, TrainingJob(), strategy)
+    share = rank_parameters(MIXTRAL, TrainingJob(), layout)
     assert share.trainable == MIXTRAL.parameter_count - experts + experts // ep
     assert share.trainable_experts == experts // ep
     # 1 / ep of the experts over dp / ep ranks: as many elements as all experts over dp.
-    assert share.shard(strategy) == pytest.approx(MIXTRAL.parameter_count / dp_shard, abs=2)
-    assert share.state_shard(8 * share.trainable, strategy) == pytest.approx(8 * share.shard(strategy), abs=1)
+    assert share.shard(layout) == pytest.approx(MIXTRAL.parameter_count / dp_shard, abs=2)
+    assert share.state_shard(8 * share.trainable, layout) == pytest.approx(8 * share.shard(layout), abs=1)
 
 
 def test_expert_partitions_cover_ranks_with_the_same_experts():
-    strategy = Layout(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
-    local = rank_shares(strategy, MIXTRAL, TrainingJob())[0].model
+    layout = Layout(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
+    local = rank_shares(layout, MIXTRAL, TrainingJob())[0].model
     held = whole_tensors_of_partitions(local, 4, 2)
     assert len(held) == 4
     matrices = sum(parameter.total for parameter in local.parameters if len(parameter.shape) > 1)
@@ -175,24 +175,24 @@ def test_3d_parallelism_combines_the_splits_of_its_axes():
 
 
 def test_quantized_weights_are_gathered_with_dequantized_copies():
-    strategy = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
-    quantized = replace(strategy, zero=replace(strategy.zero, quantized_weights=True))
-    shares = (rank_shares(s, LLAMA_8B, TrainingJob())[0] for s in (strategy, quantized))
+    layout = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
+    quantized = replace(layout, zero=replace(layout.zero, quantized_weights=True))
+    shares = (rank_shares(s, LLAMA_8B, TrainingJob())[0] for s in (layout, quantized))
     before, after = (
         share_moment_terms(s, share, TrainingJob())["last_layer_backward"]
-        for s, share in zip((strategy, quantized), shares, strict=True)
+        for s, share in zip((layout, quantized), shares, strict=True)
     )
-    assert before["prefetch_copies"] == 2 * strategy.zero.stage3_prefetch_bucket_size
-    assert after == before | {"prefetch_copies": 3 * strategy.zero.stage3_prefetch_bucket_size}
+    assert before["prefetch_copies"] == 2 * layout.zero.stage3_prefetch_bucket_size
+    assert after == before | {"prefetch_copies": 3 * layout.zero.stage3_prefetch_bucket_size}
 
 
 def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
     job = TrainingJob(seq_len_tokens=4096)
     for stage, term in ((1, "reduce_copy"), (2, "reduce_copy"), (3, "reduce_bucket")):
-        strategy = Layout(engine="deepspeed", zero_stage=stage, dp_shard=4)
+        layout = Layout(engine="deepspeed", zero_stage=stage, dp_shard=4)
         alone, shared = (
             share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["last_layer_backward"][term]
-            for s in (strategy, replace(strategy, dp_shard=2, sp=2))
+            for s in (layout, replace(layout, dp_shard=2, sp=2))
         )
         assert shared == 2 * alone
 
@@ -200,10 +200,10 @@ def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_exchange(precision):
     job = TrainingJob(seq_len_tokens=4096, precision=precision)
-    strategy = Layout(engine="deepspeed", zero_stage=1, dp_shard=2)
+    layout = Layout(engine="deepspeed", zero_stage=1, dp_shard=2)
     alone, shared = (
         share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["after_head"]["activations"]
-        for s in (strategy, replace(strategy, dp_shard=1, sp=2))
+        for s in (layout, replace(layout, dp_shard=1, sp=2))
     )
     exchanged = 32 * 2048 * 4096 * job.compute_bytes
     assert shared - exchanged == pytest.approx(alone / 2, abs=2)
@@ -213,8 +213,8 @@ def test_loading_a_pipeline_reads_each_stage_once():
     hardware = parse_hardware("8xH100-80GB")
     loading = {}
     for pp in (1, 4):
-        strategy = Layout(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
-        loading[pp] = estimate_memory(strategy, LLAMA_70B, hardware, TrainingJob()).host.terms["checkpoint_loading"]
+        layout = Layout(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
+        loading[pp] = estimate_memory(layout, LLAMA_70B, hardware, TrainingJob()).host.terms["checkpoint_loading"]
     assert loading[1] == 8 * 2 * LLAMA_70B.parameter_count
     assert loading[1] / 4 < loading[4] < loading[1] / 3.5
 

@@ -105,9 +105,9 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         plan = make_plan(SMALL, A100, job)
         names = {term.name for term in plan.chosen.terms}
         assert {f"offloaded_{role}", f"{role}_forward"} <= names
-        memory = estimate_memory(plan.chosen.strategy, SMALL, A100, plan.job)
+        memory = estimate_memory(plan.chosen.layout, SMALL, A100, plan.job)
         assert memory.gpu.allocated_bytes > 0 and memory.host.terms[f"offloaded_{role}"] >= 2 * SMALL.parameter_count
-        phases = cpu_rank_terms(plan.chosen.strategy, SMALL, plan.job)
+        phases = cpu_rank_terms(plan.chosen.layout, SMALL, plan.job)
         assert f"{role}_weights" in phases["loss"]
         shown = json.dumps([table.rows for section in plan_report(plan).sections for table in section.tables])
         assert f"the frozen {role} in host memory" in shown and f"the forward pass of the {role}" in shown

@@ -28,9 +28,9 @@ def test_entries_have_names_of_their_own_and_cover_every_public_model() -> None:
 def test_three_plans_are_those_of_the_planner(name: str, label: str, micro_batch_size: int, peak_bytes: int) -> None:
     plan = gallery_plan(gallery_entry(name))
     chosen, frame, layouts = plan.chosen, plan.to_dataframe(), (plan.chosen, *plan.rejected)
-    assert (chosen.strategy.label, chosen.strategy.micro_batch_size) == (label, micro_batch_size)
+    assert (chosen.layout.label, chosen.layout.micro_batch_size) == (label, micro_batch_size)
     assert chosen.memory.gpu.peak_bytes == peak_bytes
-    assert list(frame["layout"]) == [layout.strategy.label for layout in layouts]
+    assert list(frame["layout"]) == [candidate.layout.label for candidate in layouts]
     assert list(frame["tokens_per_second"]) == [layout.time.tokens_per_second for layout in layouts]
     assert list(frame["peak_GB"]) == [layout.memory.gpu.peak_bytes / 1e9 for layout in layouts]
 

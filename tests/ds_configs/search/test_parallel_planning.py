@@ -39,7 +39,7 @@ def plan(model, hardware, **job):
 
 def other(made, prefix):
     """The first layout of another name that was not taken."""
-    return next(candidate for candidate in made.rejected if display_name(candidate.strategy).startswith(prefix))
+    return next(candidate for candidate in made.rejected if display_name(candidate.layout).startswith(prefix))
 
 
 # --- volumes, counted message by message ---
@@ -55,12 +55,12 @@ def all_to_all_bytes(ranks: int, own: float) -> float:
     return sum(own / ranks for peer in range(ranks) if peer != 0)
 
 
-def moved_bytes(strategy: Layout, model: ModelSpec, *, tokens: float, with_head: bool = False) -> float:
+def moved_bytes(layout: Layout, model: ModelSpec, *, tokens: float, with_head: bool = False) -> float:
     """What a rank moves for one micro-batch of one layer: seconds on links of one byte per second, without latency."""
     hardware = replace(parse_hardware("32xH100-80GB"), link_bytes_per_s=1.0)
     ideal = replace(constants_of(hardware.gpu), link_efficiency=1.0, link_latency_seconds=0.0)
     given_once = {"layers": 1, "recomputed": 0, "with_head": with_head, "element_bytes": 2}
-    terms, _ = exchanges(strategy, model_work(model), hardware, ideal, tokens=tokens, **given_once)
+    terms, _ = exchanges(layout, model_work(model), hardware, ideal, tokens=tokens, **given_once)
     (found,) = terms.values()
     return found
 
@@ -102,11 +102,11 @@ def test_expert_parallel_volume_is_that_of_four_all_to_alls_of_routed_tokens(ep)
 
 def test_long_sequences_select_sequence_or_context_parallelism():
     made = plan(LLAMA_8B, "8xH100-80GB", seq_len_tokens=131_072)
-    strategy = made.chosen.strategy
-    assert strategy.sp * strategy.cp > 1
+    layout = made.chosen.layout
+    assert layout.sp * layout.cp > 1
     assert made.chosen.memory.fits
-    axis = "SP" if strategy.sp > 1 else "CP"
-    assert f"{axis} {strategy.sp * strategy.cp} splits sequences of 131,072 tokens" in made.chosen.reason
+    axis = "SP" if layout.sp > 1 else "CP"
+    assert f"{axis} {layout.sp * layout.cp} splits sequences of 131,072 tokens" in made.chosen.reason
     assert "Too large: " in made.chosen.reason
     faster = made.chosen.time.tokens_per_second / AS_FAST
     assert not any(one.memory.fits and one.time.tokens_per_second > faster for one in made.rejected)
@@ -138,15 +138,15 @@ def test_listed_layouts_have_the_numbers_of_a_plan_for_exactly_them(model, hardw
     # A plan for exactly a layout that does not fit would also try mechanisms for long sequences.
     job = job | {"tiled_mlp": "off", "offload_activations": "off"}
     made = make_plan(spec, cluster, TrainingJob(**job))
-    job = job | {"global_batch_size": made.chosen.strategy.global_batch_size}
+    job = job | {"global_batch_size": made.chosen.layout.global_batch_size}
     assert made.rejected
     for candidate in made.rejected:
-        requested = TrainingJob(**job | exactly(candidate.strategy))
+        requested = TrainingJob(**job | exactly(candidate.layout))
         try:
             answer = make_plan(spec, cluster, requested).chosen
         except PlanDoesNotFitError as error:
             (answer,) = error.tried
-        assert answer.strategy == candidate.strategy
+        assert answer.layout == candidate.layout
         assert (answer.time, answer.memory, answer.loss) == (candidate.time, candidate.memory, candidate.loss)
 
 
@@ -162,7 +162,7 @@ def test_listed_layouts_have_the_numbers_of_a_plan_for_exactly_them(model, hardw
 def test_all_layouts_are_compared_at_one_global_batch(hardware, job):
     made = plan(LLAMA_8B, hardware, method="lora", **job)
     layouts = [made.chosen, *made.rejected]
-    (sequences,) = {layout.strategy.global_batch_size for layout in layouts}
+    (sequences,) = {candidate.layout.global_batch_size for candidate in layouts}
     values = plan_to_dict(made)["global_batch"]
     reason = global_batch_reason(made.job, made.hardware.world_size, sequences)
     assert values == {"sequences": sequences, "tokens": sequences * made.job.seq_len_tokens, "reason": reason}
@@ -173,11 +173,11 @@ def test_all_layouts_are_compared_at_one_global_batch(hardware, job):
 
 
 def test_a_pipeline_is_chosen_if_nothing_else_fits_or_if_it_was_requested():
-    assert plan(LLAMA_8B, "4x8xH100-80GB", pipeline_parallel_size=4).chosen.strategy.pp == 4
-    assert plan(LLAMA_8B, "4x8xH100-80GB").chosen.strategy.pp == 1
+    assert plan(LLAMA_8B, "4x8xH100-80GB", pipeline_parallel_size=4).chosen.layout.pp == 4
+    assert plan(LLAMA_8B, "4x8xH100-80GB").chosen.layout.pp == 1
     # Three sequences of a prime length on four nodes: neither data nor sequence parallelism divides them.
     odd = plan(public_model("meta-llama/Llama-3.2-1B"), "4x1xH100-80GB", global_batch_size=3, seq_len_tokens=8191)
-    assert odd.chosen.strategy.pp == 4
+    assert odd.chosen.layout.pp == 4
     assert "Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does." in odd.chosen.reason
 
 
@@ -210,10 +210,10 @@ def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
     launch = yaml.safe_load(texts["accelerate.yaml"])
     parallel = launch.get("parallelism_config", {})
     config = json.loads(texts.get("ds_config.json", "{}"))
-    assert config.get("tensor_parallel", {}).get("autotp_size", 1) == made.chosen.strategy.tp
-    assert config.get("expert_parallel", {}).get("autoep_size", 1) == made.chosen.strategy.ep
-    assert parallel.get("parallelism_config_sp_size", 1) == made.chosen.strategy.sp
-    assert parallel.get("parallelism_config_cp_size", 1) == made.chosen.strategy.cp
+    assert config.get("tensor_parallel", {}).get("autotp_size", 1) == made.chosen.layout.tp
+    assert config.get("expert_parallel", {}).get("autoep_size", 1) == made.chosen.layout.ep
+    assert parallel.get("parallelism_config_sp_size", 1) == made.chosen.layout.sp
+    assert parallel.get("parallelism_config_cp_size", 1) == made.chosen.layout.cp
     if axis == "pp":
         assert config["zero_optimization"]["stage"] in (0, 1)
     assert "# Trainer: a stock Trainer " in texts["launch.sh"]

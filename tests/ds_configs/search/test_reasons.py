@@ -50,9 +50,7 @@ def test_reason_and_table_name_the_same_fastest_layout(model: str, gpus: str, jo
     assert speeds == sorted(speeds, reverse=True)
     first = chosen.reason.partition(". It reaches")[0]
     own = chosen.time.tokens_per_second
-    gains = {
-        display_name(row.strategy): f"{100 * (row.time.tokens_per_second / own - 1):.1f}" for row in reversed(rows)
-    }
+    gains = {display_name(row.layout): f"{100 * (row.time.tokens_per_second / own - 1):.1f}" for row in reversed(rows)}
     if stated := re.search(r"within ([\d.]+) % of the fastest (.*) \((.+)\) and ", first):
         gain, layouts, name = stated.groups()
         assert gains[name] == gain or (gain == "0.1" and gains[name] == "0.0")
@@ -60,10 +58,10 @@ def test_reason_and_table_name_the_same_fastest_layout(model: str, gpus: str, jo
         skipped = [
             row
             for row in faster
-            if (row.strategy.pp > 1 and "that a stock Trainer runs" in layouts)
-            or (row.strategy.offload_optimizer != "none" and "without offload" in layouts)
+            if (row.layout.pp > 1 and "that a stock Trainer runs" in layouts)
+            or (row.layout.offload_optimizer != "none" and "without offload" in layouts)
         ]
-        assert display_name(next(row for row in faster if row not in skipped).strategy) == name
+        assert display_name(next(row for row in faster if row not in skipped).layout) == name
     elif "is the fastest layout that fits" in first:
         assert all(speed <= own for speed in speeds)
 

@@ -25,10 +25,10 @@ def test_run_estimate_has_steps_and_hours() -> None:
 def test_doubts_name_what_was_not_checked() -> None:
     plan = make_plan(LLAMA_8B, parse_hardware("8xMI300X"), TrainingJob())
     assert any(
-        "no step times of MI300X" in text for text in doubts(plan.chosen.strategy, LLAMA_8B, plan.hardware, plan.job)
+        "no step times of MI300X" in text for text in doubts(plan.chosen.layout, LLAMA_8B, plan.hardware, plan.job)
     )
     plan = make_plan(LLAMA_8B, NODE, TrainingJob())
-    assert doubts(plan.chosen.strategy, LLAMA_8B, plan.hardware, plan.job) == ()
+    assert doubts(plan.chosen.layout, LLAMA_8B, plan.hardware, plan.job) == ()
     wide = make_plan(LLAMA_8B, parse_hardware("2x8xH100-80GB"), TrainingJob())
-    (found,) = doubts(wide.chosen.strategy, LLAMA_8B, wide.hardware, wide.job)
+    (found,) = doubts(wide.chosen.layout, LLAMA_8B, wide.hardware, wide.job)
     assert "with half of that a step of this layout takes 1." in found

@@ -39,7 +39,7 @@ def test_choices_match_common_practice(model, hardware, expected):
     """70 billion parameters on two smaller accelerators train with QLoRA."""
     small = hardware in ("2xRTX4090", "2xA100-40GB")
     plan = make_plan(model, parse_hardware(hardware), TrainingJob(method="qlora" if small else "full"))
-    assert plan.chosen.strategy.label == expected
+    assert plan.chosen.layout.label == expected
     assert plan.chosen.memory.fits
 
 
@@ -50,7 +50,7 @@ def test_no_fitting_layout_that_a_trainer_runs_is_more_than_five_percent_faster(
     )
     assert outcome.chosen is not None
     best = outcome.chosen.time.tokens_per_second
-    others = [one for one in outcome.rejected if one.memory.fits and one.strategy.pp == 1]
+    others = [one for one in outcome.rejected if one.memory.fits and one.layout.pp == 1]
     assert all(one.time.tokens_per_second * AS_FAST <= best for one in others)
 
 
@@ -58,13 +58,13 @@ def test_fewest_layers_that_fit_are_recomputed():
     job = TrainingJob(strategy="zero3", loss="eager", sequence_parallel_size=1)
     outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware("8xA100-40GB"), job=job))
     assert outcome.chosen is not None
-    strategy = outcome.chosen.strategy
-    assert strategy.gradient_checkpointing
-    assert strategy.checkpointed_layers is not None
-    one_less = replace(strategy, checkpointed_layers=strategy.checkpointed_layers - 1)
+    layout = outcome.chosen.layout
+    assert layout.gradient_checkpointing
+    assert layout.checkpointed_layers is not None
+    one_less = replace(layout, checkpointed_layers=layout.checkpointed_layers - 1)
     memory = estimate_memory(one_less, LLAMA_8B, parse_hardware("8xA100-40GB"), outcome.job)
     assert not memory.fits
-    assert f"the first {strategy.checkpointed_layers} of 32 layers" in outcome.chosen.reason
+    assert f"the first {layout.checkpointed_layers} of 32 layers" in outcome.chosen.reason
 
 
 def test_objectives_differ():
@@ -123,10 +123,10 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
     recomputes=st.booleans(),
 )
 def test_layout_rules_do_not_depend_on_batch(engine, axes, batch, accumulation, wanted, recomputes):
-    strategy = Layout(engine=engine[0], zero_stage=engine[1], dp_shard=4, gradient_checkpointing=recomputes, **axes)
+    layout = Layout(engine=engine[0], zero_stage=engine[1], dp_shard=4, gradient_checkpointing=recomputes, **axes)
     job, hardware = TrainingJob(global_batch_size=wanted), parse_hardware("8xH100-80GB")
-    other = replace(strategy, micro_batch_size=batch, gradient_accumulation_steps=accumulation)
-    of_layout = list(broken_rules(LAYOUT_RULES, LLAMA_8B, strategy, job, hardware))
+    other = replace(layout, micro_batch_size=batch, gradient_accumulation_steps=accumulation)
+    of_layout = list(broken_rules(LAYOUT_RULES, LLAMA_8B, layout, job, hardware))
     assert of_layout == list(broken_rules(LAYOUT_RULES, LLAMA_8B, other, job, hardware))
     of_batch = broken_rules(BATCH_RULES, LLAMA_8B, other, job, hardware)
     assert {*of_layout, *of_batch} == set(legality_errors(LLAMA_8B, other, job, hardware))

@@ -28,13 +28,13 @@ def with_speed(layout: Evaluated, tokens_per_second: float) -> Evaluated:
     return replace(layout, time=replace(layout.time, tokens_per_second=tokens_per_second))
 
 
-def trial(layout: Evaluated, seconds: float | None, **values: Any) -> Trial:
+def trial(candidate: Evaluated, seconds: float | None, **values: Any) -> Trial:
     facts: dict[str, Any] = {"outcome": "measured", "spread": 0.01, "steps": 5, "peak_allocated_bytes": 10**9} | values
     return Trial(
-        strategy=layout.strategy,
-        loss=layout.loss,
-        predicted_seconds=layout.time.seconds,
-        predicted_allocated_bytes=layout.memory.gpu.allocated_bytes,
+        layout=candidate.layout,
+        loss=candidate.loss,
+        predicted_seconds=candidate.time.seconds,
+        predicted_allocated_bytes=candidate.memory.gpu.allocated_bytes,
         step_seconds=seconds,
         **facts,
     )
@@ -48,7 +48,7 @@ def test_measured_layouts_begin_with_the_chosen_one_and_are_near_the_fastest(dat
     chosen = with_speed(plan.chosen, 100.0)
     layouts = layouts_to_measure(chosen, rejected, trials=trials)
     assert layouts[0] is chosen and len(layouts) <= trials
-    runnable = [other for other in rejected if other.memory.fits and other.strategy.pp == 1]
+    runnable = [other for other in rejected if other.memory.fits and other.layout.pp == 1]
     fastest = max(layout.time.tokens_per_second for layout in (chosen, *runnable))
     for layout in layouts[1:]:
         assert any(layout is other for other in runnable)
@@ -73,10 +73,10 @@ def test_the_kept_layout_is_never_slower_than_the_first_one(seconds: list[float 
     if not measured(trials):
         return
     tuned = tuned_plan(plan, trials)
-    best = next(one for one in trials if one.layout == (tuned.chosen.strategy, tuned.chosen.loss))
+    best = next(one for one in trials if one.key == (tuned.chosen.layout, tuned.chosen.loss))
     assert best.step_seconds == min(one.step_seconds for one in trials if one.step_seconds is not None)
-    assert {layout.strategy for layout in (tuned.chosen, *tuned.rejected)} == {
-        layout.strategy for layout in (plan.chosen, *plan.rejected)
+    assert {candidate.layout for candidate in (tuned.chosen, *tuned.rejected)} == {
+        candidate.layout for candidate in (plan.chosen, *plan.rejected)
     }
 
 
@@ -89,12 +89,12 @@ def test_a_tuned_plan_has_measured_times_beside_predicted_ones_and_is_read_back(
         trial(plan.rejected[1], None, outcome="out of memory", detail="rank 0: out of memory in phase backward"),
     )
     tuned = tuned_plan(plan, trials)
-    assert tuned.chosen.strategy == other.strategy
+    assert tuned.chosen.layout == other.layout
     assert "is measured 4.1 % faster than" in tuned.chosen.reason
     assert f"{other.time.seconds:,.3g} s predicted" in tuned.chosen.reason
-    reasons = {layout.strategy: layout.reason for layout in tuned.rejected}
-    assert "is measured 4.1 % slower" in reasons[plan.chosen.strategy]
-    assert "out of memory in phase backward" in reasons[plan.rejected[1].strategy]
+    reasons = {candidate.layout: candidate.reason for candidate in tuned.rejected}
+    assert "is measured 4.1 % slower" in reasons[plan.chosen.layout]
+    assert "out of memory in phase backward" in reasons[plan.rejected[1].layout]
     read = plan_from_dict(plan_to_dict(tuned), source="test")
     assert read.trials == trials and read.chosen == tuned.chosen
     assert "trials" not in plan_to_dict(plan)

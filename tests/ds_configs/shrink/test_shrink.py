@@ -55,8 +55,8 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def shrink(config: Mapping[str, Any], strategy: Layout = DDP, length: int = LENGTH) -> dict[str, Any]:
-    return shrink_model_config(config, layout=strategy, seq_len_tokens=length)[0]
+def shrink(config: Mapping[str, Any], layout: Layout = DDP, length: int = LENGTH) -> dict[str, Any]:
+    return shrink_model_config(config, layout=layout, seq_len_tokens=length)[0]
 
 
 def parallel_strategies() -> Iterator[Layout]:
@@ -96,9 +96,7 @@ def assert_never_grows(before: Mapping[str, Any], after: Mapping[str, Any]) -> N
         assert (value is None) == (before[key] is None), key
 
 
-def assert_faithful(
-    config: dict[str, Any], strategy: Layout, small: dict[str, Any], changes: tuple[Change, ...]
-) -> None:
+def assert_faithful(config: dict[str, Any], layout: Layout, small: dict[str, Any], changes: tuple[Change, ...]) -> None:
     original, shrunken = spec_of(config), spec_of(small)
     assert [p.name for p in shrunken.parameters] == [p.name for p in original.parameters]
     assert [(p.group, p.kind) for p in shrunken.parameters] == [(p.group, p.kind) for p in original.parameters]
@@ -119,10 +117,10 @@ def assert_faithful(
         key for key in config if not isinstance(config[key], dict) and config[key] != small.get(key)
     }
     before = TrainingJob(seq_len_tokens=LENGTH)
-    after = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
+    after = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, layout))
     for rule in RULES:
-        if not any(rule(original, strategy, before, HARDWARE)):
-            errors = list(rule(shrunken, strategy, after, HARDWARE))
+        if not any(rule(original, layout, before, HARDWARE)):
+            errors = list(rule(shrunken, layout, after, HARDWARE))
             assert not errors, f"{rule.__name__}: {errors}"
 
 
@@ -170,29 +168,29 @@ def model_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(config=model_configs(), strategy=st.sampled_from(PARALLEL))
-def test_shrunken_random_models_pass_the_same_rules(config, strategy):
-    small, changes = shrink_model_config(config, layout=strategy, seq_len_tokens=LENGTH)
-    assert_faithful(config, strategy, small, changes)
+@given(config=model_configs(), layout=st.sampled_from(PARALLEL))
+def test_shrunken_random_models_pass_the_same_rules(config, layout):
+    small, changes = shrink_model_config(config, layout=layout, seq_len_tokens=LENGTH)
+    assert_faithful(config, layout, small, changes)
     after = spec_of(small).dimensions
     before = spec_of(config).dimensions
     assert after.vocab_size >= 512
-    if strategy.pp <= before.num_layers:
-        assert after.num_layers % strategy.pp == 0
+    if layout.pp <= before.num_layers:
+        assert after.num_layers % layout.pp == 0
     assert before.head_dim % 2 or after.head_dim % 2 == 0
     if before.num_experts:
         assert after.experts_per_token == min(before.experts_per_token, 4) or after.num_experts == before.num_experts
         assert after.num_experts > after.experts_per_token or after.num_experts == before.num_experts
-        assert after.num_experts >= min(2 * strategy.ep, before.num_experts)
+        assert after.num_experts >= min(2 * layout.ep, before.num_experts)
     if "layer_types" in config:
         assert len(small["layer_types"]) == after.num_layers
         if before.num_layers >= 12:
             assert set(small["layer_types"]) == set(config["layer_types"])
     window = config.get("sliding_window")
     if window is not None:
-        length = rehearsed_sequence(LENGTH, strategy)
+        length = rehearsed_sequence(LENGTH, layout)
         assert (window < LENGTH) == (small["sliding_window"] < length)
-    again = shrink(small, strategy, rehearsed_sequence(LENGTH, strategy))
+    again = shrink(small, layout, rehearsed_sequence(LENGTH, layout))
     assert spec_of(again).parameter_count <= spec_of(small).parameter_count
 
 
@@ -264,8 +262,8 @@ def parameter_patterns(model: Any) -> set[str]:
 @pytest.mark.parametrize("family", BUILT)
 def test_transformers_builds_the_shrunken_config_with_the_same_parameters(family):
     config = BUILT[family]
-    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=4, sp=2, ep=2)
-    small = build(shrink(config, strategy), meta=True)
+    layout = Layout(engine="deepspeed", zero_stage=2, dp_shard=4, sp=2, ep=2)
+    small = build(shrink(config, layout), meta=True)
     large = build(config, meta=True)
     assert type(small) is type(large)
     assert parameter_patterns(small) == parameter_patterns(large)
@@ -274,8 +272,8 @@ def test_transformers_builds_the_shrunken_config_with_the_same_parameters(family
 
 
 def test_deepseek_keeps_groups_ranks_and_layer_types():
-    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
-    config, changes = shrink_model_config(DEEPSEEK_V3, layout=strategy, seq_len_tokens=LENGTH)
+    layout = Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
+    config, changes = shrink_model_config(DEEPSEEK_V3, layout=layout, seq_len_tokens=LENGTH)
     assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (4, 1)
     assert config["n_routed_experts"] % 4 == 0 and config["n_routed_experts"] > config["num_experts_per_tok"] == 4
     assert config["topk_group"] < config["n_group"] and config["n_routed_experts"] % config["n_group"] == 0
@@ -348,22 +346,22 @@ def test_layouts_keep_all_axes_except_data_parallelism():
     assert shrink_layout(Layout(engine="single"), ranks=1) == (Layout(engine="single"), ())
 
 
-@given(strategy=st.sampled_from(PARALLEL), ranks=st.integers(1, 64))
-def test_legal_layout_stays_legal_on_fewer_ranks(strategy, ranks):
-    model = spec_of(GEMMA2 if strategy.cp == 1 else LLAMA)
-    if legality_errors(model, strategy, TrainingJob(seq_len_tokens=LENGTH), HARDWARE):
+@given(layout=st.sampled_from(PARALLEL), ranks=st.integers(1, 64))
+def test_legal_layout_stays_legal_on_fewer_ranks(layout, ranks):
+    model = spec_of(GEMMA2 if layout.cp == 1 else LLAMA)
+    if legality_errors(model, layout, TrainingJob(seq_len_tokens=LENGTH), HARDWARE):
         return
     try:
-        small, _ = shrink_layout(strategy, ranks=ranks)
+        small, _ = shrink_layout(layout, ranks=ranks)
     except UsageError as error:
         legal = [int(word) for word in error.errors[0].fix.split() if word.isdigit()]
         assert legal
         for count in legal:
-            shrink_layout(strategy, ranks=count)
+            shrink_layout(layout, ranks=count)
         return
     hardware = parse_hardware(f"1x{ranks}xA100-80GB")
-    config = shrink(GEMMA2 if strategy.cp == 1 else LLAMA, strategy)
-    job = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
+    config = shrink(GEMMA2 if layout.cp == 1 else LLAMA, layout)
+    job = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, layout))
     assert legality_errors(spec_of(config), small, job, hardware) == ()
 
 

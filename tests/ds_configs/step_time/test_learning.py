@@ -68,7 +68,7 @@ def test_published_prediction_is_restored_exactly() -> None:
 
 def test_a_plan_keeps_the_runs_that_corrected_it() -> None:
     model = public_model("meta-llama/Llama-3.1-8B")
-    engine = make_plan(model, HARDWARE, TrainingJob()).chosen.strategy.engine
+    engine = make_plan(model, HARDWARE, TrainingJob()).chosen.layout.engine
     runs = tuple(replace(run(ratio), engine=engine, release="1") for ratio in (1.2, 1.4))
     plan = make_plan(model, HARDWARE, TrainingJob(), measured_steps=runs)
     assert plan.learned_from == runs and "Step times are 1.20 times the published" in plan.chosen.reason

@@ -39,8 +39,8 @@ ZERO1 = Layout(engine="deepspeed", zero_stage=1, dp_shard=8)
 ZERO3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=8)
 
 
-def seconds(strategy, model=LLAMA_8B, hardware=A100, **job):
-    return estimate_step_time(strategy, model, hardware, TrainingJob(**job))
+def seconds(layout, model=LLAMA_8B, hardware=A100, **job):
+    return estimate_step_time(layout, model, hardware, TrainingJob(**job))
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2"])
@@ -226,9 +226,9 @@ def test_lean_zero3_gathers_recomputed_layers_again():
     assert again.calls > once.calls
 
 
-def traffic_of(strategy, **job):
+def traffic_of(layout, **job):
     held = GroupParameters(trainable=8e9, frozen_bytes=0.0, calls=calls(160, reductions=80), ranks=8, stride=1)
-    return data_traffic(strategy, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
+    return data_traffic(layout, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
 
 
 def test_engine_volumes_match_their_papers():
@@ -320,7 +320,7 @@ def test_published_step_times_are_matched():
     """Errors on the scoreboard for constants fitted with all rows, with a margin for the next fit."""
     errors: dict[str, list[float]] = {}
     for case in published_steps():
-        time = estimate_step_time(case.strategy, case.model, case.hardware, case.job, software=case.software)
+        time = estimate_step_time(case.layout, case.model, case.hardware, case.job, software=case.software)
         errors.setdefault(case.table, []).append(time.seconds / case.seconds - 1)
     limits = {
         "vTrain single node": 0.08,
@@ -348,14 +348,14 @@ def test_lora_adds_traffic_of_its_updates_and_casts():
     bandwidth = hardware.memory_bytes_per_s * constants_of("H100-80GB").memory_efficiency
     job = {"method": "lora", "lora_rank": 1, "seq_len_tokens": 8192, "micro_batch_size": 1}
 
-    def memory_seconds(strategy, targets):
-        found = seconds(strategy, hardware=hardware, lora_targets=targets, **job)
+    def memory_seconds(layout, targets):
+        found = seconds(layout, hardware=hardware, lora_targets=targets, **job)
         return found.terms["memory_operations"] * bandwidth
 
     elements = 32 * 8192 * 4096
     kernels = 32 * 16 * constants_of("H100-80GB").kernel_seconds * bandwidth
-    for strategy, traffic in ((Layout(engine="single"), 44), (Layout(engine="deepspeed", zero_stage=2), 20)):
-        one, two = (memory_seconds(strategy, targets) for targets in (("o_proj",), ("q_proj", "o_proj")))
+    for layout, traffic in ((Layout(engine="single"), 44), (Layout(engine="deepspeed", zero_stage=2), 20)):
+        one, two = (memory_seconds(layout, targets) for targets in (("o_proj",), ("q_proj", "o_proj")))
         assert two - one == pytest.approx(traffic * elements + kernels, rel=0.01)
 
 

@@ -130,11 +130,9 @@ class TestMemory:
 
     def test_no_logits_of_all_tokens_exist(self):
         job = placed("replica", micro_batch_size=4)
-        strategy = replace(ZERO2, micro_batch_size=4, gradient_checkpointing=True)
-        with_teacher = estimate_memory(strategy, LLAMA_8B, parse_hardware("8xH100-80GB"), job).gpu.phases
-        alone = estimate_memory(
-            strategy, LLAMA_8B, parse_hardware("8xH100-80GB"), replace(job, teacher=None)
-        ).gpu.phases
+        layout = replace(ZERO2, micro_batch_size=4, gradient_checkpointing=True)
+        with_teacher = estimate_memory(layout, LLAMA_8B, parse_hardware("8xH100-80GB"), job).gpu.phases
+        alone = estimate_memory(layout, LLAMA_8B, parse_hardware("8xH100-80GB"), replace(job, teacher=None)).gpu.phases
         logits = 4 * 4096 * 128256
         assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
 

@@ -25,9 +25,9 @@ def arguments(tmp_path: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
 
 
-def error_of(arguments: Any, strategy: Layout = SHARED, **settings: Any) -> str:
+def error_of(arguments: Any, layout: Layout = SHARED, **settings: Any) -> str:
     with pytest.raises(UsageError) as error:
-        parallelism_of(strategy).make_trainer(args=arguments, **settings)
+        parallelism_of(layout).make_trainer(args=arguments, **settings)
     return str(error.value)
 
 

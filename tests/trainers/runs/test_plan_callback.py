@@ -110,7 +110,7 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     found = written(tmp_path)
     (rank,) = found.measured
     assert found.differences == ()
-    assert (found.plan.model_type, found.plan.layout, found.plan.gpu) == ("llama", "single", "CPU")
+    assert (found.plan.model_type, found.plan.layout["label"], found.plan.gpu) == ("llama", "single", "CPU")
     assert found.plan.parameters == trainer.model.num_parameters()
     assert (rank.rank, rank.device, rank.steps, len(rank.first_step_seconds)) == (0, "cpu", 4, 2)
     assert 0 < (rank.median_step_seconds or 0) < 60

@@ -42,7 +42,7 @@ def test_axes_that_only_ranks_can_name_are_left_to_them(
 ) -> None:
     job = TrainingJob(strategy=strategy, offload=offload, seq_len_tokens=512)
     made = make_plan(public_model("meta-llama/Llama-3.1-8B"), parse_hardware("2x8xA100-80GB"), job)
-    assert made.chosen.strategy.engine == strategy.partition("-")[0].replace("zero3", "deepspeed")
+    assert made.chosen.layout.engine == strategy.partition("-")[0].replace("zero3", "deepspeed")
     assert planned_facts(made, {"per_device_train_batch_size": 1}, None).get("axes") == axes
 
 

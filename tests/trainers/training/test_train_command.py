@@ -52,7 +52,7 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     assert found.code == 0, found.err
     shown = json.loads(found.out)
     assert not list(tmp_path.iterdir())
-    assert shown["plan"]["chosen"]["strategy"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
+    assert shown["plan"]["chosen"]["layout"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
     assert shown["dataset"]["rows"] == 8
     text = train(model, *OUT, *DATA, "--dry-run").out
     assert "pass --output-dir" not in text and "A run would write" in text
@@ -176,8 +176,8 @@ def test_a_run_recomputes_what_its_plan_says_and_is_measured(
     """The Trainer alone recomputes all layers completely."""
     job = TrainingJob(seq_len_tokens=32, precision="fp32", micro_batch_size=2, gradient_checkpointing="on")
     plan = shardwright.plan(str(model), "1xCPU", job)
-    strategy = replace(plan.chosen.strategy, gradient_checkpointing=True, checkpointed_layers=1)
-    replace(plan, chosen=replace(plan.chosen, strategy=strategy)).write(tmp_path / "plan")
+    layout = replace(plan.chosen.layout, gradient_checkpointing=True, checkpointed_layers=1)
+    replace(plan, chosen=replace(plan.chosen, layout=layout)).write(tmp_path / "plan")
     trainers: list[Any] = []
     train_guarded = ranks.train_guarded
 
@@ -194,7 +194,7 @@ def test_a_run_recomputes_what_its_plan_says_and_is_measured(
     assert not (tmp_path / "out" / "checkpoints").exists()
     measured = measurement_from_text((tmp_path / "out" / FILE_NAME).read_bytes(), source="out")
     assert measured.differences == () and [rank.steps for rank in measured.measured] == [3]
-    assert measured.plan.strategy["checkpointed_layers"] == 1
+    assert measured.plan.layout["checkpointed_layers"] == 1
 
 
 def test_training_from_python_and_resuming(

@@ -44,7 +44,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Behave], list[str]]:
             file = Path(launch.arguments[-1])
             task = read_task(file)
             assert isinstance(task, TrialTask) and timeout_seconds > 0
-            labels.append(Plan.load(task.plan).chosen.strategy.label)
+            labels.append(Plan.load(task.plan).chosen.layout.label)
             result = {"step_seconds": behave(labels[-1], task), "peak_allocated_bytes": 3_000_000}
             (file.parent / "result.json").write_text(json.dumps(result))
 
@@ -63,8 +63,8 @@ def failure(message: str = "", exit_code: int = 1, **values: Any) -> LaunchFaile
 def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any, tmp_path: Path) -> None:
     labels = ranks(lambda label, task: [0.1, 0.11, 0.1, 0.1, 0.1] if label == "zero1" else [0.2] * task.steps)
     tuned = tune(planned, trials=4, output_dir=tmp_path / "out")
-    assert len(labels) == 4 and labels[0] == Plan.load(planned).chosen.strategy.label
-    assert tuned.chosen.strategy.label == "zero1" and "100.0 % faster" in tuned.chosen.reason
+    assert len(labels) == 4 and labels[0] == Plan.load(planned).chosen.layout.label
+    assert tuned.chosen.layout.label == "zero1" and "100.0 % faster" in tuned.chosen.reason
     written = Plan.load(tmp_path / "out")
     assert written.trials == tuned.trials and len(tuned.trials) == 4
     assert "zero1" in (tmp_path / "out" / "accelerate.yaml").read_text()
@@ -91,7 +91,7 @@ def test_out_of_memory_and_failures_are_results(planned: Path, ranks: Any, tmp_p
     assert [trial.outcome for trial in tuned.trials] == ["out of memory", "failed", "stopped", "measured"]
     assert tuned.trials[0].detail == "rank 1: out of memory in phase backward: 9 GB"
     assert "rank 1 was killed by SIGKILL" in tuned.trials[1].detail
-    assert (tuned.chosen.strategy, tuned.chosen.loss) == tuned.trials[3].layout
+    assert (tuned.chosen.layout, tuned.chosen.loss) == tuned.trials[3].key
 
 
 def test_trials_that_all_fail_are_one_error_with_every_reason(planned: Path, ranks: Any, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_slow_steps_end_a_trial_and_noise_is_reported(
         tuned = tune(planned, trials=2)
     assert [trial.outcome for trial in tuned.trials] == ["measured", "slower"]
     assert "vary by 100 %: another job may use this machine" in caplog.text
-    reasons = {layout.strategy: layout.reason for layout in tuned.rejected}
-    assert "ended after 3 steps" in reasons[tuned.trials[1].strategy]
+    reasons = {candidate.layout: candidate.reason for candidate in tuned.rejected}
+    assert "ended after 3 steps" in reasons[tuned.trials[1].layout]
 
 
 def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -> None:

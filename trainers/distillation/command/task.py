@@ -153,7 +153,7 @@ def prepare_distillation(
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    if errors := settings.engine_errors(plan.chosen.strategy.engine):
+    if errors := settings.engine_errors(plan.chosen.layout.engine):
         raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]
     if not settings.teacher_cache:

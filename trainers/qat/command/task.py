@@ -189,7 +189,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
-    layout, packed = plan.chosen.strategy, samples
+    layout, packed = plan.chosen.layout, samples
     models = [(own.config, plan.model.attention)]
     if teacher is not None and teacher.config != own.config:
         models.append((teacher.config, teacher.spec.attention))

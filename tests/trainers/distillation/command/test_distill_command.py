@@ -150,8 +150,8 @@ def test_python_call_equals_the_command(
     long = {"tiled_mlp": "on", "offload_activations": "on"}
     found = shardwright.distill(teacher, student, tmp_path / "out", max_steps=2, learning_rate=1e-2, **long, **data)
     assert len(launched) == 1 and found.result.steps == 2
-    strategy = json.loads((tmp_path / "out" / "plan" / "plan.json").read_text())["chosen"]["strategy"]
-    assert strategy["tiled_mlp"] and strategy["offloaded_checkpoints"] == 2
+    layout = json.loads((tmp_path / "out" / "plan" / "plan.json").read_text())["chosen"]["layout"]
+    assert layout["tiled_mlp"] and layout["offloaded_checkpoints"] == 2
     assert found.result.after["kl_per_token"] != found.result.before["kl_per_token"]
     assert found.to_dict()["settings"]["learning_rate"] == 1e-2
     assert {"model.safetensors", "REPORT.md", "plan"} <= {path.name for path in (tmp_path / "out").iterdir()}
