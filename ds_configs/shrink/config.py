@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil, lcm, log2
@@ -38,6 +38,11 @@ def changes_between(before: ModelConfig, after: ModelConfig, path: str = "") -> 
         elif old != new:
             changes.append(Change(where=path + name, before=old, after=new))
     return tuple(changes)
+
+
+def counted(config: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Return those of the fields that are positive integers."""
+    return [name for name in names if is_count(config.get(name))]
 
 
 def section_of(config: dict[str, Any], name: str) -> dict[str, Any] | None:
@@ -88,7 +93,7 @@ def narrow(config: dict[str, Any], *, hidden_size: int, layout: Layout) -> tuple
 
     `None` means that the config has no hidden size, or that the number of heads differs by layer.
     """
-    hidden = next((config[name] for name in HIDDEN_SIZES if is_count(config.get(name))), None)
+    hidden = next((config[name] for name in counted(config, HIDDEN_SIZES)), None)
     heads = next((config[name] for name in _HEADS if config.get(name) is not None), None)
     shared = next((config[name] for name in _KEY_VALUE_HEADS if config.get(name) is not None), heads)
     if hidden is None or not is_count(heads) or not is_count(shared):
@@ -204,36 +209,32 @@ def _put_heads(config: dict[str, Any], before: Attention, after: Attention) -> N
         least = min(head_dim, _SMALLEST_HEAD_DIM)
         return min(head_dim, max(least, ceil(head_dim * ratio / _SMALLEST_HEAD_DIM) * _SMALLEST_HEAD_DIM))
 
-    old = {name: config.get(name) for name in _LATENT_HEAD_DIMS if is_count(config.get(name))}
-    for name in (*old, *_OTHER_HEAD_DIMS):
-        if is_count(config.get(name)):
-            config[name] = narrower(config[name])
+    old = {name: config[name] for name in counted(config, _LATENT_HEAD_DIMS)}
+    for name in counted(config, (*old, *_OTHER_HEAD_DIMS)):
+        config[name] = narrower(config[name])
     # With latent attention, Transformers writes `head_dim` and `qk_head_dim`, which repeat other fields.
     derived = {value: config.get(name) for name, value in old.items()}
     if {"qk_nope_head_dim", "qk_rope_head_dim"} <= old.keys():
-        total = config.get("qk_nope_head_dim") + config.get("qk_rope_head_dim")
+        total = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         derived |= {old["qk_nope_head_dim"] + old["qk_rope_head_dim"]: total}
-        derived |= {old["qk_rope_head_dim"]: config.get("qk_rope_head_dim")}
+        derived |= {old["qk_rope_head_dim"]: config["qk_rope_head_dim"]}
     derived.setdefault(before.head_dim, after.head_dim)
-    for name in (*_HEAD_DIMS, "qk_head_dim"):
-        if is_count(config.get(name)):
-            config[name] = derived.get(config[name], narrower(config[name]))
+    for name in counted(config, (*_HEAD_DIMS, "qk_head_dim")):
+        config[name] = derived.get(config[name], narrower(config[name]))
     if is_count(config.get("rotary_dim")):
         config["rotary_dim"] = config["rotary_dim"] * after.head_dim // before.head_dim
     scalar = {before.hidden_size // before.heads: after.hidden_size // after.heads, before.head_dim: after.head_dim}
     if config.get("query_pre_attn_scalar") in scalar:
         config["query_pre_attn_scalar"] = scalar[config["query_pre_attn_scalar"]]
     for names, count in ((_HEADS, after.heads), (_KEY_VALUE_HEADS, after.key_value_heads)):
-        for name in names:
-            if is_count(config.get(name)):
-                config[name] = min(config[name], count)
+        for name in counted(config, names):
+            config[name] = min(config[name], count)
     # Heads of indexers and linear attention are divided by one number, so that their ratios stay.
-    counts = [config.get(name) for name in _OTHER_HEADS if is_count(config.get(name))]
+    counts = [config[name] for name in counted(config, _OTHER_HEADS)]
     if counts:
         divisor = max(d for d in range(1, max(1, min(counts) // 2) + 1) if all(count % d == 0 for count in counts))
-        for name in _OTHER_HEADS:
-            if is_count(config.get(name)):
-                config[name] = config[name] // divisor
+        for name in counted(config, _OTHER_HEADS):
+            config[name] = config[name] // divisor
 
 
 def _in_proportion(value: int, before: Attention, ratio: float, layout: Layout) -> int:
@@ -245,12 +246,12 @@ def _in_proportion(value: int, before: Attention, ratio: float, layout: Layout) 
 
 def fewer_experts(config: dict[str, Any], *, expert_parallel: int) -> None:
     """Reduce the routed experts to a multiple of `expert_parallel` and of the groups, above the experts per token."""
-    experts = next((config.get(name) for name in _EXPERTS if is_count(config.get(name))), None)
+    experts = next((config[name] for name in counted(config, _EXPERTS)), None)
     if experts is None:
         return
-    per_token = next((config.get(name) for name in _EXPERTS_PER_TOKEN if is_count(config.get(name))), 1)
-    groups = config.get("n_group") if is_count(config.get("n_group")) else 1
-    selected_groups = config.get("topk_group") if is_count(config.get("topk_group")) else groups
+    per_token = next((config[name] for name in counted(config, _EXPERTS_PER_TOKEN)), 1)
+    groups = config["n_group"] if is_count(config.get("n_group")) else 1
+    selected_groups = config["topk_group"] if is_count(config.get("topk_group")) else groups
     new_per_token = min(per_token, _MOST_EXPERTS_PER_TOKEN)
     new_groups = min(groups, _MOST_GROUPS)
     new_selected = max(1, ceil(selected_groups * new_groups / groups))
@@ -268,9 +269,8 @@ def fewer_experts(config: dict[str, Any], *, expert_parallel: int) -> None:
         (("n_group",), new_groups),
         (("topk_group",), new_selected),
     ):
-        for name in names:
-            if is_count(config.get(name)):
-                config[name] = min(config[name], value)
+        for name in counted(config, names):
+            config[name] = min(config[name], value)
 
 
 LAYER_COUNTS = (
@@ -315,23 +315,21 @@ def keep_layers(config: dict[str, Any], kept: Sequence[int]) -> None:
         if isinstance(config.get(name), list):
             config[name] = [new for new, old in enumerate(kept) if old in config[name]]
     # Thresholds are numbers of layers.
-    for name in (*_DENSE_PREFIXES, "max_window_layers"):
-        if is_count(config.get(name)):
-            config[name] = sum(index < config[name] for index in kept)
+    for name in counted(config, (*_DENSE_PREFIXES, "max_window_layers")):
+        config[name] = sum(index < config[name] for index in kept)
     if is_count(config.get("moe_layer_end_index")):
         config["moe_layer_end_index"] = max(0, sum(i <= config["moe_layer_end_index"] for i in kept) - 1)
     if is_count(config.get("num_kv_shared_layers")):
         config["num_kv_shared_layers"] = max(1, config["num_kv_shared_layers"] * len(kept) // total)
-    for name in LAYER_COUNTS:
-        if is_count(config.get(name)):
-            config[name] = min(config[name], len(kept))
+    for name in counted(config, LAYER_COUNTS):
+        config[name] = min(config[name], len(kept))
     patterns = _expanded(config.get("attention_types"))
     if len(patterns) == total:
         config["attention_types"] = [[[patterns[index] for index in kept], 1]]
 
 
 def layer_count(config: ModelConfig) -> int | None:
-    return next((config[name] for name in LAYER_COUNTS if is_count(config.get(name))), None)
+    return next((config[name] for name in counted(config, LAYER_COUNTS)), None)
 
 
 def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> list[int]:
@@ -503,15 +501,14 @@ def _shorten(config: dict[str, Any], *, before: int, after: int) -> None:
             return min(window, max(after, window * after // before))
         return min(window, max(_SMALLEST_WINDOW, window * after // before), max(1, after - 1))
 
-    limits = [config.get(name) for name in _POSITIONS if is_count(config.get(name))]
-    for name in _POSITIONS:
-        if is_count(config.get(name)):
-            config[name] = min(config[name], max(after, config[name] * after // before))
+    limits = [config[name] for name in counted(config, _POSITIONS)]
+    for name in counted(config, _POSITIONS):
+        config[name] = min(config[name], max(after, config[name] * after // before))
     for name in _WINDOWS:
         window = config.get(name)
         if window is not None:
             config[name] = [scaled_window(w) for w in window] if isinstance(window, list) else scaled_window(window)
-    shortened = [config.get(name) for name in _POSITIONS if is_count(config.get(name))]
+    shortened = [config[name] for name in counted(config, _POSITIONS)]
     ratio = shortened[0] / limits[0] if limits else after / before
     _scale_original_positions(config, ratio, before=before, after=after)
 
@@ -556,7 +553,7 @@ def _shrink_towers(whole: dict[str, Any], before: Attention, after: Attention, l
         if tower.get(width) == before.hidden_size:
             tower[width] = after.hidden_size
         depth = next((key for key in _DEPTHS if is_count(tower.get(key))), None)
-        if depth is None or tower.get(depth) <= layers:
+        if depth is None or tower[depth] <= layers:
             continue
         for key, value in list(tower.items()):
             if key.endswith(("_indexes", "_indices")) and isinstance(value, list):
@@ -571,9 +568,8 @@ def _move_vocabulary(whole: dict[str, Any], parts: list[dict[str, Any]], vocab_s
     if before is None or before <= vocab_size:
         return
     for section in sections:
-        for name in ("vocab_size", "vocab_size_per_layer_input"):
-            if is_count(section.get(name)):
-                section[name] = min(section[name], vocab_size)
+        for name in counted(section, ("vocab_size", "vocab_size_per_layer_input")):
+            section[name] = min(section[name], vocab_size)
         for name, implied in _IMPLIED_TOKEN_IDS.get(str(section.get("model_type")), {}).items():
             section.setdefault(name, implied)
     token_ids = [value for section in sections for name in _token_fields(section) for value in _ids(section.get(name))]
@@ -585,7 +581,7 @@ def _move_vocabulary(whole: dict[str, Any], parts: list[dict[str, Any]], vocab_s
             moved[value] = next(free, vocab_size - 1)
     for section in sections:
         for name in _token_fields(section):
-            value = section.get(name)
+            value = section[name]
             ids = [moved.get(token, token) for token in value] if isinstance(value, list) else moved.get(value, value)
             section[name] = ids
 

@@ -166,8 +166,16 @@ CASES = [
 ]
 
 
+OF_RELEASES = {"bf16", "distillation", "evaluated", "lora", "resumed", "streams", "tiled", "workers"}
+"""Settings that other code of the libraries runs; the others differ in samples, losses or sizes."""
+
+
 def _marked(cases: list[Case]) -> list[Any]:
-    return marked(cases, lambda case: (case.layout, case.family, *case.settings))
+    return marked(
+        cases,
+        lambda case: (case.layout, case.family, *case.settings),
+        lambda case: (case.layout, case.family, *OF_RELEASES.intersection(case.settings)),
+    )
 
 
 _COLUMN_LAYOUTS = {
@@ -250,6 +258,7 @@ REJECTED: dict[Case, str] = {
 """Runs that would compute something else or fail late, and words of the reason."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", marked(REJECTED, lambda case: case.settings), ids=_named)
 def test_runs_that_would_differ_are_rejected_before_a_step(case: Case, records: dict[str, Record]) -> None:
     record = records[case.name]
@@ -284,7 +293,11 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(STAGED, lambda case: (case.columns, *case.settings)), ids=_named)
+@pytest.mark.parametrize(
+    "case",
+    marked(STAGED, lambda case: (case.columns, *case.settings), lambda case: (case.full_layout.engine,)),
+    ids=_named,
+)
 def test_evaluations_and_training_runs_in_any_order_match_one_process(case: Case, records: dict[str, Record]) -> None:
     """One Trainer evaluates first, trains several times and is interrupted."""
     record, expected = records[case.name], records[reference_of(case).name]
@@ -328,6 +341,7 @@ FORMULAS = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", FORMULAS, ids=_named)
 def test_one_process_trains_as_the_formulas_say(case: Case, records: dict[str, Record], directory: Path) -> None:
     record, expected = records[case.name], computed(case)
