@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import yaml
 from shardwright.cli.main import build_app
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.plan.gallery import GALLERY_RELEASE, packaged_model
+from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from shardwright.ds_configs.plan.plan import make_plan, render_files
 from shardwright.ds_configs.plan.rendering import HEADER, NodePlace, launch_arguments, train_arguments, trainer_line
 from shardwright.ds_configs.search.run_estimates import doubts
@@ -30,6 +31,7 @@ FILE = Path(__file__).with_name("rendered_plans.json")
 STORED: dict[str, Any] = json.loads(FILE.read_text())
 """What each command line gave. The lines are drawn pairwise: engines, offload, types, methods, axes, optimizers."""
 SHOWN_REASONS = 3
+FAILURE = OutOfMemory(phase="backward", error="out of memory", limit_bytes=60 * 10**9)
 
 
 @cache
@@ -40,7 +42,7 @@ def _app() -> Any:
 def described(line: str) -> dict[str, Any]:
     """Return what the files, commands and messages of a plan say."""
     settings = resolve(_app(), ["plan", *shlex.split(line)])[1].arguments["settings"]
-    model = packaged_model(shlex.split(line)[0], release=GALLERY_RELEASE)
+    model = replace(packaged_model(shlex.split(line)[0], release=GALLERY_RELEASE), revision=settings.revision)
     fields = settings.job_fields()
     if settings.teacher is not None:
         fields["teacher"] = packaged_model(settings.teacher, release=GALLERY_RELEASE)
@@ -69,6 +71,7 @@ def described(line: str) -> dict[str, Any]:
         "commands": [shlex.join(words) for words in (*commands, train_arguments(plan, directory="plan"))],
         "flags": shlex.join(plan.job.flags()),
         "trainer": trainer_line(plan),
+        "out of memory": [] if model.revision is None else out_of_memory_text(plan, FAILURE).splitlines(),
         "doubts": doubts(chosen.layout, model, hardware, plan.job),
         "reasons": [layout.reason for layout in (chosen, *plan.rejected)][:SHOWN_REASONS],
         "memory": chosen.memory.gpu.terms | chosen.memory.host.terms,
