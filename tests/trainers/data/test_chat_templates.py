@@ -84,7 +84,7 @@ def answers(made: Any, ids: list[int], labels: list[int]) -> str:
         (MARKED, [user("q"), said("<think>x</think>A"), user("u"), said("B")], f"A{END}|{CLOSED}B{END}"),
         (THINKING, [user("q"), said("x<|endoftext|>y")], f"{CLOSED}x<|endoftext|>y{END}"),
     ],
-    ids=["no thoughts", "thoughts", "tools", "answer first", "header in a question", "equal answers", "r1", "marked", "end quoted"],
+    ids=["no thoughts", "thoughts", "tools", "answer first", "header asked", "equal answers", "r1", "marked", "quoted"],
 )  # fmt: skip
 def test_answers_are_labelled_as_the_complete_rendering_has_them(template: str, turns: Any, expected: str) -> None:
     made = tokenizer(template)

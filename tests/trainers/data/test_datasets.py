@@ -192,9 +192,8 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     assert (exact.statistics.cut_rows, exact.train) == (0, found.train)
     # Nothing predicts the first token, so a row with no other label is not a sample.
     made = tokenizer("{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}")
-    source = write_rows(
-        tmp_path / "r.jsonl", [{"messages": [{"role": "assistant", "content": c}]} for c in ("a", "bc")]
-    )
+    said = [{"messages": [{"role": "assistant", "content": content}]} for content in ("a", "bc")]
+    source = write_rows(tmp_path / "r.jsonl", said)
     assert load_samples(source, made, seq_len=8, evaluation_fraction=0).statistics.unlabelled_rows == 1
     with pytest.raises(UsageError, match="every label is masked: no row of 1 has text of the assistant"):
         load_turns(tmp_path, [{"messages": long}], seq_len=128)
