@@ -133,11 +133,11 @@ CASES = [
     # Codes: no number lies on the border of two, where the last bit decides (docs/explain/qat_borders.md).
     *_cases("zero3 fsdp2", "w4_off_borders", "distillation"),
     # Zeros in weights
-    *_cases("ddp fsdp2", "pruning", "sgd"),
     *_cases("zero3 tp2-zero1 pp2-zero0", "pruning", "sgd", "resumed"),
+    *_cases("ddp fsdp2", "pruning", "sgd"),
     *_cases("fsdp2 zero3", "l1", "sgd"),
-    *_cases("fsdp2", "pattern_pruning"),
     *_cases("zero2 zero3-offload zero3", "pattern_pruning", "bf16"),
+    *_cases("fsdp2", "pattern_pruning"),
     # Samples, labels and steps
     *_cases("ddp zero3 fsdp2 cp2-fsdp2 tp2-zero1 pp2-zero0", "without_labels"),
     *_cases("zero3 fsdp2 tp2-zero1", "resumed", "length_groups"),
@@ -160,9 +160,9 @@ CASES = [
     ),
     # What a script passes
     *_cases("zero1 fsdp2 sp2-zero1 cp2-fsdp2 tp2-zero1 pp2-zero0 ep2-zero2", "optimizer_class"),
-    *_cases("ddp zero0 zero1 zero2 fsdp2", "model_init"),
+    *_cases("zero2 ddp zero0 zero1 fsdp2", "model_init"),
     *_cases("zero3-offload-param fsdp2-offload", "model_init", "optimizer_class_adamw"),
-    *_cases("ddp zero0 zero3 zero3-offload-param fsdp2-offload sp2-zero1 tp2-zero1 ep2-zero2", "own_loss", "own_adamw"),
+    *_cases("fsdp2-offload ddp zero0 zero3 zero3-offload-param sp2-zero1 tp2-zero1 ep2-zero2", "own_loss", "own_adamw"),
     *_cases("cp2-fsdp2", "own_adamw"),
     *_cases("zero2-offload", "own_sgd", "unforced"),
     *_cases("zero0 zero3 fsdp2 tp2-zero1 ep2-zero2", "own_sgd"),
@@ -294,7 +294,7 @@ STAGED = [
     case
     for kind in ((), ("lora",), ("model_init",), ("schedule_of_deepspeed",), ("stock",))
     for layouts in (
-        "ddp zero0 zero1 zero2 zero3 fsdp2",
+        "zero2 ddp zero0 zero1 zero3 fsdp2",
         "" if kind else "sp2-zero1 sp2-zero3 cp2-fsdp2 tp2-zero1 pp2-zero0 ep2-zero2 zero2-offload zero3-offload-param",
     )
     for case in _cases(layouts, "stages", *kind, accumulation=2)
