@@ -159,8 +159,11 @@ class ExpertAxis(Axis):
         mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
         with self.watch.recording():
             yield
-            if model.training:
-                self.watch.add(self.watch.latest(), mask_T)
+            if model.training and (records := self.watch.latest()):
+                tokens = len(records[0].logits_TE)
+                # A loss may have rearranged the batch.
+                mask_T = mask_T if mask_T is not None and len(mask_T) == tokens else None
+                self.watch.add(records, trainer.rank_balance.without_repeated(mask_T, records[0].logits_TE))
 
     def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
         """Add the figures of the routing since the last log."""
@@ -220,16 +223,9 @@ class RouterWatch:
         return self.latest() if self._returned > seen else []
 
     def add(self, records: list[RoutedTokens], mask_T: Tensor | None) -> None:
-        """Add the records of one micro-batch to the sums since the last log, without waiting for the device.
-
-        A mask of another length is ignored; a loss may have rearranged the batch.
-        """
+        """Add the records of one micro-batch to the sums since the last log, without waiting for the device."""
         import torch
 
-        if not records:
-            return
-        if mask_T is not None and len(mask_T) != records[0].logits_TE.shape[0]:
-            mask_T = None
         # fp64 keeps the counts between two distant logs exact.
         assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
         self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE

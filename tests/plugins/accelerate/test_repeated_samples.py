@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate.repeated_samples import (
     RepeatedSamples,
     SamplesOnce,
@@ -108,6 +109,23 @@ def test_a_training_knows_the_rows_of_its_last_batch() -> None:
         loader = rank_loader(7, rank, streams=False)
         batches = trained_batches(loader)
         assert [trained_rows(batch) for batch in batches] in (expected, [None, 2])
+
+
+@pytest.mark.parametrize(("samples", "max_steps", "is_rejected"), [(7, 2, True), (7, 1, False), (8, 2, False)])
+def test_repeated_samples_without_labels_are_rejected_if_training_reaches_them(
+    samples: int, max_steps: int, is_rejected: bool
+) -> None:
+    loader = rank_loader(samples, 0, streams=False)
+    args, state = SimpleNamespace(gradient_accumulation_steps=1), SimpleNamespace(max_steps=max_steps)
+    accelerator = SimpleNamespace(gradient_state=GradientState())
+    repeated, trainer = RepeatedSamples(), SimpleNamespace(accelerator=accelerator, args=args, state=state)
+    repeated.follow(loader)
+    batches = repeated.unlabelled(trainer, ({"pairs": batch["labels"]} for batch in loader))  # type: ignore[arg-type]
+    if is_rejected:
+        with pytest.raises(UsageError, match="leave 3 for the last batch of 4"):
+            next(batches)
+    else:
+        assert next(batches)["pairs"].tolist() == [[0, 0], [1, 1]]
 
 
 def files_of(files: int, rows: int = 11) -> Any:

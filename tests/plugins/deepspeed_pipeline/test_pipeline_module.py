@@ -279,3 +279,24 @@ def test_each_rule_names_value_and_way_out(change, where, says):
 
 def test_every_family_is_compared():
     assert {name.partition(",")[0] for name in CONFIGS} == set(PIPELINE_MODEL_TYPES)
+
+
+def test_stages_of_a_replica_read_the_same_samples_and_draw_alike(monkeypatch):
+    from functools import partial
+
+    from accelerate import Accelerator, data_loader
+    from shardwright.plugins.deepspeed_pipeline.engine import read_own_replica
+    from transformers.trainer_utils import seed_worker
+
+    # The random numbers of samplers are not under test.
+    monkeypatch.setattr(data_loader, "synchronize_rng_states", lambda *_: None)
+    rows = []
+    for replica in range(2):
+        accelerator = Accelerator(cpu=True)
+        read_own_replica(accelerator, replicas=2, replica=replica)
+        seeded = partial(seed_worker, num_workers=0, rank=7)
+        loader = torch.utils.data.DataLoader(range(8), batch_size=2, worker_init_fn=seeded)
+        prepared = accelerator.prepare_data_loader(loader)
+        assert loader.worker_init_fn.keywords == {"num_workers": 0, "rank": replica}
+        rows.append([batch.tolist() for batch in prepared])
+    assert rows == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from shardwright.plugins.transformers.optimizers import _resumable, prepare_optimizer
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import (
@@ -87,6 +88,32 @@ def test_fsdp2_of_a_launcher_prepares_optimizers(optimizer: str) -> None:
     kind, keywords = trainer.optimizer_cls_and_kwargs  # type: ignore[misc]
     assert kind.__name__ in ("Resumable", "ShardedAdafactor")
     assert keywords["lr"] == trainer.args.learning_rate
+
+
+def test_norms_and_biases_of_deepspeeds_muon_do_not_decay() -> None:
+    from accelerate.utils import DummyOptim
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2))
+    model[2].requires_grad_(False)
+    optimizer, prepared = DummyOptim(model.parameters()), []
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(optim="muon", optim_args=None),
+        model=model,
+        optimizer=None,
+        optimizer_cls_and_kwargs=None,
+        accelerator=Accelerator(cpu=True),
+        is_deepspeed_enabled=True,
+        is_fsdp_enabled=False,
+        get_decay_parameter_names=lambda _: ["0.weight", "2.weight"],
+    )
+    trainer.accelerator.prepare = lambda *parts: prepared.append(parts)
+    prepare_optimizer(trainer)
+    trainer.accelerator.prepare("model", optimizer)
+    assert prepared == [("model", optimizer)]
+    decayed, others = optimizer.params
+    assert [id(each) for each in decayed["params"]] == [id(model[0].weight)]
+    assert [id(each) for each in others["params"]] == list(map(id, (model[0].bias, *model[1].parameters())))
+    assert "weight_decay" not in decayed and others["weight_decay"] == 0.0
 
 
 def test_transformers_still_has_no_name_for_muon(tmp_path: Path) -> None:

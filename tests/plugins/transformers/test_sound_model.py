@@ -10,7 +10,14 @@ import torch
 from faults.broken_models import BROKEN, broken_copy
 from shardwright.ds_configs.specs.errors import InputError
 from shardwright.plugins.safetensors.reading import StoredTensor
-from shardwright.plugins.transformers.sound_model import is_finite, load_causal_lm, nonfinite_weights, stored_errors
+from shardwright.plugins.transformers import second_model
+from shardwright.plugins.transformers.sound_model import (
+    is_finite,
+    load_causal_lm,
+    loads_on_first_rank,
+    nonfinite_weights,
+    stored_errors,
+)
 from small_models import llama
 
 
@@ -37,6 +44,20 @@ def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.Ca
     _save({**_tensors(sound), "model.layers.0.extra.weight": torch.zeros(2)}, directory)
     load_causal_lm(str(directory), dtype="float32")
     assert "the model ignores 1 tensors of the checkpoint: model.layers.0.extra.weight" in capsys.readouterr().err
+
+
+def test_every_rank_reads_the_weights_of_a_second_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 distributes the first rank's weights of the trained model only."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert loads_on_first_rank()
+    model, reads_later = llama(hidden_size=32, vocab_size=260), []
+    monkeypatch.setattr(
+        second_model, "load_causal_lm", lambda *_, **__: reads_later.append(loads_on_first_rank()) or model
+    )
+    loaded = second_model.load_second_model("teacher", dtype=torch.float32, engine="fsdp2")
+    assert reads_later == [False] and loads_on_first_rank()
+    assert not loaded.training and not any(weight.requires_grad for weight in loaded.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -83,6 +83,9 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
     rows = [packed_row([made[index] for index in row]) for row in indices]
     batch = collate(rows)
     assert len(rows) == 2 and "attention_mask" not in batch
+    for row, positions in zip(rows, batch["position_ids"].tolist(), strict=True):
+        # A document of one token each.
+        assert positions == row["position_ids"] + [0] * (len(positions) - len(row["input_ids"]))
     compare_with_single_documents(packed, alone, batch)
 
 

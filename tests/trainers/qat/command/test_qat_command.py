@@ -80,7 +80,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     found = qat(models["model"], *OUT, *DATA, *long, "--dry-run", "--format", "json", "--scheme", "w8a8-static")
     assert found.code == 0, found.err
     shown = json.loads(found.out)
-    assert shown["plan"]["chosen"]["strategy"]["tiled_mlp"] and shown["plan"]["job"]["loss"] == "chunked"
+    assert shown["plan"]["chosen"]["layout"]["tiled_mlp"] and shown["plan"]["job"]["loss"] == "chunked"
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
     assert shown["scheme"]["format"] == "int-quantized"
