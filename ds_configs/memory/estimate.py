@@ -27,7 +27,7 @@ from .layers import (
 )
 from .loss import loss_terms
 from .model_states import model_state_terms
-from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase, summed
 from .offload import offload_terms
 from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
 from .second_models import second_model_terms
@@ -51,13 +51,8 @@ def share_moment_terms(
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
     parts = (activation_parts, loss_terms(step), weight_copies(step), second_model_terms(layout, job))
-    combined: dict[Moment, Terms] = {}
-    for moment, same in _states_and_buffers(layout, model, job).items():
-        combined[moment] = terms = dict(same)
-        for part in parts:
-            for name, count in part[moment].items():
-                if count:
-                    terms[name] = terms.get(name, 0) + count
+    states = _states_and_buffers(layout, model, job)
+    combined = {moment: summed(states[moment], *(part[moment] for part in parts)) for moment in states}
     if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
         combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
@@ -93,14 +88,9 @@ def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> d
 @lru_cache(maxsize=2048)
 def _cached_states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=layout.ep)
-    buffers = buffer_terms(layout, model, job, parameters)
-    combined: dict[Moment, Terms] = {}
-    for moment, terms in model_state_terms(layout, model, job, parameters).items():
-        combined[moment] = {"model_buffers": model.buffer_bytes} | terms
-        for name, count in buffers[moment].items():
-            combined[moment][name] = combined[moment].get(name, 0) + count
-        combined[moment] = {name: count for name, count in combined[moment].items() if count}
-    return combined
+    states, buffers = (part(layout, model, job, parameters) for part in (model_state_terms, buffer_terms))
+    always = {"model_buffers": model.buffer_bytes}
+    return {moment: summed(always, states[moment], buffers[moment]) for moment in states}
 
 
 SMALLEST_RATIO, LARGEST_RATIO = 0.5, 2.0
@@ -437,10 +427,10 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
         host = at_moments(offloaded)
         if layout.engine == "fsdp2" and offloaded:
             # FSDP2 allocates gradient shards on the host one by one; DeepSpeed allocates all of them ahead.
-            gradients = offloaded.pop("offloaded_gradients")
+            gradients = offloaded.pop("gradients")
             growing = growing_gradients(layout, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
-        phases = fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
+        phases = fullest_by_phase({moment: summed(device[moment], host[moment]) for moment in device})
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             traced = cached_activations(share.model, job, unmasked="fused")(

@@ -10,7 +10,7 @@ from ..memory.communication import Gathered
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.terms import Term
+from ..specs.terms import StepTerm
 from .model_work import ModelWork
 from .rates import (
     GpuConstants,
@@ -24,53 +24,45 @@ from .rates import (
 )
 
 TERMS = (
-    Term("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers", lives_on="network"),
-    Term(
+    StepTerm("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers"),
+    StepTerm(
         "tensor_parallel",
         "all-reduces of TP: four in each layer, six where it is recomputed",
-        lives_on="network",
         label="all-reduces of TP",
     ),
-    Term(
+    StepTerm(
         "sequence_parallel",
         "all-to-alls of SP: queries, keys, values and outputs, forward and backward",
-        lives_on="network",
         label="all-to-alls of SP",
     ),
-    Term(
+    StepTerm(
         "context_parallel",
         "keys and values of CP, gathered forward, passed around and reduced backward",
-        lives_on="network",
         label="keys and values of CP",
     ),
-    Term(
+    StepTerm(
         "expert_parallel",
         "all-to-alls of EP: dispatch and combine, forward and backward",
-        lives_on="network",
         label="all-to-alls of EP",
     ),
-    Term(
+    StepTerm(
         "pipeline_transfers",
         "hidden states and their gradients between stages",
-        lives_on="network",
         label="transfers between stages",
     ),
-    Term(
+    StepTerm(
         "parameter_gathers",
         "gathers of sharded parameters and reductions per micro-batch that computation does not hide",
-        lives_on="network",
         label="gathers and reductions not hidden by computation",
     ),
-    Term(
+    StepTerm(
         "gradient_reduction",
         "the reduction of gradients once per step, as far as the last backward pass does not hide it",
-        lives_on="network",
         label="reduction of gradients not hidden by computation",
     ),
-    Term(
+    StepTerm(
         "parameter_updates",
         "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
-        lives_on="network",
         label="gathers of updated parameters",
     ),
 )

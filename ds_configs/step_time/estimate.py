@@ -20,7 +20,7 @@ from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import SecondModel
-from ..specs.terms import Term
+from ..specs.terms import StepTerm, Term
 from . import communication
 from .communication import (
     Calls,
@@ -46,52 +46,52 @@ from .model_work import (
 from .rates import GpuConstants, Software, hardware_constants, software_of
 
 COMPUTATION = (
-    Term(
+    StepTerm(
         "matrix_products",
         "products with the layers' weights, forward and backward: FLOPs / (peak * efficiency), which is lower for "
         "small products",
     ),
-    Term("attention", "scores, softmax and values of all layers; fused kernels skip masked scores of causal models"),
-    Term(
+    StepTerm(
+        "attention", "scores, softmax and values of all layers; fused kernels skip masked scores of causal models"
+    ),
+    StepTerm(
         "memory_operations",
         "norms, residuals, activation functions, rotary embeddings and adding gradients: bytes / memory bandwidth",
         label="memory-bound operations",
     ),
-    Term("recomputation", "the second forward pass of recomputed layers"),
-    Term(
+    StepTerm("recomputation", "the second forward pass of recomputed layers"),
+    StepTerm(
         "mlp_recomputation",
         "tiled MLPs compute each tile again before its backward pass and add its gradients",
         label="recomputation of MLP tiles",
     ),
-    Term("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
-    Term(
+    StepTerm("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
+    StepTerm(
         "kernel_launches",
         "time that the device waits while the host launches kernels and runs ZeRO-3 hooks, and host work per micro-"
         "batch",
-        lives_on="host",
     ),
 )
 """Terms that can hide communication, together with `tensor_parallel`."""
 
 _OTHERS = (
-    Term(
+    StepTerm(
         "pipeline_bubble",
         "idle stages: before their first and after their last micro-batch, and while they wait for the slowest stage",
         label="idle stages",
     ),
-    Term(
+    StepTerm(
         "overlap_slowdown",
         "slowdown of computation by concurrent communication, which uses bandwidth and processors",
         label="slowdown by concurrent communication",
     ),
-    Term("optimizer", "the optimizer step: bytes of gradients, states and weights / memory bandwidth"),
-    Term(
+    StepTerm("optimizer", "the optimizer step: bytes of gradients, states and weights / memory bandwidth"),
+    StepTerm(
         "checkpoint_copies",
         "copies of offloaded layer inputs over PCIe that computation does not hide",
-        lives_on="host",
         label="copies of layer inputs over PCIe",
     ),
-    Term("step_overhead", "data loader, scheduler and logging, once per step", lives_on="host"),
+    StepTerm("step_overhead", "data loader, scheduler and logging, once per step"),
 )
 
 TERMS: Mapping[str, Term] = {
