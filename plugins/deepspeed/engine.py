@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.check import effect_errors
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
-from ..launching.background import BackgroundTask
-from ..transformers.sound_model import gathered
 from ..transformers.training_arguments import deepspeed_configuration
-from .compiled_operators import break_abandoned_locks
+from .compiled_operators import remove_abandoned_locks
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +164,7 @@ def prepare_nvme_offload(arguments: TrainingArguments) -> None:
     """
     configuration = deepspeed_configuration(arguments) or {}
     if configuration:
-        break_abandoned_locks()
+        remove_abandoned_locks()
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     if not any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections):
@@ -356,30 +354,26 @@ def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
     """Convert a checkpoint on the first rank, while the others wait, and make the engine load the result."""
     import torch.distributed as distributed
 
+    from .parameters import first_rank
+
     directory = source.parent.with_name(f".universal-{source.parent.name}")
     target = directory / source.name
-    first = distributed.get_rank() == 0
-    conversion = BackgroundTask(
-        (lambda: _convert(source, target)) if first else None, f"conversion of {source.parent.name}"
-    )
-    conversion.ended_everywhere(engine.device, wait=True)
     configuration = engine._config
     before = configuration.load_universal_checkpoint
-    try:
-        failure = None
+    with first_rank() as first:
         try:
-            conversion.result()
-        except Exception as error:
-            failure = repr(error)
-        if failure := next(filter(None, gathered(failure)), None):
-            raise ShardwrightError(f"{source.parent.name} cannot be converted to another number of ranks: {failure}")
-        configuration.load_universal_checkpoint = True
-        yield target
-    finally:
-        configuration.load_universal_checkpoint = before
-        distributed.barrier()
-        if first:
-            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                first.does(lambda: _convert(source, target))
+            except Exception as error:
+                rule = f"{source.parent.name} cannot be converted to another number of ranks"
+                raise ShardwrightError(f"{rule}: {error!r}") from error
+            configuration.load_universal_checkpoint = True
+            yield target
+        finally:
+            configuration.load_universal_checkpoint = before
+            distributed.barrier()
+            if first.is_here:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> None:

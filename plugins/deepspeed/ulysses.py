@@ -64,13 +64,6 @@ class SharedSequence:
         return int(dist.get_rank()) % self.size
 
     @property
-    def data_ranks(self) -> int:
-        """Number of sequences that are processed concurrently."""
-        import torch.distributed as dist
-
-        return int(dist.get_world_size()) // self.size
-
-    @property
     def data_group(self) -> Any:
         """The ranks with the same shard of different sequences; the first access must happen on every rank."""
         import torch.distributed as dist

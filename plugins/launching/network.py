@@ -1,24 +1,18 @@
 """Network interfaces for launchers and ranks: loopback on a single node, else the route to the other nodes.
 
 Seen with torch 2.13.0: gloo listens on the address of the host's own name, which is 127.0.1.1 in Debian's `/etc/hosts`,
-so that ranks of two such nodes cannot connect. NCCL uses the first interface, which may be a container's. A `TCPStore`
-listens on every interface, even for host `127.0.0.1`, unless it gets a bound socket; anyone who can connect to a store
-can write to it.
+so that ranks of two such nodes cannot connect. NCCL uses the first interface, which may be a container's.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import psutil
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from .. import patches
 
 _MAIN_ADDRESS = ("--main_process_ip", "--master-addr")
 """Flags of Accelerate and torchrun for several nodes."""
@@ -75,40 +69,10 @@ def own_address(main: str) -> str:
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables with the interface of a backend."""
-_BACKLOG = 2048
 
 
 def stay_on_loopback() -> None:
-    """On a single node, make this rank or launcher listen on loopback only; call it before ranks connect."""
+    """On a single node, make collectives of this rank listen on loopback only; call it before ranks connect."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         for name in INTERFACES:
             os.environ.setdefault(name, "lo")
-    for name in patches.names("loopback-store-"):
-        patches.apply(name, lambda plain: partial(_store, plain))
-
-
-def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
-    """Create a store; for a loopback host, bind its server to 127.0.0.1 only."""
-    # The fourth argument, after the world size.
-    is_master = args[1] if len(args) > 1 else kwargs.get("is_master", False)
-    if is_master and _is_loopback(host_name):
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            # This process shares its server, or torch reports the error.
-            listener.close()
-        else:
-            listener.listen(_BACKLOG)
-            kwargs["master_listen_fd"] = listener.fileno()
-            port = listener.getsockname()[1]
-            listener.detach()
-    return plain(host_name, port, *args, **kwargs)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -131,19 +131,13 @@ def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
     """Return an error for each package that the keys of `TrainingArguments` need and that is not installed."""
     name = str(settings.get("optim"))
     package = OPTIMIZERS[name].package if name in OPTIMIZERS else ""
+    missing = {"optim": package} if package and find_spec(OPTIMIZER_MODULES[package]) is None else {}
     errors = []
-    if package and find_spec(OPTIMIZER_MODULES[package]) is None:
-        rule = f"needs the package {package}, which is not installed"
-        errors.append(_argument_error("optim", name, rule, f"pip install {package}"))
-    return errors + [
-        _argument_error(
-            key,
-            settings[key],
-            f"needs the package {package}, which is not installed",
-            f"pip install {package} ({PACKAGES[key][2]})",
-        )
-        for key, package in missing_packages(settings).items()
-    ]
+    for key, package in (missing | missing_packages(settings)).items():
+        rule, fix = f"needs the package {package}, which is not installed", f"pip install {package}"
+        fix += f" ({PACKAGES[key][2]})" if key in PACKAGES else ""
+        errors.append(_argument_error(key, settings[key], rule, fix))
+    return errors
 
 
 def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
