@@ -100,11 +100,11 @@ class ByteMeter(TorchDispatchMode):
         self._limit = limit_bytes
         self._phase: MeterPhase = "init"
         self._sizes: dict[int, int] = {}
-        self._storage_roles: dict[int, Role] = {}
+        self._storage_roles: dict[int, Role | None] = {}
+        """`None` for host memory."""
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._totals: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._current = 0
-        self._host_watchers: dict[int, weakref.ref[Any]] = {}
         self._host_bytes = self._host_peak = 0
         self._peaks: dict[MeterPhase, int] = {"init": 0}
         self._roles: dict[MeterPhase, dict[Role, int]] = {}
@@ -148,9 +148,10 @@ class ByteMeter(TorchDispatchMode):
         for plain in (part for tensor in tensors for part in _plain(tensor)):
             self._watch(plain)
             key = plain.untyped_storage()._cdata
-            self._totals[self._storage_roles[key]] -= self._sizes[key]
-            self._totals[role] += self._sizes[key]
-            self._storage_roles[key] = role
+            if (former := self._storage_roles[key]) is not None:
+                self._totals[former] -= self._sizes[key]
+                self._totals[role] += self._sizes[key]
+                self._storage_roles[key] = role
 
     def reading(self) -> MeterReading:
         """Return live bytes now and the peaks of the phases since the last reset."""
@@ -193,10 +194,7 @@ class ByteMeter(TorchDispatchMode):
             if self._sizes[key] != size:
                 self._resized(storage)
             return
-        if _HOST_BLOCKS or key in self._host_watchers:
-            self._watch_host(storage)
-            return
-        role = self._role_of_new_storage()
+        role = None if _HOST_BLOCKS else self._role_of_new_storage()
 
         def freed(_: object) -> None:
             self._change(key, -self._sizes.pop(key))
@@ -208,19 +206,6 @@ class ByteMeter(TorchDispatchMode):
         self._change(key, size)
         self._note_peak()
 
-    def _watch_host(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._host_watchers:
-            return
-
-        def freed(_: object) -> None:
-            self._host_bytes -= size
-            del self._host_watchers[key]
-
-        self._host_watchers[key] = weakref.ref(storage, freed)
-        self._host_bytes += size
-        self._host_peak = max(self._host_peak, self._host_bytes)
-
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._sizes:
@@ -230,8 +215,12 @@ class ByteMeter(TorchDispatchMode):
             self._note_peak()
 
     def _change(self, key: int, difference: int) -> None:
+        if (role := self._storage_roles[key]) is None:
+            self._host_bytes += difference
+            self._host_peak = max(self._host_peak, self._host_bytes)
+            return
         self._current += difference
-        self._totals[self._storage_roles[key]] += difference
+        self._totals[role] += difference
 
     def _note_peak(self) -> None:
         if self._current >= self._peaks.get(self._phase, -1):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.check import effect_errors
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
+from ..launching.background import FirstRank
 from ..transformers.training_arguments import deepspeed_configuration
 from .compiled_operators import remove_abandoned_locks
 
@@ -354,13 +355,11 @@ def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
     """Convert a checkpoint on the first rank, while the others wait, and make the engine load the result."""
     import torch.distributed as distributed
 
-    from .parameters import first_rank
-
     directory = source.parent.with_name(f".universal-{source.parent.name}")
     target = directory / source.name
     configuration = engine._config
     before = configuration.load_universal_checkpoint
-    with first_rank() as first:
+    with FirstRank() as first:
         try:
             try:
                 first.does(lambda: _convert(source, target))

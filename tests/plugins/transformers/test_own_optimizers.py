@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.plugins.transformers.own_optimizers import (
+from shardwright.plugins.transformers.optimizers import (
     model_errors,
     optimizer_class_errors,
     optimizer_errors,
