@@ -430,7 +430,10 @@ class _PhaseCallback(TrainerCallback):
         """Assign roles to the tensors that the engine keeps between steps."""
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
         parameters = list(model.parameters())
-        self._meter.label(_shards(parameters), "weights")
+        self._meter.label((p if hasattr(p, "_local_tensor") else p.data for p in parameters), "weights")
+        # Partitions of ZeRO-3.
+        kept = (getattr(p, name, None) for p in parameters for name in ("ds_tensor", "ds_secondary_tensor"))
+        self._meter.label((shard for shard in kept if isinstance(shard, torch.Tensor)), "weights")
         self._meter.label((p.grad for p in parameters if p.grad is not None), "gradients")
         # Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that: each has its own tensors.
         holders = [optimizer]
@@ -446,7 +449,10 @@ class _PhaseCallback(TrainerCallback):
                 for name in names:
                     self._meter.label(_tensors(getattr(holder, name, None)), role)  # type: ignore[arg-type]
             for name in ("ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"):
-                self._meter.label(_bucket_tensors(getattr(holder, name, None)), "buckets")
+                buckets = getattr(holder, name, None)
+                if isinstance(buckets, dict):
+                    buckets = [getattr(bucket, "buffer", None) for bucket in buckets.values()]
+                self._meter.label(_tensors(buckets), "buckets")
 
 
 def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
@@ -462,15 +468,6 @@ def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
     head.register_forward_pre_hook(enter_loss)
 
 
-def _shards(parameters: list[Any]) -> Iterator[torch.Tensor]:
-    for parameter in parameters:
-        yield parameter.data if not hasattr(parameter, "_local_tensor") else parameter
-        for name in ("ds_tensor", "ds_secondary_tensor"):
-            shard = getattr(parameter, name, None)
-            if isinstance(shard, torch.Tensor):
-                yield shard
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -480,11 +477,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors(inner)
-
-
-def _bucket_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, dict):
-        for bucket in value.values():
-            yield from _tensors(getattr(bucket, "buffer", None))
-    else:
-        yield from _tensors(value)

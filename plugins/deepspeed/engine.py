@@ -27,46 +27,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
 
-def restore_optimizer_states_from_nvme() -> None:
-    """Make every DeepSpeed engine of this process restore its complete optimizer from an NVMe checkpoint."""
+def _around_loads(name: str, around: Callable[[DeepSpeedEngine, Path, Callable[[Path], Any]], Any]) -> None:
+    """Apply a patch to `load_checkpoint` of every engine: `around` gets calls that load optimizer states.
 
-    def restoring(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        loads_optimizer = _loads_optimizer(load_checkpoint)
+    Its arguments are the engine, the directory of the states, and a function that loads from such a directory.
+    """
+
+    def loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(load_checkpoint)
 
         @wraps(load_checkpoint)
         def load(
             engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
         ) -> Any:
-            if not (loads_optimizer(engine, load_dir, tag, *args, **kwargs) and engine.zero_nvme_offload_optimizer()):
+            arguments = signature.bind(engine, load_dir, tag, *args, **kwargs).arguments
+            loads = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False)
+            latest = Path(load_dir) / "latest"
+            if tag is None and latest.is_file() and not engine.load_universal_checkpoint():
+                tag = latest.read_text(encoding="utf-8").strip()
+            if not loads or tag is None or not (Path(load_dir) / tag).is_dir():
                 return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            import torch.distributed as dist
 
-            _create_nvme_states(engine.optimizer)
-            path, client_state = load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            if path is not None:
-                rank = dist.get_rank(group=engine.optimizer.dp_process_group)
-                shards = engine._get_all_zero_checkpoints(load_dir, tag or _latest_tag(Path(load_dir)))
-                _restore_nvme_states(engine.optimizer, shards[rank])
-            return path, client_state
+            def load_from(source: Path) -> Any:
+                return load_checkpoint(engine, str(source.parent), source.name, *args, **kwargs)
+
+            return around(engine, Path(load_dir) / tag, load_from)
 
         return load
 
-    patches.apply("nvme-optimizer-states", restoring)
+    patches.apply(name, loading)
 
 
-def _loads_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., bool]:
-    """Return a function of the arguments of `load_checkpoint`: whether the call loads optimizer states."""
-    signature = inspect.signature(load_checkpoint)
+def restore_optimizer_states_from_nvme() -> None:
+    """Make every DeepSpeed engine of this process restore its complete optimizer from an NVMe checkpoint."""
 
-    def loads_optimizer(*args: object, **kwargs: object) -> bool:
-        arguments = signature.bind(*args, **kwargs).arguments
-        return bool(arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False))
+    def restoring(engine: DeepSpeedEngine, source: Path, load: Callable[[Path], Any]) -> Any:
+        if not engine.zero_nvme_offload_optimizer():
+            return load(source)
+        import torch.distributed as dist
 
-    return loads_optimizer
+        _create_nvme_states(engine.optimizer)
+        path, client_state = load(source)
+        if path is not None:
+            rank = dist.get_rank(group=engine.optimizer.dp_process_group)
+            shards = engine._get_all_zero_checkpoints(str(source.parent), source.name)
+            _restore_nvme_states(engine.optimizer, shards[rank])
+        return path, client_state
 
-
-def _latest_tag(load_dir: Path) -> str:
-    return (load_dir / "latest").read_text(encoding="utf-8").strip()
+    _around_loads("nvme-optimizer-states", restoring)
 
 
 def _create_nvme_states(zero: Any) -> None:
@@ -297,31 +305,15 @@ def load_from_other_ranks() -> None:
     conversion.
     """
 
-    def converting(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        loads_optimizer = _loads_optimizer(load_checkpoint)
+    def converting(engine: DeepSpeedEngine, source: Path, load: Callable[[Path], Any]) -> Any:
+        # 0: the ranks did not shard the optimizer states.
+        if _saving_ranks(source) in (0, engine.seq_dp_world_size):
+            return load(source)
+        _check_conversion(engine, source)
+        with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
+            return load(converted)
 
-        @wraps(load_checkpoint)
-        def load(
-            engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
-        ) -> Any:
-            directory = Path(load_dir)
-            name = _latest_tag(directory) if tag is None and (directory / "latest").is_file() else tag
-            source = directory / name if name else None
-            if (
-                not loads_optimizer(engine, load_dir, tag, *args, **kwargs)
-                or source is None
-                or not source.is_dir()
-                # 0: the ranks did not shard the optimizer states.
-                or _saving_ranks(source) in (0, engine.seq_dp_world_size)
-            ):
-                return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            _check_conversion(engine, source)
-            with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
-                return load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
-
-        return load
-
-    patches.apply("checkpoints-of-other-ranks", converting)
+    _around_loads("checkpoints-of-other-ranks", converting)
 
 
 def _saving_ranks(source: Path) -> int:
