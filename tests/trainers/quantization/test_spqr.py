@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from shardwright.trainers.formats.spqr import (
     SMALL_DIRECTORY,
     SpQROptions,
     load_spqr,
+    read_matrix,
     save_small_format,
     spqr_quantize,
     stored_columns,
@@ -154,7 +156,7 @@ def test_values_are_those_of_the_paper(dtype: torch.dtype, threshold: float | No
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
-    """Shapes are as announced, and the numbers stay near the weights."""
+    """Shapes are as announced, the numbers stay near the weights, and outliers outside of the matrix are rejected."""
     weight_OI, hessian_II = correlated(rows, columns)
     options = SpQROptions(bits=bits, group_size=group_size, scale_group_size=7)
     matrix = spqr_quantize(weight_OI.to(dtype), hessian_II, options)
@@ -164,6 +166,12 @@ def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
     assert bool(dense_OI.isfinite().all())
     stored = matrix.tensors()
     assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
+    stated, tensors = json.loads(json.dumps(matrix.settings())), {f"a.{name}": each for name, each in stored.items()}
+    assert torch.equal(read_matrix("a", stated, dict(tensors), where="file").dequantize(), dense_OI)
+    for name, change in (("columns", lambda part: part + columns), ("offsets", lambda part: part + 1)):
+        part = tensors[f"a.spqr_outlier_{name}"]
+        with pytest.raises(RefusedInputError, match=r"file: a.*offsets or columns") if len(part) else nullcontext():
+            read_matrix("a", stated, tensors | {f"a.spqr_outlier_{name}": change(part)}, where="file")
     assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) <= weighted_error(weight_OI, hessian_II)
 
 
@@ -219,6 +227,7 @@ def test_dense_and_small_checkpoints_are_equal(quantized, tmp_path):
     with safe_open(small / "small.safetensors", framework="pt") as stored:
         names = set(stored.keys())
     assert "model.layers.0.mlp.up_proj.spqr_codes" in names
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names, "one tensor is stored once"
     assert not any(f"{layer}.weight" in names for layer in quantized.quantized_layers)
     with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(small)
