@@ -23,7 +23,7 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
-from ..ds_configs.specs.job import TrainingJob
+from ..ds_configs.specs.job import ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
 from ..ds_configs.step_time.utilization import utilization
@@ -296,7 +296,7 @@ def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
-    rows, chosen = [], TrainingJob().options().keys() - {"teacher"}
+    rows, chosen = [], TrainingJob().options().keys() - set(ROLES)
     for name, value in values.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if value is None and name in chosen:

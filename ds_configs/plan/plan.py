@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
@@ -23,11 +23,10 @@ from ..search.suggestions import Suggestion, cheapest_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
+from ..specs.job import ROLES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
-from ..specs.second_models import SecondModelRole
 from ..specs.settings import rule_of
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
@@ -249,7 +248,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
         "chosen": evaluated_dict(plan.chosen)
-        | {"teacher": None}
+        | dict.fromkeys(ROLES)
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason},
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
@@ -423,7 +422,7 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "reason": candidate["reason"],
         "time": candidate["step_time"],
         "loss": candidate["loss"],
-        "placements": {role: candidate[role] for role in get_args(SecondModelRole) if candidate.get(role)},
+        "placements": {role: candidate[role] for role in ROLES if candidate.get(role)},
         "memory": {
             "gpu": candidate["gpu_memory"],
             "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},

@@ -23,7 +23,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import JobSettings, TrainingJob, adapter_errors
+from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ..releases import transformers_release
@@ -59,8 +59,8 @@ def plan(
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
         notify: Function that receives warnings.
-        **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; the teacher may be
-            a name. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
+        **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; second models may
+            be names. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
     Raises:
         UsageError: A name, value or combination is invalid.
@@ -141,7 +141,7 @@ def _cluster(hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any]) -> H
 
 
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
-    """Return `job`, or the job with these fields, of which the teacher may be a name.
+    """Return `job`, or the job with these fields, of which second models may be names.
 
     Raises:
         UsageError: A field is unknown, invalid, combined with a job, or requires another field.
@@ -154,16 +154,19 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
     rule, fix = "is not part of a plan: memory and time do not depend on it", "omit it, and pass it to train"
     errors += [ConfigError(where=name, value=fields[name], rule=rule, fix=fix) for name in _UNPLANNED if name in fields]
     errors += adapter_errors(values, values.get("method", "full"))
-    if values.get("teacher") is None and values.get("teacher_placement", "auto") != "auto":
-        rule, fix = "requires a teacher", "pass --teacher too"
-        errors.append(ConfigError(where="teacher_placement", value=values["teacher_placement"], rule=rule, fix=fix))
+    for role in ROLES:
+        name = f"{role}_placement"
+        if values.get(role) is None and values.get(name, "auto") != "auto":
+            rule, fix = f"requires a {role}", f"pass --{role} too"
+            errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
     made = job
     with collecting(errors):
-        if isinstance(values.get("teacher"), str):
-            teacher = load_model_spec(values["teacher"], packaged=True)
-            for note in teacher.notes:
-                tell(f"teacher: {note}")
-            values["teacher"] = teacher.spec
+        for role in ROLES:
+            if isinstance(values.get(role), str):
+                second = load_model_spec(values[role], packaged=True)
+                for note in second.notes:
+                    tell(f"{role}: {note}")
+                values[role] = second.spec
         made = job or TrainingJob(**values)
     if errors or made is None:
         raise UsageError(errors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.shrink.config import Rewriting
+from ...ds_configs.shrink.config import section_of
 from ...ds_configs.specs.layout import Layout
 
 LEARNING_RATES: Mapping[str, float] = {
@@ -42,62 +42,63 @@ _NEUTRAL: Mapping[str, Any] = {
     "save_total_limit": None,
     "save_only_model": False,
     "logging_dir": None,
+    "liger_kernel_config": None,
     "deepspeed": None,
 }
 """Keys that are replaced when they are present with another value; `None` removes the key."""
 
 
-def cpu_arguments(scaled: Rewriting, *, layout: Layout, steps: int, save_step: int) -> None:
-    """Make training arguments those of a few steps of a layout on CPU ranks, with a checkpoint after `save_step`."""
-    scaled.put("per_device_train_batch_size", layout.micro_batch_size)
-    scaled.put("gradient_accumulation_steps", layout.gradient_accumulation_steps)
+def cpu_arguments(scaled: dict[str, Any], *, layout: Layout, steps: int) -> None:
+    """Make training arguments those of a few steps of a layout on CPU ranks."""
+    scaled["per_device_train_batch_size"] = layout.micro_batch_size
+    scaled["gradient_accumulation_steps"] = layout.gradient_accumulation_steps
     for key, neutral in _NEUTRAL.items():
         if neutral is None:
-            scaled.drop(key)
+            scaled.pop(key, None)
         elif scaled.get(key) is not None:
-            scaled.put(key, neutral)
-    scaled.values.pop("liger_kernel_config", None)
+            scaled[key] = neutral
     if scaled.get("fp16"):
-        scaled.put("fp16", False)
-        scaled.put("bf16", True)
-    optimizer = str(scaled.values.get("optim", "adamw_torch_fused"))
+        scaled["fp16"] = False
+        scaled["bf16"] = True
+    optimizer = str(scaled.get("optim", "adamw_torch_fused"))
     if any(part in optimizer for part in _GPU_OPTIMIZERS):
         optimizer = "adamw_torch"
-        scaled.put("optim", optimizer)
+        scaled["optim"] = optimizer
     rates = (rate for name, rate in LEARNING_RATES.items() if optimizer.startswith(name))
-    scaled.put("learning_rate", next(rates, ADAM_LEARNING_RATE))
-    scaled.put("max_steps", steps)
-    scaled.values |= {
-        "save_strategy": "steps",
-        "save_steps": save_step,
-        "logging_strategy": "steps",
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    scaled["learning_rate"] = next(rates, ADAM_LEARNING_RATE)
+    scaled["max_steps"] = steps
 
 
-def cpu_deepspeed(scaled: Rewriting) -> None:
+OWN_ARGUMENTS: Mapping[str, Any] = {
+    "save_strategy": "steps",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""What a rehearsal saves and logs."""
+
+
+def cpu_deepspeed(scaled: dict[str, Any]) -> None:
     """Replace fp16, which CPU ranks do not train, by bf16 in a DeepSpeed configuration."""
-    scaled.values.pop("_shardwright", None)
     section = scaled.get("fp16")
     if isinstance(section, dict) and section.get("enabled") is not False:
-        scaled.drop("fp16")
-        scaled.put("bf16", {"enabled": section.get("enabled", True)})
+        scaled.pop("fp16", None)
+        scaled["bf16"] = {"enabled": section.get("enabled", True)}
 
 
-def cpu_accelerate(scaled: Rewriting) -> None:
+def cpu_accelerate(scaled: dict[str, Any]) -> None:
     """Make an Accelerate configuration name no GPUs and compute in bf16 instead of fp16 or fp8.
 
     FSDP2 offloads into pinned memory, which torch 2.13.0 has only beside an accelerator; on CPU ranks its shards are
     on the host already.
     """
-    fsdp = scaled.inside("fsdp_config")
+    fsdp = section_of(scaled, "fsdp_config")
     if fsdp is not None and fsdp.get("fsdp_offload_params"):
-        fsdp.put("fsdp_offload_params", False)
+        fsdp["fsdp_offload_params"] = False
     if scaled.get("mixed_precision") in ("fp16", "fp8"):
-        scaled.put("mixed_precision", "bf16")
+        scaled["mixed_precision"] = "bf16"
     for key in ("gpu_ids", "fp8_config", "dynamo_config", "enable_cpu_affinity"):
         if scaled.get(key):
-            scaled.drop(key)
+            scaled.pop(key, None)

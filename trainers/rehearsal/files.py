@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,8 @@ import yaml
 from pydantic import Field
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration
-from ...ds_configs.shrink.config import Change, Rewriting, rehearsed_sequence, shrink_model_config
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration
+from ...ds_configs.shrink.config import Change, changes_between, rehearsed_sequence, shrink_model_config
 from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
@@ -28,7 +29,7 @@ from ...ds_configs.specs.job import without_kernels
 from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.texts import strict_json
 from ..runs.settings import RankJob
-from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
+from .cpu_substitutes import OWN_ARGUMENTS, cpu_accelerate, cpu_arguments, cpu_deepspeed
 
 SCRIPT_STAGE = "script"
 """Name of the records of a script's ranks."""
@@ -156,25 +157,28 @@ def scale_plan(
     deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
     nvme.mkdir()
     if files.deepspeed is not None:
-        deepspeed = Rewriting(files.deepspeed, path="ds_config.json: ")
+        own = {name: value for name, value in files.deepspeed.items() if name != HEADER}
+        deepspeed = deepcopy(own)
         shrink_deepspeed_config(deepspeed, zero=zero, nvme_path=str(nvme), before=planned, after=layout)
         cpu_deepspeed(deepspeed)
-        changes += deepspeed.changes
-        offload = deepspeed.values.get("zero_optimization", {}).get("offload_optimizer") or {}
-        deepspeed_file.write_text(json.dumps(deepspeed.values, indent=1), encoding="utf-8")
-    accelerate = Rewriting(files.accelerate, path="accelerate.yaml: ")
+        changes += changes_between(own, deepspeed, "ds_config.json: ")
+        offload = deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
+        deepspeed_file.write_text(json.dumps(deepspeed, indent=1), encoding="utf-8")
+    accelerate = deepcopy(files.accelerate)
     shrink_accelerate_config(accelerate, ranks=ranks, deepspeed_config_file=str(deepspeed_file))
     cpu_accelerate(accelerate)
-    (work / "accelerate.yaml").write_text(yaml.safe_dump(accelerate.values, sort_keys=False), encoding="utf-8")
+    (work / "accelerate.yaml").write_text(yaml.safe_dump(accelerate, sort_keys=False), encoding="utf-8")
     if layout.engine == "fsdp2":
         layout = replace(layout, offload_optimizer="none", offload_param="none")
-    arguments = Rewriting(files.arguments, path="training_arguments.json: ")
-    cpu_arguments(arguments, layout=layout, steps=steps, save_step=steps // 2)
-    changes += [*accelerate.changes, *arguments.changes]
+    arguments = dict(files.arguments)
+    cpu_arguments(arguments, layout=layout, steps=steps)
+    changes += changes_between(files.accelerate, accelerate, "accelerate.yaml: ")
+    changes += changes_between(files.arguments, arguments, "training_arguments.json: ")
+    arguments |= {**OWN_ARGUMENTS, "save_steps": steps // 2}
     if plan.job.precision == "fp8":
-        arguments.values["bf16"] = True
+        arguments["bf16"] = True
     worker = RehearsalJob(
-        training_arguments=arguments.values,
+        training_arguments=arguments,
         samples=layout.micro_batch_size * layout.gradient_accumulation_steps * ranks * steps,
         save_step=steps // 2,
     )
@@ -183,7 +187,7 @@ def scale_plan(
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     return Rehearsed(
         plan=small,
-        accelerate=accelerate.values,
+        accelerate=accelerate,
         worker=worker,
         offloads_optimizer=offload.get("device", "none") != "none",
         changes=tuple(changes),
