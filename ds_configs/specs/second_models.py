@@ -21,9 +21,6 @@ AUTOMATIC_PLACEMENTS: tuple[Placement, ...] = ("replica", "sharded", "offloaded"
 
 PLACEMENTS: tuple[Placement, ...] = (*AUTOMATIC_PLACEMENTS, "quantized", "cached")
 
-PLACEMENT_FIELDS = ("teacher_placement",)
-"""Fields of `TrainingJob` with the placement of a second model."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondModel:

@@ -36,13 +36,13 @@ class Events(TrainerCallback):
 
     def __init__(self) -> None:
         self.counts = {"complete": 1}
-        self.routed: list[list[torch.Tensor]] = []
-        """Logits of the routers for tokens that are no padding, of each micro-batch in one process."""
+        self.routed: list[list[list[torch.Tensor]]] = []
+        """Logits of the routers for tokens that are no padding, of each micro-batch of each step in one process."""
 
     def keep_routing(self, model: Any, arguments: Any, inputs: dict[str, Any], outputs: Any) -> None:
         if model.training and outputs.get("router_logits") is not None:
             seen = inputs["attention_mask"].flatten().bool()
-            self.routed.append([each.detach()[seen] for each in outputs.router_logits])
+            self.routed[-1].append([each.detach()[seen] for each in outputs.router_logits])
 
     def _count(self, name: str, arguments: dict[str, Any]) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -51,6 +51,7 @@ class Events(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("step_begin", kwargs)
+        self.routed.append([])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("substep_end", kwargs)
@@ -62,11 +63,12 @@ class Events(TrainerCallback):
 ROUTING = ("expert_load", "expert_load_max")
 
 
-def routing_of(routed: list[list[torch.Tensor]], accumulation: int) -> dict[str, list[float]]:
+def routing_of(routed: list[list[list[torch.Tensor]]]) -> dict[str, list[float]]:
     """Return of each step the largest load of an expert over the mean load, in mean and maximum over layers."""
-    found: dict[str, list[float]] = {name: [] for name in ROUTING} if routed else {}
-    for first in range(0, len(routed), accumulation):
-        layers = [torch.cat(parts) for parts in zip(*routed[first : first + accumulation], strict=True)]
+    steps = [step for step in routed if step]
+    found: dict[str, list[float]] = {name: [] for name in ROUTING} if steps else {}
+    for step in steps:
+        layers = [torch.cat(parts) for parts in zip(*step, strict=True)]
         counts = [torch.bincount(each.topk(2).indices.flatten(), minlength=each.shape[1]).double() for each in layers]
         loads = [float(count.max() / count.mean()) for count in counts]
         for name, value in zip(ROUTING, (sum(loads) / len(loads), max(loads)), strict=True):
@@ -336,7 +338,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
     }
     layout = case.full_layout
     if layout.engine == "single":
-        record["routing"] = routing_of(events.routed, case.accumulation)
+        record["routing"] = routing_of(events.routed)
     if layout.cp == 1:
         found = trainer.evaluate()
         names = ("loss", "samples", "labels", "width", "right")
@@ -375,7 +377,9 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
     return record
 
 
-SAVED = frozenset(("sgd", "tied", "odd_vocabulary", "balance_loss", "biases", "one_kv_head", "from_directory"))
+SAVED = frozenset(
+    ("sgd", "last_batch", "tied", "odd_vocabulary", "balance_loss", "biases", "one_kv_head", "from_directory")
+)
 """Settings of cases whose model directory is loaded again."""
 
 

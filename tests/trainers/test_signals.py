@@ -1,4 +1,4 @@
-"""The first signal is recorded, signals right after it are the same request, and a later one ends the process."""
+"""Guards in one process: signals, and checkpoints of steps that are not finite."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from engine_settings import cpu_arguments
 from shardwright.trainers import guards
-from shardwright.trainers.guards import StopRequest
+from shardwright.trainers.guards import GuardCallback, StopRequest
+from transformers import Trainer
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -60,3 +65,23 @@ def test_process_that_exceeds_the_time_limit_is_ended():
         time.sleep(30)
 
     assert in_a_child(work) == 143
+
+
+@pytest.mark.parametrize(("last", "epochs", "saved"), [(1.0, 2, 2), (torch.nan, 1, 0)])
+def test_an_epoch_whose_last_step_is_not_finite_saves_no_checkpoint(
+    last: float, epochs: int, saved: int, tmp_path: Path
+) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any) -> Any:
+            return {"loss": (self.weight * x).sum()}
+
+    settings = {"save_strategy": "epoch", "num_train_epochs": epochs, "train_sampling_strategy": "sequential"}
+    rows: Any = [{"x": torch.tensor([value])} for value in (1.0, 1.0, last)]
+    trainer = Trainer(Model(), cpu_arguments(tmp_path, 1, optim="sgd", **settings), train_dataset=rows)
+    GuardCallback().attach(trainer)
+    trainer.train()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == saved

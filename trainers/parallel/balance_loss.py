@@ -170,6 +170,13 @@ class BalanceOverRanks:
             return loss
         return loss + float(base_model(self._trainer.model).router_aux_loss_coef) * self._factor * self._latest
 
+    def without_repeated(self, mask_T: Tensor | None, logits_TE: Tensor) -> Tensor | None:
+        """Return the mask of a micro-batch's tokens without samples that Accelerate repeats; `None` for all tokens."""
+        if self._kept is None:
+            return mask_T
+        kept_T = self._kept.mask(len(logits_TE), like=logits_TE.detach().float())
+        return kept_T if mask_T is None else mask_T.to(kept_T.device) * kept_T
+
     def _replacing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
@@ -188,9 +195,7 @@ class BalanceOverRanks:
                 if not abs(switch - expected) <= _SAME * abs(expected):
                     raise _unknown_formula(self._trainer.model)
             self._is_checked = True
-            if self._kept is not None:
-                kept_T = self._kept.mask(len(layers[0].logits_TE), like=layers[0].logits_TE.detach().float())
-                mask_T = kept_T if mask_T is None else mask_T.to(kept_T.device) * kept_T
+            mask_T = self.without_repeated(mask_T, layers[0].logits_TE)
             balance = balance_loss_share(layers, mask_T, sum_over_ranks) * float(self._trainer.args.world_size)
             # A teacher or a reference model has no gradient in training.
             if balance.requires_grad or not self._trainer.model.training:

@@ -13,7 +13,7 @@ from ...plugins import patches
 from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
+from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, loads, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ExpertParallelCallback(TrainerCallback):
         self.expert_parallel_size = expert_parallel_size
         self._axis = ExpertAxis(expert_parallel_size)
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and write the DeepSpeed section; call it before the Trainer is created.
@@ -98,10 +98,7 @@ class ExpertParallelCallback(TrainerCallback):
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        count_as_one_process(trainer)
-        exact = make_exact(trainer)
-        # The model cannot balance the routing of experts on other ranks.
-        exact.rank_balance, exact.shared_axis = None, self._axis
+        count_as_one_process(trainer, self._axis)
         shapes = self._shapes
 
         def with_all_experts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,18 +120,14 @@ class ExpertParallelCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called, or the Trainer's settings do not combine with expert parallelism.
         """
-        if self._trainer is None:
-            rule, fix = "was not attached", "call attach(trainer) before trainer.train()"
-            raise UsageError(ConfigError(where="ExpertParallelCallback", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
         if errors := trainer_errors(self._trainer):
             raise UsageError(errors)
-        engine = self._trainer.deepspeed
-        if not engine.zero_optimization():
-            auto_ep.clip_by_the_whole_norm(engine)
         if self._axis.watch is not None:
             self._axis.watch.remove()
-        self._axis.watch = RouterWatch(auto_ep.moe_layers(engine.module))
-        make_exact(self._trainer).rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
+        self._axis.watch = RouterWatch(auto_ep.moe_layers(self._trainer.deepspeed.module))
+        # The model cannot balance the routing of experts on other ranks.
+        self._trainer.rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
 
 
 class ExpertAxis(Axis):
@@ -149,6 +142,11 @@ class ExpertAxis(Axis):
         """Mark the groups of experts; the Trainer groups parameters by weight decay."""
         auto_ep.mark_expert_groups(optimizer, trainer.model, self._size)
 
+    def correct_clipping(self, engine: Any) -> None:
+        """Clip by the norm over all ranks' experts; ZeRO does so itself."""
+        if not engine.zero_optimization():
+            auto_ep.clip_by_the_whole_norm(engine)
+
     @contextmanager
     def computing_loss(self, trainer: ExactTrainer, model: Any, inputs: Any) -> Iterator[None]:
         """Record the routing of a micro-batch, and add it to the sums for the log."""
@@ -159,8 +157,11 @@ class ExpertAxis(Axis):
         mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
         with self.watch.recording():
             yield
-            if model.training:
-                self.watch.add(self.watch.latest(), mask_T)
+            if model.training and (records := self.watch.latest()):
+                tokens = len(records[0].logits_TE)
+                # A loss may have rearranged the batch.
+                mask_T = mask_T if mask_T is not None and len(mask_T) == tokens else None
+                self.watch.add(records, trainer.rank_balance.without_repeated(mask_T, records[0].logits_TE))
 
     def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
         """Add the figures of the routing since the last log."""
@@ -220,16 +221,9 @@ class RouterWatch:
         return self.latest() if self._returned > seen else []
 
     def add(self, records: list[RoutedTokens], mask_T: Tensor | None) -> None:
-        """Add the records of one micro-batch to the sums since the last log, without waiting for the device.
-
-        A mask of another length is ignored; a loss may have rearranged the batch.
-        """
+        """Add the records of one micro-batch to the sums since the last log, without waiting for the device."""
         import torch
 
-        if not records:
-            return
-        if mask_T is not None and len(mask_T) != records[0].logits_TE.shape[0]:
-            mask_T = None
         # fp64 keeps the counts between two distant logs exact.
         assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
         self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE

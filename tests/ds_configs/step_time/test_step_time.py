@@ -15,7 +15,7 @@ from shardwright.ds_configs.memory.communication import Gathered, default_zero_o
 from shardwright.ds_configs.memory.offload import NVME_BYTES_PER_S, offloaded_step_seconds
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.step_time.communication import Calls, GroupParameters, data_traffic
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.model_work import (
@@ -250,47 +250,6 @@ def test_engine_volumes_match_their_papers():
     ):
         assert volume <= found < 1.1 * volume
     assert 2 * unit <= stage3.gathers_forward == stage3.gathers_backward < 2.4 * unit
-
-
-def test_quantized_collectives_and_secondary_shards_move_less():
-    cluster = parse_hardware("4x8xA100-80GB")
-    base = replace(ZERO3, dp_shard=32)
-
-    def time(zero):
-        return seconds(replace(base, zero=zero), LLAMA_8B, cluster, seq_len_tokens=256).seconds
-
-    plain = time(ZeroOptions())
-    assert time(ZeroOptions(quantized_weights=True)) < plain
-    assert time(ZeroOptions(quantized_gradients=True)) < plain
-    assert time(ZeroOptions(hpz_partition_size=8)) < plain
-    hybrid = Layout(engine="fsdp2", dp_shard=8, dp_replicate=4)
-    flat = Layout(engine="fsdp2", dp_shard=32)
-    assert (
-        seconds(hybrid, LLAMA_8B, cluster, seq_len_tokens=256).seconds
-        < seconds(flat, LLAMA_8B, cluster, seq_len_tokens=256).seconds
-    )
-
-
-def test_recomputation_costs_a_forward_pass_of_recomputed_layers():
-    none, some, every = (
-        seconds(replace(ZERO1, gradient_checkpointing=count != 0, checkpointed_layers=count)) for count in (0, 8, None)
-    )
-    whole = every.terms["recomputation"]
-    assert "recomputation" not in none.terms
-    assert some.terms["recomputation"] == pytest.approx(whole / 4)
-    assert 1.15 < every.seconds / none.seconds < 1.4
-
-
-def test_offload_and_frozen_weights_cost_their_copies():
-    plain, host, both = (
-        seconds(replace(ZERO3, offload_optimizer=one, offload_param=two)).seconds
-        for one, two in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-    )
-    assert plain < host < both
-    cluster = parse_hardware("8xA100-80GB", nvme="/nvme:8TB")
-    assert both < seconds(replace(ZERO3, offload_optimizer="nvme", offload_param="nvme"), hardware=cluster).seconds
-    lora = seconds(ZERO1, method="lora")
-    assert lora.terms["matrix_products"] < 0.75 * seconds(ZERO1).terms["matrix_products"]
 
 
 def test_ranks_of_a_node_share_the_bandwidth_of_its_host():

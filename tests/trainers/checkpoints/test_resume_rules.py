@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from engine_settings import cpu_arguments
+from shardwright.trainers.checkpoints.record import run_facts
 from shardwright.trainers.checkpoints.resume import compared, layout_name, saved_layout
+from small_models import llama
 from transformers import Trainer
 
 
@@ -24,6 +26,41 @@ def test_other_world_size_continues_if_states_are_complete_or_resharded(engine):
     errors, (warning,) = compared({"engine": engine, "world_size": 4}, {"engine": engine, "world_size": 2})
     assert not errors
     assert warning.startswith("resume: world_size was 4 and is now 2: the random states of the ranks")
+
+
+def facts_of(directory: Path, *, samples: int = 8, width: int = 16, frozen: bool = False, **arguments: Any) -> Any:
+    model = llama(hidden_size=width, vocab_size=64)
+    model.lm_head.requires_grad_(not frozen)
+    rows: Any = [{"input_ids": torch.arange(4) + index} for index in range(samples)]
+    common = {"max_steps": 8, "gradient_accumulation_steps": 2, "warmup_steps": 1, "learning_rate": 1e-3}
+    return run_facts(Trainer(model, cpu_arguments(directory, 2, **(common | arguments)), train_dataset=rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        *(({name: value}, name) for name, value in (("learning_rate", 2e-3), ("weight_decay", 0.5), ("seed", 7))),
+        *(({"data_seed": 7}, "seed"), ({"bf16": True}, "precision"), ({"optim": "sgd"}, "optimizer")),
+        *(({name: 0.5}, "optimizer") for name in ("adam_beta1", "adam_beta2", "adam_epsilon")),
+        *(({"lr_scheduler_type": "cosine"}, "schedule"), ({"warmup_steps": 3}, "schedule")),
+        *(({"gradient_accumulation_steps": 4}, "global_batch_size"), ({"samples": 9}, "data")),
+        *(({"frozen": True}, "trained"), ({"width": 32}, "model")),
+    ],
+)
+def test_a_setting_that_the_completed_steps_depend_on_may_not_change(
+    changes: dict[str, Any], fact: str, tmp_path: Path
+) -> None:
+    before, after = facts_of(tmp_path), facts_of(tmp_path, **changes)
+    assert compared(before, before) == ([], [])
+    assert [error.where for error in compared(before, after)[0]] == [f"resume: {fact}"]
+
+
+def test_what_only_later_steps_use_may_change_with_a_warning(tmp_path: Path) -> None:
+    before = facts_of(tmp_path)
+    later = {"max_steps": 9, "max_grad_norm": 0.5, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    errors, warnings = compared(before, facts_of(tmp_path, **later))
+    assert not errors
+    assert [text.split()[1] for text in warnings] == ["max_grad_norm", "max_steps", "micro_batch_size"]
 
 
 COMMON = (

@@ -18,8 +18,10 @@ EXACT = 2e-6
 """Largest difference of a loss, in nats: one number to six digits."""
 
 
-def test_evaluate_command_matches_trainer_loss(tmp_path: Path) -> None:
-    make_model("llama", {}).save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_evaluate_command_matches_trainer_loss(family: str, tmp_path: Path) -> None:
+    """Transformers derives from the class whether a loss shifts labels, and misses GPT-2."""
+    make_model(family, {}).save_pretrained(tmp_path)
     words = Tokenizer(models.WordLevel({str(index): index for index in range(VOCAB_SIZE)}, "0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     rows = [{name: row["input_ids"].tolist() for name in row} for row in samples()[-EVALUATED:]]
@@ -27,7 +29,7 @@ def test_evaluate_command_matches_trainer_loss(tmp_path: Path) -> None:
     found = shardwright.evaluate(str(tmp_path), text=windows, device="cpu").model
     loss = found.loss_nats_per_token.value
     for batch_size in (1, 3, 7):
-        trainer, _, _ = make_trainer(Case(layout="single"), tmp_path / "out")
+        trainer, _, _ = make_trainer(Case(layout="single", model=family), tmp_path / "out")
         trainer.args.per_device_eval_batch_size = batch_size
         evaluated = [{**row, "labels": row["input_ids"]} for row in samples()[-EVALUATED:]]
         assert trainer.evaluate(evaluated)["eval_loss"] == pytest.approx(loss, abs=EXACT)

@@ -10,7 +10,7 @@ import pytest
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat
 from shardwright.trainers.data.samples import load_samples
-from shardwright.trainers.data.templates import CHAT_TEMPLATES, end_turns, set_chat_template, turn_end
+from shardwright.trainers.data.templates import CHAT_TEMPLATES, end_turns, set_chat_template, turn_end, with_turn_end
 
 END = "<|im_end|>"
 THINKING = """\
@@ -82,8 +82,9 @@ def answers(made: Any, ids: list[int], labels: list[int]) -> str:
         (ALWAYS_DROPPED, [user("q"), said("<think>x</think>A"), user("q"), said("<think>y</think>B")],
          f"A{END}|B{END}"),
         (MARKED, [user("q"), said("<think>x</think>A"), user("u"), said("B")], f"A{END}|{CLOSED}B{END}"),
+        (THINKING, [user("q"), said("x<|endoftext|>y")], f"{CLOSED}x<|endoftext|>y{END}"),
     ],
-    ids=["no thoughts", "thoughts", "tools", "answer first", "header in a question", "equal answers", "r1", "marked"],
+    ids=["no thoughts", "thoughts", "tools", "answer first", "header asked", "equal answers", "r1", "marked", "quoted"],
 )  # fmt: skip
 def test_answers_are_labelled_as_the_complete_rendering_has_them(template: str, turns: Any, expected: str) -> None:
     made = tokenizer(template)
@@ -142,6 +143,11 @@ def test_generation_ends_where_the_template_ends_an_answer(
     before, token = made.eos_token_id, None if end is None else made.convert_tokens_to_ids(end)
     assert end_turns(made) == turn_end(made)[1] == token
     assert made.eos_token_id == (before if token is None else token)
+    # What padded, the former end of a sequence, still does: otherwise padding would end turns.
+    assert token in (None, before) or made.pad_token_id == before
+    for known, further in ((None, [token]), (before, [before, token]), ([5, before], [5, before, token])):
+        ends = list(dict.fromkeys(further))
+        assert token is None or with_turn_end(known, token) == (ends[0] if len(ends) == 1 else ends)
     assert caplog.text.count("templates.py") == (token != before)
 
 

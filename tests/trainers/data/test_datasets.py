@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwright.trainers.data.templates import CHAT_TEMPLATES, set_chat_templat
 END = "<|endoftext|>"
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}"
+    "{% if 'tool_calls' in m %}{{ m['tool_calls'] | length }}{% endif %}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
@@ -114,6 +116,7 @@ def test_plain_text_is_joined_and_split_without_loss(tmp_path: Path) -> None:
     assert found.statistics.rows == 12 and found.statistics.kind == "text"
     assert {len(sample["input_ids"]) for sample in found.train + found.evaluation} == {32}
     assert all(sample["labels"] == sample["input_ids"] for sample in found.train)
+    assert all(sample["labels"] is not sample["input_ids"] for sample in found.train), "masking would change tokens"
     joined = texts(made, found.train)
     kept = [text for text in written if text[:20] in joined]
     whole = "".join(f"<s>{text}{END}" for text in kept)
@@ -124,11 +127,12 @@ def test_plain_text_is_joined_and_split_without_loss(tmp_path: Path) -> None:
 
 
 def test_unpacked_text_keeps_the_last_piece_of_each_document(tmp_path: Path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", [{"text": "abcdefg"}, {"text": "xyz"}, {"text": "  "}])
+    """A last piece of one token, which predicts nothing, is dropped."""
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ("abcdefg", "mnop", "xyz", "  ")])
     made = tokenizer()
     found = load_samples(source, made, seq_len=4, packing=False, evaluation_fraction=0)
-    assert [made.decode(sample["input_ids"]) for sample in found.train] == ["abcd", f"efg{END}", f"xyz{END}"]
-    assert found.statistics.empty_rows == 1
+    assert [made.decode(sample["input_ids"]) for sample in found.train] == ["abcd", f"efg{END}", "mnop", f"xyz{END}"]
+    assert (found.statistics.rows, found.statistics.empty_rows) == (4, 1)
 
 
 def test_every_file_format_gives_the_same_samples(tmp_path: Path) -> None:
@@ -139,13 +143,16 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.json").write_text(json.dumps(rows))
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    # Spreadsheets begin a CSV file with a byte order mark.
+    (tmp_path / "d.csv").write_text("\n".join(["text", *(row["text"] for row in rows)]), encoding="utf-8-sig")
     for index, row in enumerate(rows):
         folder = tmp_path / "texts"
         folder.mkdir(exist_ok=True)
         (folder / f"{index}.txt").write_text(row["text"])
     made = tokenizer()
     found = [
-        load_samples(str(tmp_path / name), made, seq_len=16) for name in ("a.jsonl", "b.json", "c.parquet", "texts")
+        load_samples(str(tmp_path / name), made, seq_len=16)
+        for name in ("a.jsonl", "b.json", "c.parquet", "d.csv", "texts")
     ]
     assert all(other.train == found[0].train and other.evaluation == found[0].evaluation for other in found)
     assert load_samples(f"{tmp_path / 'a.jsonl'}#3", made, seq_len=8).statistics.rows == 3
@@ -162,6 +169,10 @@ def test_conversations_and_completions_make_one_sample_each(tmp_path: Path) -> N
         [f"Hello.{END}", f"Ü 42{END}"],
         [f"Hello.{END}"],
     ]
+    assert turns.statistics.train_labels == len("Hello.Ü 42Hello.".encode()) + 3
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    other = [{"from": speakers[turn["role"]], "value": turn["content"], "tool_calls": None} for turn in CHAT]
+    assert load_turns(tmp_path, [{"conversations": other}], evaluation_fraction=0).train == turns.train[:1]
     pairs = load_turns(tmp_path, [{"prompt": "a", "completion": "b"}], evaluation_fraction=0)
     assert labelled_text(made, **by_name(pairs.train[0])) == [f"b{END}"]
     chats = load_turns(tmp_path, [{"prompt": CHAT[:4], "completion": CHAT[4:]}], evaluation_fraction=0)
@@ -176,13 +187,23 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "x" * 300}, {"role": "assistant", "content": "late"}]
     found = load_turns(tmp_path, [{"messages": CHAT}, {"messages": long}], seq_len=128, evaluation_fraction=0)
     assert (found.statistics.unlabelled_rows, found.statistics.cut_rows, len(found.train)) == (1, 1, 1)
+    (sample,) = found.train
+    exact = load_turns(tmp_path, [{"messages": CHAT}], seq_len=len(sample["input_ids"]), evaluation_fraction=0)
+    assert (exact.statistics.cut_rows, exact.train) == (0, found.train)
+    # Nothing predicts the first token, so a row with no other label is not a sample.
+    made = tokenizer("{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}")
+    said = [{"messages": [{"role": "assistant", "content": content}]} for content in ("a", "bc")]
+    source = write_rows(tmp_path / "r.jsonl", said)
+    assert load_samples(source, made, seq_len=8, evaluation_fraction=0).statistics.unlabelled_rows == 1
     with pytest.raises(UsageError, match="every label is masked: no row of 1 has text of the assistant"):
         load_turns(tmp_path, [{"messages": long}], seq_len=128)
 
 
 @given(st.lists(st.integers(0, 40), min_size=2, max_size=60), st.integers(0, 3), st.floats(0.01, 0.9))
 def test_training_and_evaluation_set_share_no_row(tmp_path_factory: Any, words: list[int], seed: int, share: float):
-    rows = [{"prompt": f"p{word}", "completion": "c"} for word in words]
+    # Equal rows, with their columns in any order, are on one side.
+    pairs = [[("prompt", f"p{word}"), ("completion", "c")] for word in words]
+    rows = [dict(pair[:: (-1) ** index]) for index, pair in enumerate(pairs)]
     path = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", rows)
     made = tokenizer()
     found, again = (load_samples(path, made, seq_len=64, seed=seed, evaluation_fraction=share) for _ in range(2))
@@ -190,6 +211,16 @@ def test_training_and_evaluation_set_share_no_row(tmp_path_factory: Any, words: 
     assert not kept & held_out and len(found.train) + len(found.evaluation) == len(rows)
     assert (again.train, again.evaluation) == (found.train, found.evaluation)
     assert bool(held_out) == (len(set(words)) > 1)
+    # The requested share, exceeded by less than one group of equal rows, while any other row is left to train on.
+    wanted = max(1, round(len(rows) * share))
+    assert len(found.evaluation) >= wanted or len(kept) == 1
+    assert len(found.evaluation) < wanted + max(Counter(words).values())
+
+
+def test_the_seed_selects_the_evaluation_set(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"p{index}", "completion": "c"} for index in range(40)])
+    sides = [load_samples(path, tokenizer(), seq_len=64, seed=seed, evaluation_fraction=0.5) for seed in (0, 1)]
+    assert sides[0].evaluation != sides[1].evaluation and len(sides[0].evaluation) == len(sides[1].evaluation) == 20
 
 
 def test_single_document_is_split_into_two_parts(tmp_path: Path) -> None:
@@ -206,6 +237,7 @@ def test_single_document_is_split_into_two_parts(tmp_path: Path) -> None:
         ("a.jsonl", '{"body": "a", "id": 1}\n', "needs a column text, .*has body, id"),
         ("a.jsonl", '{"text": ""}\n{"text": null}\n', "none of its 2 rows has text"),
         ("a.jsonl", "", "has no rows"),
+        ("a.csv", "text,id\none\n", r"a\.csv:2: must have 2 values, like the first line"),
         ("a.jsonl", '{"text": "ab"}\n', "shorter than one sample of seq_len = 64"),
         ("a.xlsx", "text\na\n", "a dataset file ends in"),
     ],

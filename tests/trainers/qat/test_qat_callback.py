@@ -53,6 +53,19 @@ class TestOptions:
         with pytest.raises(UsageError, match="training ends at step 4, before anything is rounded"):
             trainer(tiny(), tmp_path, QATCallback(SCHEME, start_step=4)).train()
 
+    def test_observed_ranges_are_fixed_from_the_freeze_step_on(self, tmp_path: Path) -> None:
+        callback, bounds = QATCallback("W8A8_STATIC", ranges="minmax", freeze_step=2), []
+
+        class Reader(TrainerCallback):
+            def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+                bounds.append([each.bounds for each in callback.attachment.ranges.values()])
+                # Inputs of every later step are outside of the ranges so far.
+                model.model.embed_tokens.weight.data *= 10
+                model.model.layers[0].input_layernorm.weight.data *= 10
+
+        trainer(tiny(), tmp_path, callback, Reader()).train()
+        assert bounds[0] != bounds[1] == bounds[2] == bounds[3]
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,42 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     assert {"torch", "transformers", "deepspeed"} <= found.versions.keys()
     shown = capsys.readouterr().err
     assert "tensors (peak allocated)" in shown and "written to" in shown
+
+
+@pytest.mark.parametrize(("axes", "share"), [({}, 1.0), ({"tp": 2}, 0.5), ({"sp": 2}, None)])
+def test_positions_count_what_the_model_reads_once(
+    axes: dict[str, int], share: float | None, planned: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Ranks of a tensor-parallel group read the same samples; shards of a sequence are not counted."""
+    from shardwright.trainers.runs.clock import StepClock
+
+    plan = Plan.load(planned)
+    chosen = replace(plan.chosen, layout=replace(plan.chosen.layout, **axes))
+    trainer = trainer_of(tiny_llama, tmp_path, [], logging_steps=2)
+    StepClock(replace(plan, chosen=chosen), tokens_of=lambda steps: 4 * SEQ_LEN * steps).follow(trainer)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    assert len(logged) == 2
+    for entry in logged:
+        positions = None if share is None else pytest.approx(share * entry["tokens_per_second"])
+        assert entry.get("positions_per_second") == positions
+
+
+def test_logging_and_saving_are_no_part_of_a_step(planned: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    from shardwright.trainers import PlanCallback
+    from transformers import TrainerCallback
+
+    class Slow(TrainerCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.3)
+
+        on_save = on_log
+
+    trainer = trainer_of(tiny_llama, tmp_path, [Slow()], logging_steps=1, save_strategy="steps", save_steps=1)
+    PlanCallback(planned).attach(trainer)
+    trainer.train()
+    seconds = [entry["step_seconds"] for entry in trainer.state.log_history if "step_seconds" in entry]
+    assert len(seconds) == 4 and min(seconds[1:]) < 0.3
 
 
 def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from planning import public_model
 from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.trainers.checkpoints.record import flushed_records, planned_facts, write_record
 from shardwright.trainers.runs.inputs import check_resumption
+from shardwright.trainers.runs.ranks import trained_tokens
 
 FACTS = {"engine": "ddp", "max_steps": 6}
 
@@ -31,6 +33,26 @@ def test_a_damaged_checkpoint_is_no_reason(tmp_path: Path) -> None:
     file = saved(tmp_path, 6)
     file.write_bytes(bytes(file.stat().st_size))
     check_resumption(tmp_path, FACTS, steps=6)
+
+
+@pytest.mark.parametrize(("step", "steps", "outcome"), [(6, 6, "done"), (4, 6, ""), (6, 8, ""), (4, 5, "")])
+def test_only_a_run_without_further_steps_is_complete(step: int, steps: int, outcome: str, tmp_path: Path) -> None:
+    saved(tmp_path, step)
+    finished = check_resumption(tmp_path, FACTS | {"max_steps": steps}, steps=steps)
+    assert (finished is not None) == (outcome == "done")
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [(0, 0), (2, 1600), (3, 2000), (4, 2800), (6, 4000)])
+def test_the_last_step_of_an_epoch_has_the_remaining_tokens(steps: int, tokens: int) -> None:
+    assert trained_tokens(8, steps, samples=20, tokens=2000) == tokens
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_run_with_fewer_steps_than_the_checkpoint_is_rejected(step: int, tmp_path: Path) -> None:
+    """The rates of its checkpoint belong to the schedule of the longer run."""
+    saved(tmp_path, step)
+    with pytest.raises(UsageError, match=r"all 4 steps are done, in a run of 6 steps"):
+        check_resumption(tmp_path, FACTS | {"max_steps": 4}, steps=4)
 
 
 @pytest.mark.parametrize(
