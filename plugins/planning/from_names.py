@@ -23,7 +23,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors
+from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ..releases import transformers_release
@@ -89,7 +89,12 @@ def plan(
     if errors:
         raise UsageError(errors)
     with collecting(errors):
-        cluster = _cluster(hardware, sizes)
+        if isinstance(hardware, HardwareSpec):
+            cluster, rule, fix = hardware, "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
+            stated = {name: value for name, value in sizes.items() if value is not None}
+            errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]
+        else:
+            cluster = read_hardware(str(hardware), **sizes)
     with collecting(errors):
         job = checked_job(job, fields, tell)
     if errors or job is None:
@@ -130,16 +135,6 @@ def plan(
     )
 
 
-def _cluster(hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any]) -> HardwareSpec:
-    if not isinstance(hardware, HardwareSpec):
-        return read_hardware(str(hardware), **sizes)
-    rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
-    stated = {name: value for name, value in sizes.items() if value is not None}
-    if errors := [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]:
-        raise UsageError(errors)
-    return hardware
-
-
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
     """Return `job`, or the job with these fields, of which second models may be names.
 
@@ -168,6 +163,7 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
                     tell(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
+        errors += job_errors(made)
     if errors or made is None:
         raise UsageError(errors)
     return made

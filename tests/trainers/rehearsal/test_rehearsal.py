@@ -24,8 +24,13 @@ from shardwright.trainers.rehearsal.checks import (
     check_resumed,
     check_training,
 )
-from shardwright.trainers.rehearsal.cpu_substitutes import OWN_ARGUMENTS, cpu_accelerate, cpu_arguments, cpu_deepspeed
-from shardwright.trainers.rehearsal.files import choose_ranks
+from shardwright.trainers.rehearsal.files import (
+    OWN_ARGUMENTS,
+    choose_ranks,
+    cpu_accelerate,
+    cpu_arguments,
+    cpu_deepspeed,
+)
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
