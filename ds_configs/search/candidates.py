@@ -123,7 +123,7 @@ def layouts_to_search(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
                     left = max(1, hardware.world_size // prod(size for axis, size in axes.items() if axis != "ep"))
                     shards = max(1, left // base.dp_replicate)
                     sizes = {"dp_replicate": left} if base.dp_shard == 1 else {"dp_shard": shards}
-                    layouts.append(replace(base, **axes | sizes))
+                    layouts.append(base.changed(**axes, **sizes))
     legal = [layout for layout in layouts if layout is not None]
     if not quantized:
         return legal

@@ -12,7 +12,7 @@ from planning import llama, public_model
 from published_steps import gpt, published_steps
 from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
-from shardwright.ds_configs.memory.offload import NVME_BYTES_PER_S, offloaded_step_seconds
+from shardwright.ds_configs.memory.host import NVME_BYTES_PER_S, offloaded_step_seconds
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
