@@ -210,26 +210,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     )
 
 
-def complexity(layout: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
-    """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
-
-    Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
-    about which a plan knows least. Axes come next: a stock Trainer runs everything else.
-    """
-    devices = (layout.offload_optimizer, layout.offload_param)
-    mechanisms = (
-        *(device != "none" for device in devices),
-        "nvme" in devices,
-        layout.gradient_checkpointing,
-        layout.tiled_mlp,
-        layout.offloaded_checkpoints > 0,
-        layout.zero.hpz_partition_size > 1,
-        layout.engine == "fsdp2" and layout.dp_replicate > 1,
-        chunked_loss,
-    )
-    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
-    offloads, axes = devices != ("none", "none"), len(layout.axes)
-    return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2"
+Complexity = tuple[bool, int, int, int, bool, bool]
 
 
 STEP_TOKENS = 16_384
@@ -325,9 +306,27 @@ class Candidate:
         return float(f"{self.time.tokens_per_second:.9g}")
 
     @cached_property
-    def complexity(self) -> tuple[bool, int, int, int, bool, bool]:
-        """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
-        return *complexity(self.layout, chunked_loss=self.job.loss == "chunked"), self.lean
+    def complexity(self) -> Complexity:
+        """Sort key: offloaded states, numbers of axes and mechanisms, sharding stage, FSDP2, buffers below defaults.
+
+        Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
+        about which a plan knows least. Axes come next: a stock Trainer runs everything else.
+        """
+        layout = self.layout
+        devices = (layout.offload_optimizer, layout.offload_param)
+        mechanisms = (
+            *(device != "none" for device in devices),
+            "nvme" in devices,
+            layout.gradient_checkpointing,
+            layout.tiled_mlp,
+            layout.offloaded_checkpoints > 0,
+            layout.zero.hpz_partition_size > 1,
+            layout.engine == "fsdp2" and layout.dp_replicate > 1,
+            self.job.loss == "chunked",
+        )
+        stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+        offloads, axes = devices != ("none", "none"), len(layout.axes)
+        return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2", self.lean
 
     def with_recomputed(self, layers: int | None) -> Candidate:
         """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
