@@ -1,8 +1,8 @@
 """Starts on several machines: over ssh, one launcher on each host of a hostfile, or as a job of SLURM.
 
-All launchers end with the command that started them. The hostfile has DeepSpeed's format (`deepspeed/launcher/runner.py`,
-0.19.8): one line `HOST slots=N` per machine. Hosts need the plan's directory and this Python environment under the same
-paths, as on a shared file system.
+All launchers end with the command that started them. The hostfile has the format of DeepSpeed 0.19.8
+(`deepspeed/launcher/runner.py`): one line `HOST slots=N` per machine. Hosts need the plan's directory and this Python
+environment under the same paths, as on a shared file system.
 """
 
 from __future__ import annotations
