@@ -363,10 +363,13 @@ class SequenceAxis(Axis):
 
 
 def _check_samples(batches: list[Any], attention: str) -> None:
-    errors = attention_errors(attention=attention, mask_dimensions=mask_dimensions(batches))
+    errors = attention_errors(attention=attention)
     if not errors:
         left_padded, packed = padding_and_packing(batches)
         samples = max((len(example_of(batch)) for batch in batches), default=1)
-        errors = sample_errors(left_padded=left_padded, packed=packed, attention=attention, samples=samples)
+        masks = mask_dimensions(batches)
+        errors = sample_errors(
+            mask_dimensions=masks, left_padded=left_padded, packed=packed, attention=attention, samples=samples
+        )
     if errors:
         raise UsageError(errors)
