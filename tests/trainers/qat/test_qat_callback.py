@@ -113,6 +113,13 @@ class TestOptimizer:
         model, settings = tiny(), arguments(tmp_path)
         callback = QATCallback(SCHEME, weight_rule="learned")
         scales = callback.prepare(settings, model).parameters
+        # LSQ starts at 2 · mean |w| / √7, LSQ+ at the range of the weights, here in groups of 16.
+        groups = model.model.layers[0].self_attn.q_proj.weight.detach().view(32, 2, 16)
+        assert torch.allclose(scales[0], 2 * groups.abs().mean(-1) / 7**0.5)
+        asymmetric = attach(tiny(), QATConfig(scheme=changed(SCHEME, symmetric=False), weight_rule="learned"))
+        low, high = groups.amin(-1), groups.amax(-1)
+        assert torch.allclose(asymmetric.parameters[0], (high - low) / 15)
+        assert torch.equal(asymmetric.parameters[1], (-8 - low / ((high - low) / 15)).round().clamp(-8, 7))
         before = [scale.detach().clone() for scale in scales]
         mine = torch.optim.SGD(model.parameters(), lr=0.1)
         Trainer(model, settings, optimizers=(mine, None), train_dataset=rows(), callbacks=[callback]).train()

@@ -179,6 +179,15 @@ def test_merged_lora_is_what_was_trained(tmp_path, reload_here):
         torch.testing.assert_close(own, live, rtol=0, atol=1e-5)
 
 
+def test_tensors_that_loaders_keep_in_fp32_are_stored_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"input_layernorm"})
+    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options={"stored_dtype": "bfloat16"})
+    callback.export(trainer, tmp_path / "out", verify=False)
+    norms = {name: tensor.dtype for name, tensor in stored(tmp_path / "out").items() if "norm" in name}
+    kept = {name: torch.float32 if "input_layernorm" in name else torch.bfloat16 for name in norms}
+    assert norms == kept and len(norms) == 5
+
+
 def test_classifier_is_verified_by_its_own_class(tmp_path, reload_here):
     model = small_model(made_by=LlamaForSequenceClassification, num_labels=3, pad_token_id=0)
     trainer, callback = trained(model, "W4A16", tmp_path, labels=1)
