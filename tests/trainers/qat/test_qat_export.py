@@ -97,6 +97,8 @@ CASES = {
     "W4A16": ("W4A16", torch.bfloat16, {}),
     "W8A8": ("W8A8", torch.bfloat16, {}),
     "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
+    "ternary": ("W2A16", torch.float32, {"weight_rule": "ternary"}),
+    "binary": ("W2A16", torch.bfloat16, {"weight_rule": "binary"}),
     "percentile": ("W8A8_STATIC", torch.bfloat16, {"ranges": "percentile"}),
 }
 
@@ -116,6 +118,8 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
     seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding.quantization)
     assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)
     assert not any("learned" in name for name in stored(tmp_path / "out"))
+    if case in ("ternary", "binary"):
+        assert {len(row.unique()) for row in seen} == {3 if case == "ternary" else 2}
 
 
 def test_fresh_process_verifies_the_checkpoint(tmp_path):
