@@ -47,7 +47,8 @@ def trainer(model: Any, directory: Path, *callbacks: Any, **changes: Any) -> Tra
 
 class TestOptions:
     def test_steps_are_counted_once_rounding_starts(self, tmp_path: Path) -> None:
-        callback = QATCallback(SCHEME, start_step=1)
+        callback = QATCallback("W4A16", group_size=16, start_step=1)
+        assert callback.config.scheme.weights == SCHEME.weights
         trainer(tiny(), tmp_path, callback, gradient_accumulation_steps=2).train()
         assert callback.attachment.state.trained_steps == 3
         with pytest.raises(UsageError, match="training ends at step 4, before anything is rounded"):

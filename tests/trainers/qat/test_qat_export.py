@@ -104,8 +104,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
+def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here, monkeypatch):
     scheme, dtype, options = CASES[case]
+    # A model without a name has no directory: nothing is copied from the one where the program runs.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("another model's")
     trainer, callback = trained(small_model(dtype), scheme, tmp_path, callback_options=options)
     result = callback.export(trainer, tmp_path / "out", probe=PROBE)
     assert result.largest_weight_difference == 0.0
@@ -118,6 +121,7 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
     seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding.quantization)
     assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)
     assert not any("learned" in name for name in stored(tmp_path / "out"))
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
     if case in ("ternary", "binary"):
         assert {len(row.unique()) for row in seen} == {3 if case == "ternary" else 2}
 
