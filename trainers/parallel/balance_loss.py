@@ -120,10 +120,10 @@ class BalanceOverRanks:
     """
 
     def __init__(self, trainer: Trainer, records: Callable[[], Sequence[RoutedTokens]] | None = None) -> None:
-        self._trainer, self._records = trainer, records
-        self._is_checked = False
         from transformers import Trainer as Stock
 
+        self._trainer, self._records = trainer, records
+        self._is_checked = False
         kind = own_class(trainer)
         above = takewhile(lambda base: base is not Stock, kind.__mro__)
         methods = [method for base in above for method in vars(base).values() if inspect.isfunction(method)]
