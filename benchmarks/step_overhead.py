@@ -19,7 +19,7 @@ from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, set_seed
 
 TURNS, STEPS, WARM, ALLOWED = 10, 16, 3, 1.01
 SEQ_LEN, MICRO_BATCH_SIZE, VOCAB_SIZE = 256, 4, 4096
@@ -55,6 +55,7 @@ def run(directory: str, *, exact: bool) -> tuple[list[float], list[float]]:
     }
     layout = Layout(engine="ddp", dp_replicate=RANKS) if RANKS > 1 else Layout(engine="single")
     trainer = parallelism_of(layout).make_trainer(**given) if exact else Trainer(**given)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = [after - before for before, after in zip(times.began, times.began[1:], strict=False)]
