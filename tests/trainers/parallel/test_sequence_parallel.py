@@ -56,7 +56,6 @@ LEGAL: dict[str, Any] = {
         ),
         ({"attention": "eager", "offered_attention": []}, "attn_implementation", "use another model"),
         ({"attention": "flex_attention"}, "attn_implementation", "requires a mask"),
-        ({"mask_dimensions": 4}, "attention_mask", "must have at most 2 dimensions"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "sp", "linear_attention layers carry a state"),
         ({"model_type": "mamba2"}, "sp", "mamba2 layers carry a state"),
         ({"model_type": "doge"}, "sp", "doge does not use the attention registry"),

@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ....ds_configs.legality.axes import context_parallel_errors
+from ....ds_configs.legality.axes import context_parallel_errors, sample_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine, Layout
-from ....ds_configs.specs.model import ModelTraits
 from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import own_class
@@ -166,15 +165,8 @@ class ContextParallelCollator:
 
         batch = dict(self.collator(rows))
         left_padded, packed = padding_and_packing([batch])
-        errors = context_parallel_errors(
-            ModelTraits(),
-            Layout(engine="fsdp2", cp=self.context_parallel_size),
-            world_size=self.context_parallel_size,
-            mask_dimensions=mask_dimensions([batch]),
-            left_padded=left_padded,
-            packed=packed,
-        )
-        if errors:
+        masks = mask_dimensions([batch])
+        if errors := sample_errors(mask_dimensions=masks, left_padded=left_padded, packed=packed):
             raise UsageError(errors)
         samples, tokens = batch["input_ids"].shape
         mask = batch.pop(ATTENTION_MASK, None)
