@@ -11,9 +11,9 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
 from ..specs.second_models import SecondModel, SecondModelRole
-from ..specs.terms import Term
+from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from .activations import UnknownFamilyError, attention_of, estimate_activations
+from .activations import attention_of, estimate_activations
 from .communication import forward_gathered_elements
 from .moments import Moment, Terms, at_moments
 from .rank_parameters import NF4_BYTES
@@ -24,8 +24,10 @@ TERMS = tuple(
     for term in (
         Term(
             f"{role}_weights",
-            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit",
+            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
+            "in pinned blocks",
             role="weights",
+            offloads=True,
         ),
         Term(
             f"{role}_gathered",
@@ -48,14 +50,8 @@ TERMS = tuple(
             role="buckets",
         ),
         Term(f"{role}_targets", f"ids and log-probabilities of a cached {role}'s likeliest tokens", role="activations"),
-        Term(
-            f"offloaded_{role}",
-            f"the frozen {role} in host memory, sharded over the ranks, in pinned blocks",
-            role="weights",
-            lives_on="host",
-        ),
         Term(f"{role}_cache_reads", f"cached {role} outputs of one micro-batch", lives_on="host"),
-        Term(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
+        StepTerm(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
     )
 )
 
@@ -139,17 +135,16 @@ def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
     """
     tokens, sizes = layout.micro_batch_size * job.seq_len_tokens, spec.dimensions
     residual = 2 * job.compute_bytes * tokens * sizes.hidden_size
-    try:
-        traced = estimate_activations(
-            family=spec.model_type,
-            release=spec.release,
-            dimensions=sizes,
-            micro_batch_size=layout.micro_batch_size,
-            seq_len_tokens=job.seq_len_tokens,
-            mode="fp32" if job.precision == "fp32" else "bf16",
-            attention=attention_of(spec, job.seq_len_tokens),
-        )
-    except UnknownFamilyError:
+    traced = estimate_activations(
+        family=spec.model_type,
+        release=spec.release,
+        dimensions=sizes,
+        micro_batch_size=layout.micro_batch_size,
+        seq_len_tokens=job.seq_len_tokens,
+        mode="fp32" if job.precision == "fp32" else "bf16",
+        attention=attention_of(spec, job.seq_len_tokens),
+    )
+    if traced is None:
         experts = sizes.experts_per_token * sizes.expert_intermediate_size
         widths = 4 * sizes.hidden_size + 2 * sizes.query_size + 2 * sizes.key_value_size
         widest = widths + 3 * max(sizes.intermediate_size, experts)
@@ -181,11 +176,11 @@ def second_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJo
     """
     spec, placement, width = second.spec, second.planned_placement, job.compute_bytes
     if placement == "offloaded" and layout.world_size == 1:
-        return {f"offloaded_{second.role}": width * spec.parameter_count}
+        return {f"{second.role}_weights": width * spec.parameter_count}
     if placement == "offloaded":
         shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
         pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
-        return {f"offloaded_{second.role}": ranks * pinned}
+        return {f"{second.role}_weights": ranks * pinned}
     if placement == "cached":
         tokens = layout.micro_batch_size * job.seq_len_tokens
         return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
