@@ -376,15 +376,13 @@ def _unused_errors(
     app: App, tokens: Sequence[str], unused: Sequence[str], known: Mapping[str, Argument]
 ) -> list[ConfigError]:
     """Return errors for unknown flags of a command line, or for a word that no parameter accepts."""
-    from ..ds_configs.specs.settings import not_covered
-
     flags = [token.partition("=")[0] for token in unused if token.startswith("--") and len(token) > 2]
     if not flags:
         rule = "is an unexpected argument"
         return [ConfigError(where=token, rule=rule, fix=REMOVED.get(token, "")) for token in unused[:1]]
     errors = []
     for flag in flags:
-        rule, fix = "is not an option", not_covered(flag) or meant(flag, known, flag=True)
+        rule, fix = "is not an option", meant(flag, known, flag=True)
         if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
             rule = f"is not an option of {tokens[0]}"
         fix = fix or suggested(flag, known, flag=True) or "see --help"

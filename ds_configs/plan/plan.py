@@ -296,12 +296,6 @@ def trial_dict(trial: Trial) -> dict[str, Any]:
     return asdict(trial) | {"layout": layout_dict(trial.layout)}
 
 
-def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Trial` from its JSON values."""
-    layout = {name: value for name, value in values["layout"].items() if name != "label"}
-    return {**values, "layout": layout}
-
-
 def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     memory = evaluated.memory
     host = asdict(memory.host)
@@ -353,7 +347,10 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
             "versions": list(data["versions"].items()),
             "activations": data.get("activations", "stored"),
             "command": data.get("command", ""),
-            "trials": [trial_values(trial) for trial in data.get("trials", [])],
+            "trials": [
+                trial | {"layout": {key: value for key, value in trial["layout"].items() if key != "label"}}
+                for trial in data.get("trials", [])
+            ],
             "learned_from": data.get("learned_from", []),
         }
         # Keys of another release that are ignored would change the run. Dataclasses inherit the setting from a list.
@@ -362,7 +359,13 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
         if not details:
             return plan
     except ValidationError as error:
-        details = {_json_keys(item["loc"][1:]): rule_of(item) for item in error.errors(include_url=False)}
+        details = {}
+        for item in error.errors(include_url=False):
+            keys = item["loc"][1:]
+            # The candidate, by which a layout's keys begin.
+            start = {"chosen": 1, "rejected": 2}.get(str(keys[0]), 0) if keys else 0
+            field = next((field for field in _JSON_KEYS if keys[start : start + len(field)] == field), ())
+            details[keys[:start] + _JSON_KEYS.get(field, ()) + keys[start + len(field) :]] = rule_of(item)
     except KeyError as error:
         details = {(): f"missing {error}"}
     except (TypeError, AttributeError, ValueError) as error:
@@ -389,13 +392,6 @@ _JSON_KEYS = {
     ("placements",): (),
 }
 """Keys of `plan.json` for the fields of a plan or, without `chosen`, of a layout."""
-
-
-def _json_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    start = {"chosen": 1, "rejected": 2}.get(str(loc[0]), 0) if loc else 0
-    layout, own = loc[:start], loc[start:]
-    changed = next((field for field in _JSON_KEYS if own[: len(field)] == field), ())
-    return layout + _JSON_KEYS.get(changed, ()) + own[len(changed) :]
 
 
 def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:

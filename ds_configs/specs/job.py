@@ -221,13 +221,17 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
             # A command of full training cannot have these.
             known |= {name: usual[name] for name in ("lora_rank", "lora_targets")}
         always = ("seq_len", "precision") if base is None else ()
-        return flag_words(
-            {
-                name: _text(name, value)
-                for name, value in values.items()
-                if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
-            }
-        )
+        changed: dict[str, Any] = {
+            name: ",".join(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
+        }
+        for name, value in changed.items():
+            if name in ROLES:
+                changed[name] = value and value.name
+            elif value is None:
+                changed[name] = "auto"
+        return flag_words(changed)
 
     @property
     def second_models(self) -> tuple[SecondModel, ...]:
@@ -272,15 +276,6 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
-
-
-def _text(name: str, value: object) -> object:
-    """Return the value of a flag."""
-    if isinstance(value, ModelSpec):
-        return value.name
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return "auto" if value is None and name not in ROLES else value
 
 
 _FIELDS: Mapping[str, Any] = getattr(TrainingJob, "__pydantic_fields__", {})

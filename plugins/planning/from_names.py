@@ -89,7 +89,12 @@ def plan(
     if errors:
         raise UsageError(errors)
     with collecting(errors):
-        cluster = _cluster(hardware, sizes)
+        if isinstance(hardware, HardwareSpec):
+            cluster, rule, fix = hardware, "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
+            stated = {name: value for name, value in sizes.items() if value is not None}
+            errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]
+        else:
+            cluster = read_hardware(str(hardware), **sizes)
     with collecting(errors):
         job = checked_job(job, fields, tell)
     if errors or job is None:
@@ -128,16 +133,6 @@ def plan(
         measured_steps=measured_steps,
         versions=installed_versions(),
     )
-
-
-def _cluster(hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any]) -> HardwareSpec:
-    if not isinstance(hardware, HardwareSpec):
-        return read_hardware(str(hardware), **sizes)
-    rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
-    stated = {name: value for name, value in sizes.items() if value is not None}
-    if errors := [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]:
-        raise UsageError(errors)
-    return hardware
 
 
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:

@@ -149,7 +149,12 @@ def load_samples(
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = _kind_of(source, rows)
     filled = [(index, row) for index, row in enumerate(rows) if _has_text(row, kind)]
-    _check_one_format(source, rows, kind)
+    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
+    for index, row in enumerate(rows):
+        if not _has_text(row, kind) and (other := next((name for name in kinds if _has_text(row, name)), None)):
+            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
+            fix = "convert the rows, or train on one file per format"
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
@@ -247,16 +252,6 @@ def _has_text(row: Row, kind: Kind) -> bool:
         return any(bool(row.get(name)) and bool(row.get(other)) for name, other in PROMPT_COLUMNS)
     text = row.get("text")
     return isinstance(text, str) and bool(text.strip())
-
-
-def _check_one_format(source: str, rows: Sequence[Row], kind: Kind) -> None:
-    """Raise a `UsageError` if rows have text in the columns of another kind."""
-    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
-    for index, row in enumerate(rows):
-        if not _has_text(row, kind) and (other := next((name for name in kinds if _has_text(row, name)), None)):
-            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
-            fix = "convert the rows, or train on one file per format"
-            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
 
 
 def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:

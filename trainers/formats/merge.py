@@ -25,10 +25,9 @@ from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
-from ..data.models import StartingModel, load_config, load_model
+from ..data.models import StartingModel, copy_companions, load_config, load_model
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
-from .model_directory import copy_companions
 
 SCHEMA_VERSION = 1
 """Version of `merge --format json`."""

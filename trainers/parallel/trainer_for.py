@@ -167,7 +167,8 @@ class PlannedParallelism:
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
-            count_as_one_process(trainer, weighs_own_losses=not self.layout.axes)
+            if not self.callbacks:
+                count_as_one_process(trainer, weighs_own_losses=True)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)

@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.parameters import edit_errors
-from shardwright.trainers.sparsity.callback import target_layers
-from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
-from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback, smallest_weights
+from shardwright.trainers.sparsity import (
+    L1SparsityCallback,
+    MagnitudePruningCallback,
+    smallest_weights,
+    target_layers,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from ....plugins.safetensors.reading import each_tensor, read_checkpoint
 from ....plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_weights, is_finite, refuse_code, stored_errors
-from ...formats.model_directory import copy_companions
+from ...data.models import copy_companions
 from .layers import LayerStack, layer_stack, uniform_layers, unlike_layers
 from .request import StudentRequest, layer_errors, request_errors, width_errors
 from .width import WIDTH_FAMILIES, WidthCutter, teacher_with_batches, tensor_axes

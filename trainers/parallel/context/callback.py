@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ....ds_configs.legality.axes import context_parallel_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine, Layout
-from ....ds_configs.specs.model import ModelTraits, equal_head_widths
+from ....ds_configs.specs.model import ModelTraits
 from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import own_class
 from ...counting.counts import UNPADDED
-from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
-from ..sequence.checks import attention_window, parallelism_errors, reading_errors, rotation
+from ...exact import Axis, ExactTrainer, count_as_one_process
+from ..sequence.checks import parallelism_errors, reading_errors, traits_of
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
 if TYPE_CHECKING:
@@ -105,12 +105,14 @@ class ContextParallelism:
         if errors:
             raise UsageError(errors)
         trainer.data_collator = ContextParallelCollator(trainer.data_collator, self.context_parallel_size)
-        count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
-        make_exact(trainer).shared_axis = ContextAxis()
+        count_as_one_process(trainer, ContextAxis(self.context_parallel_size))
 
 
 class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks_of_a_sample = size
 
     def evaluating(self, trainer: ExactTrainer) -> NoReturn:
         """Raise an error.
@@ -190,20 +192,11 @@ def _argument_errors(arguments: TrainingArguments) -> list[ConfigError]:
 
 
 def _model_errors(arguments: TrainingArguments, model: PreTrainedModel, size: int, replicas: int) -> list[ConfigError]:
-    inner = base_model(model)
-    text = inner.config.get_text_config()
     engine: Engine = "fsdp2" if arguments.fsdp or engine_from_environment() == "fsdp2" else "ddp"
     if getattr(arguments, "deepspeed_plugin", None) is not None:
         engine = "deepspeed"
     errors = context_parallel_errors(
-        ModelTraits(
-            model_type=text.model_type,
-            attention=inner.config._attn_implementation,
-            layer_types=tuple(getattr(text, "layer_types", None) or ()),
-            attention_window_tokens=attention_window(text),
-            has_equal_head_widths=equal_head_widths(text.to_dict()),
-            rope_type=rotation(text),
-        ),
+        traits_of(model, size),
         Layout(
             engine=engine,
             cp=size,
@@ -211,7 +204,7 @@ def _model_errors(arguments: TrainingArguments, model: PreTrainedModel, size: in
             dp_shard=arguments.world_size // (size * replicas) if size > 0 else 1,
         ),
         world_size=arguments.world_size,
-        names_self_attention=any(name.endswith("self_attn") for name, _ in inner.named_modules()),
+        names_self_attention=any(name.endswith("self_attn") for name, _ in base_model(model).named_modules()),
     )
     if size > 1 and arguments.world_size % size == 0 and arguments.world_size // size % replicas:
         rule = f"must divide world_size / cp = {arguments.world_size // size}"

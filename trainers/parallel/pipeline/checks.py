@@ -211,7 +211,9 @@ _NEVER_CALLED = frozenset(
 )
 """Methods of a Trainer that a schedule does not call: stages compute the loss, and the engine clips over all stages."""
 _REPLACEABLE = frozenset({"__init__", "save_model"})
-"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages, or count samples once."""
+"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages."""
+_COUNTED = frozenset({"get_total_train_batch_size", "_get_num_items_in_batch"})
+"""Methods of the Trainer whose results are divided by the ranks of a replica."""
 
 
 def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
@@ -220,7 +222,7 @@ def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
     An attribute of the object that wraps a called method, for example to measure it, is allowed.
     """
     own = vars(trainer).keys() & _NEVER_CALLED
-    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))}
+    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))} | _COUNTED
     errors = []
     for name in sorted(_NEVER_CALLED | needed):
         if name in own or getattr(own_class(trainer), name, None) is not getattr(pipeline, name, None):

@@ -22,7 +22,7 @@ from ....plugins.deepspeed.ulysses import (
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
 from ...counting.own_losses import computes_own_loss, requested_kind
-from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
+from ...exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,
@@ -76,7 +76,7 @@ class SequenceParallelCallback(TrainerCallback):
             raise UsageError(ConfigError(where="sequence_parallel_size", value=sequence_parallel_size, rule=rule))
         self.sequence_parallel_size = sequence_parallel_size
         self.loss_shifts_labels = loss_shifts_labels
-        self._attached = False
+        self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
@@ -106,7 +106,18 @@ class SequenceParallelCallback(TrainerCallback):
         """
         size = self.sequence_parallel_size
         if size > 1:
-            _check_trainer(trainer, size)
+            axes = trainer.accelerator.parallelism_config
+            if axes is None or axes.sp_size != size:
+                rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
+                fix = "call it with the Trainer's arguments"
+                raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
+            if isinstance(getattr(trainer, "shared_axis", None), SequenceAxis):
+                rule = "callback.attach(trainer) was called already"
+                raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
+            if getattr(trainer, "shares_sequences", False):
+                rule = "runs sequence parallelism itself, with TrainingArguments.parallelism_config"
+                fix = "omit the callback, or plan without sp"
+                raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
             if errors := trainer_errors(trainer):
                 raise UsageError(errors)
             own_loss = requested_kind(trainer)
@@ -122,8 +133,8 @@ class SequenceParallelCallback(TrainerCallback):
             _share_sequences(trainer, axis)
             if trainer.compute_loss_func is not None and own_loss != "sum":
                 trainer.compute_loss_func = axis.mean_over_shard(trainer.compute_loss_func)
-            count_as_one_process(trainer, ranks_of_a_sample=size)
-        self._attached = True
+            count_as_one_process(trainer, axis)
+        self._trainer = trainer
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
 
@@ -135,10 +146,7 @@ class SequenceParallelCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called.
         """
-        if not self._attached:
-            rule = "callback.attach(trainer) was not called, so the ranks would not share sequences"
-            fix = "call it right after Trainer(...)"
-            raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
 
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
@@ -152,23 +160,8 @@ def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
     )
 
 
-def _check_trainer(trainer: Any, size: int) -> None:
-    axes = trainer.accelerator.parallelism_config
-    if axes is None or axes.sp_size != size:
-        rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
-        fix = "call it with the Trainer's arguments"
-        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-    if isinstance(getattr(trainer, "shared_axis", None), SequenceAxis):
-        rule = "callback.attach(trainer) was called already"
-        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
-    if getattr(trainer, "shares_sequences", False):
-        rule = "runs sequence parallelism itself, with TrainingArguments.parallelism_config"
-        fix = "omit the callback, or plan without sp"
-        raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
-
-
 def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
-    """Give a Trainer the axis, and let all ranks of a sequence read its batches."""
+    """Let all ranks of a sequence read the same batches, and give a loss that drops a logit one more."""
     import torch.distributed as dist
     from accelerate import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -195,7 +188,6 @@ def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
     accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
     # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
     trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
-    make_exact(trainer).shared_axis = axis
     earlier = _LOGIT_HOOKS.pop(trainer.model, None)
     if earlier is not None:
         earlier.remove()

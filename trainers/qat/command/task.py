@@ -18,7 +18,7 @@ from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
-from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
@@ -215,8 +215,6 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
 
 def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any, int | None]:
     """Return settings with a sequence length that fits, the tokenizer, and the vocabulary shared with the teacher."""
-    from ...data.tokenizers import agreed_vocab_size
-
     student = StartingModel(model=model, revision=settings.revision)
     configs = [load_config(student)]
     named = teacher_of(settings, model)
