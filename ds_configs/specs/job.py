@@ -246,7 +246,8 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
 
     def without_second_models(self) -> TrainingJob:
         """Return the job of the trained model alone."""
-        return replace(self, **dict.fromkeys(ROLES)) if self.second_models else self
+        none: dict[str, Any] = dict.fromkeys(ROLES)
+        return replace(self, **none) if self.second_models else self
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""

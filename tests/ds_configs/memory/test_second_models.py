@@ -65,7 +65,7 @@ class PreferenceJob(jobs.TrainingJob):  # type: ignore[misc]
 def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
     old = jobs.ROLES
     for module in list(sys.modules.values()):
-        if getattr(module, "ROLES", None) is old:
+        if vars(module).get("ROLES") is old:
             monkeypatch.setattr(module, "ROLES", ROLES)
     monkeypatch.setattr(jobs, "TrainingJob", PreferenceJob)
 
@@ -165,7 +165,10 @@ def test_four_second_models_are_in_everything_that_a_plan_shows(
     assert {"teacher_weights", "reward_weights", "value_optimizer_states"} <= terms
     assert {"teacher_forward", "reference_forward", "reward_forward", "value_step"} <= plan.chosen.time.terms.keys()
     assert not {"reference_weights", "value_forward"} & terms
-    memory = estimate_memory(plan.chosen.layout, model, A100, plan.job)
+    placed = plan.job
+    for role, placement in placements.items():
+        placed = placed.placed(role, placement)
+    memory = estimate_memory(plan.chosen.layout, model, A100, placed)
     assert memory.gpu.terms == plan.chosen.memory.gpu.terms
     report = json.dumps([[section.texts, [t.rows for t in section.tables]] for section in plan_report(plan).sections])
     lines = "\n".join(header_lines(plan, "here"))

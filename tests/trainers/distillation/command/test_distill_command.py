@@ -141,13 +141,21 @@ def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path
 def test_a_cache_decides_which_held_out_samples_are_compared(
     distill: Shell, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    data = {"dataset": "python-help#8", "seq_len": 32, "evaluation_samples": 3}
-    run_cache_job(prepare_cache(str(models["teacher"]), CacheSettings(**data)), tmp_path / "cache")
-    rest = (*DATA, "--teacher-cache", "cache", "--dry-run", "--format", "json", "--evaluation-samples")
-    shown = json.loads(distill(*common(models, *rest, 8)).out)
-    assert shown["dataset"]["evaluation_samples"] == 8 and shown["plan"]["chosen"]["teacher"]["placement"] == "cached"
-    found = distill(*common(models, *rest, 3, "--seed", 5))
-    assert found.code == 2 and "training samples; cache the same dataset" in found.err
+    for name, letters in (("stored", "abcdefghijk"), ("train", "abcdefgh"), ("more", "ijklm"), ("others", "lm")):
+        rows = ({"prompt": f"say {letter}: ", "completion": letter * 3} for letter in letters)
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    stored = CacheSettings(dataset=str(tmp_path / "stored.jsonl"), seq_len=32)
+    run_cache_job(prepare_cache(str(models["teacher"]), stored), tmp_path / "cache")
+    rest = ("--teacher-cache", "cache", "--dry-run", "--format", "json")
+    data = ("--dataset", "train.jsonl", "--evaluation-dataset")
+    shown = json.loads(distill(*common(models, *rest, *data, "more.jsonl")).out)
+    assert shown["dataset"]["evaluation_samples"] == 3 and shown["plan"]["chosen"]["teacher"]["placement"] == "cached"
+    for own, rule in (
+        ((*data, "others.jsonl"), "has none of the held-out samples"),
+        (("--dataset", "more.jsonl", "--evaluation-dataset", "train.jsonl"), "lacks 2 of 5 training samples"),
+    ):
+        found = distill(*common(models, *rest, *own))
+        assert found.code == 2 and rule in found.out
 
 
 @pytest.mark.parametrize("part", ["teacher", "student"])
