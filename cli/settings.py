@@ -18,7 +18,7 @@ from functools import cache
 from inspect import BoundArguments
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
@@ -337,9 +337,9 @@ def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
 
 def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
     """Return the errors of all parameters of the command; Cyclopts stops at the first."""
-    from pydantic import ValidationError, create_model
+    from pydantic import ValidationError
 
-    from ..ds_configs.specs.settings import Settings, errors_of, settings_of
+    from ..ds_configs.specs.settings import errors_of
 
     errors: list[ConfigError] = []
     for argument in arguments:
@@ -354,15 +354,7 @@ def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
             if isinstance(error.__cause__, ValidationError):
                 errors += errors_of(error.__cause__, argument.resolved_hint)
                 continue
-            if get_origin(argument.hint) is Literal and argument.tokens:
-                parameter: Any = (argument.hint, ...)
-                try:
-                    settings_of(
-                        create_model(name, __base__=Settings, **{name: parameter}), {name: argument.tokens[0].value}
-                    )
-                except UsageError as choice:
-                    errors += choice.errors
-            elif not is_missing:
+            if not is_missing:
                 errors.append(ConfigError(where=argument.names[0], rule=" ".join(str(error).split())))
         if is_missing:
             fix = f"pass {' or '.join(argument.names)}"

@@ -33,7 +33,7 @@ from ..plugins.accelerate.repeated_samples import RepeatedSamples, SamplesOnce, 
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.length_groups import one_order
-from ..plugins.transformers.own_optimizers import OwnOptimizer
+from ..plugins.transformers.optimizers import OwnOptimizer
 from ..plugins.transformers.prepared_model import (
     engine_kept,
     first_preparation,

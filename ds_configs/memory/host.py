@@ -16,7 +16,7 @@ from .layers import checkpoint_bytes
 from .moments import Terms
 from .offload import nvme_bytes, offload_terms
 from .rank_parameters import RankParameters, rank_parameters, rank_shares
-from .second_models import frozen_model_host_terms, frozen_model_loading_bytes
+from .second_models import frozen_model_host_terms, frozen_model_loading_bytes, terms_of_role
 
 PROCESS_BYTES = 3 * 10**9
 """Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
@@ -127,8 +127,9 @@ def second_model_host_terms(
     alone = job.without_second_models()
     parameters = rank_parameters(second.spec, alone, layout)
     loading = loading_terms(layout, second.spec, hardware, alone, parameters)
-    offloaded = ranks * sum(offload_terms(layout, second.spec, alone, parameters).values())
-    return {"checkpoint_loading": loading["checkpoint_loading"]}, {f"offloaded_{second.role}": offloaded}
+    offloaded = terms_of_role(second.role, offload_terms(layout, second.spec, alone, parameters))
+    training = {name: ranks * count for name, count in offloaded.items()}
+    return {"checkpoint_loading": loading["checkpoint_loading"]}, training
 
 
 def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:

@@ -13,10 +13,10 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
 from ..specs.second_models import TRAINED_ROLES, SecondModel, SecondModelRole
-from ..specs.terms import Term
+from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from . import communication, layers, loss, model_states
-from .activations import UnknownFamilyError, attention_of, estimate_activations
+from . import communication, layers, loss, model_states, offload
+from .activations import attention_of, estimate_activations
 from .communication import forward_gathered_elements
 from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import NF4_BYTES
@@ -27,8 +27,10 @@ TERMS = tuple(
     for term in (
         Term(
             f"{role}_weights",
-            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit",
+            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
+            "in pinned blocks",
             role="weights",
+            offloads=True,
         ),
         Term(
             f"{role}_gathered",
@@ -51,22 +53,21 @@ TERMS = tuple(
             role="buckets",
         ),
         Term(f"{role}_targets", f"ids and log-probabilities of a cached {role}'s likeliest tokens", role="activations"),
-        Term(
-            f"offloaded_{role}",
-            f"the frozen {role} in host memory, sharded over the ranks, in pinned blocks",
-            role="weights",
-            lives_on="host",
-        ),
         Term(f"{role}_cache_reads", f"cached {role} outputs of one micro-batch", lives_on="host"),
-        Term(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
+        StepTerm(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
     )
 ) + tuple(
     term
     for role in TRAINED_ROLES
     for term in (
-        Term(f"{role}_gradients", f"gradients of the {role}, as the layout places them", role="gradients"),
-        Term(f"{role}_optimizer_states", f"master weights and optimizer states of the {role}", role="optimizer"),
-        Term(f"{role}_step", f"the training step of the {role}, with its communication and update"),
+        Term(f"{role}_gradients", f"gradients of the trained {role}", role="gradients", offloads=True),
+        Term(
+            f"{role}_optimizer_states",
+            f"master weights and optimizer states of the trained {role}",
+            role="optimizer",
+            offloads=True,
+        ),
+        StepTerm(f"{role}_step", f"the training step of the {role}, with its communication and update"),
     )
 )
 _TERM_OF_KIND = {"gradients": "gradients", "optimizer": "optimizer_states", "buckets": "gathered"} | {
@@ -89,17 +90,22 @@ def trained_model_terms(role: SecondModelRole, step: Mapping[Moment, Terms]) -> 
 
     Before its step the trained model has states only. After it the second model keeps what every moment of it has.
     """
-    kinds = {term.name: term.role for group in (model_states, communication, layers, loss) for term in group.TERMS}
-    named: dict[Moment, Terms] = {}
-    for moment, terms in step.items():
-        named[moment] = {}
-        for name, count in terms.items():
-            own = f"{role}_{_TERM_OF_KIND.get(kinds.get(name, 'other'), 'weights')}"
-            named[moment][own] = named[moment].get(own, 0) + count
+    named = {moment: terms_of_role(role, terms) for moment, terms in step.items()}
     steps = [terms for moment, terms in named.items() if moment != "init"]
     kept = {name: min(terms.get(name, 0) for terms in steps) for name in steps[0]}
     fullest = max(steps, key=lambda terms: sum(terms.values()))
     return dict.fromkeys(PHASES, kept) | {"init": named["init"], "second_models_forward": fullest}
+
+
+def terms_of_role(role: SecondModelRole, terms: Terms) -> Terms:
+    """Return the bytes of a trained second model by its own terms, from those of a model that is trained alone."""
+    groups = (model_states, communication, layers, loss, offload)
+    kinds = {term.name: term.role for group in groups for term in group.TERMS}
+    named: Terms = {}
+    for name, count in terms.items():
+        own = f"{role}_{_TERM_OF_KIND.get(kinds.get(name, 'other'), 'weights')}"
+        named[own] = named.get(own, 0) + count
+    return named
 
 
 def frozen_model_terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
@@ -167,17 +173,16 @@ def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
     """
     tokens, sizes = layout.micro_batch_size * job.seq_len_tokens, spec.dimensions
     residual = 2 * job.compute_bytes * tokens * sizes.hidden_size
-    try:
-        traced = estimate_activations(
-            family=spec.model_type,
-            release=spec.release,
-            dimensions=sizes,
-            micro_batch_size=layout.micro_batch_size,
-            seq_len_tokens=job.seq_len_tokens,
-            mode="fp32" if job.precision == "fp32" else "bf16",
-            attention=attention_of(spec, job.seq_len_tokens),
-        )
-    except UnknownFamilyError:
+    traced = estimate_activations(
+        family=spec.model_type,
+        release=spec.release,
+        dimensions=sizes,
+        micro_batch_size=layout.micro_batch_size,
+        seq_len_tokens=job.seq_len_tokens,
+        mode="fp32" if job.precision == "fp32" else "bf16",
+        attention=attention_of(spec, job.seq_len_tokens),
+    )
+    if traced is None:
         experts = sizes.experts_per_token * sizes.expert_intermediate_size
         widths = 4 * sizes.hidden_size + 2 * sizes.query_size + 2 * sizes.key_value_size
         widest = widths + 3 * max(sizes.intermediate_size, experts)
@@ -209,11 +214,11 @@ def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJo
     """
     spec, placement, width = second.spec, second.planned_placement, job.compute_bytes
     if placement == "offloaded" and layout.world_size == 1:
-        return {f"offloaded_{second.role}": width * spec.parameter_count}
+        return {f"{second.role}_weights": width * spec.parameter_count}
     if placement == "offloaded":
         shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
         pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
-        return {f"offloaded_{second.role}": ranks * pinned}
+        return {f"{second.role}_weights": ranks * pinned}
     if placement == "cached":
         tokens = layout.micro_batch_size * job.seq_len_tokens
         return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}

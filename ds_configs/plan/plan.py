@@ -338,20 +338,16 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
     try:
         job = dict(data["job"])
         job["seq_len_tokens"] = job.pop("seq_len")
-        values = {
+        values = {key: value for key, value in data.items() if key not in _DERIVED} | {
             "model": data["model"]["spec"],
-            "hardware": data["hardware"],
             "job": job,
             "chosen": _evaluated_values(data["chosen"]),
             "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
             "versions": list(data["versions"].items()),
-            "activations": data.get("activations", "stored"),
-            "command": data.get("command", ""),
             "trials": [
                 trial | {"layout": {key: value for key, value in trial["layout"].items() if key != "label"}}
                 for trial in data.get("trials", [])
             ],
-            "learned_from": data.get("learned_from", []),
         }
         # Keys of another release that are ignored would change the run. Dataclasses inherit the setting from a list.
         (plan,) = TypeAdapter(list[Plan], config=ConfigDict(extra="forbid")).validate_python([values])
@@ -383,6 +379,8 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
 
 
 _SHOWN_ERRORS = 8
+_DERIVED = ("schema_version", "global_batch", "doubts", "files")
+"""Keys of `plan.json` that repeat what others say."""
 _JSON_KEYS = {
     ("model",): ("model", "spec"),
     ("job", "seq_len_tokens"): ("job", "seq_len"),
@@ -409,22 +407,18 @@ def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ())
 
 
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
-    host = dict(candidate["host_memory"])
-    capacity = host.pop("nvme_capacity_bytes_per_node")
-    layout = dict(candidate["layout"])
+    """Return the fields of an `Evaluated`, with keys that this version does not know."""
+    rest = dict(candidate)
+    layout, host = dict(rest.pop("layout")), dict(rest.pop("host_memory"))
     del layout["label"]
-    return {
-        "layout": layout,
-        "reason": candidate["reason"],
-        "time": candidate["step_time"],
-        "loss": candidate["loss"],
-        "placements": {role: candidate[role] for role in ROLES if candidate.get(role)},
-        "memory": {
-            "gpu": candidate["gpu_memory"],
-            "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},
-            "nvme_capacity_bytes_per_node": capacity,
-        },
+    memory = {
+        "gpu": rest.pop("gpu_memory"),
+        "nvme_capacity_bytes_per_node": host.pop("nvme_capacity_bytes_per_node"),
+        "host": host | {"nvme_bytes_per_node": rest.pop("nvme_bytes_per_node")},
     }
+    time, second = rest.pop("step_time"), {role: rest.pop(role, None) for role in ROLES}
+    placements = {role: choice for role, choice in second.items() if choice}
+    return rest | {"layout": layout, "time": time, "placements": placements, "memory": memory}
 
 
 _COPIED = (

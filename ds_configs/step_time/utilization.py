@@ -7,7 +7,7 @@ from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from .estimate import StepTime, time_term_name
 from .model_work import model_work
-from .rates import hardware_constants
+from .rates import constants_of
 
 LOW_UTILIZATION = 0.15
 """MFU below which a plan names what takes the time. Published pretraining reaches 30 to 60 %."""
@@ -27,7 +27,7 @@ def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: T
 
 def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> dict[str, float]:
     """Return the seconds of a step at the peak of the accelerators, by term."""
-    peak = hardware.flops_per_s * (hardware_constants(hardware).fp32_share if job.precision == "fp32" else 1.0)
+    peak = hardware.flops_per_s * (constants_of(hardware.gpu).fp32_share if job.precision == "fp32" else 1.0)
     tokens = time.tokens_per_second * time.seconds / (peak * hardware.world_size)
     products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2

@@ -23,7 +23,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors
+from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ..releases import transformers_release
@@ -163,6 +163,7 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
                     tell(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
+        errors += job_errors(made)
     if errors or made is None:
         raise UsageError(errors)
     return made

@@ -120,11 +120,12 @@ def test_options_that_conflict_name_the_variable_and_the_line_that_set_them(
 ) -> None:
     shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
     monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "8")
-    Path("job.yaml").write_text("# a job\nteacher_placement: sharded\n")
+    Path("job.yaml").write_text("# a job\nteacher_placement: sharded\noptimizer: adamww\n")
     conflict = shell(LLAMA, "--hardware", "8xA100-80GB", "--config", "job.yaml", "--method", "full", "--format", "json")
     assert [error["where"] for error in json.loads(conflict.out)["error"]["errors"]] == [
         "lora_rank (from SHARDWRIGHT_PLAN_LORA_RANK)",
         "teacher_placement (from job.yaml:2)",
+        "optimizer (from job.yaml:3)",
     ]
 
 
@@ -138,11 +139,17 @@ def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together_with_their_lin
     explain: Shell = shell_in(tmp_path, "explain", capsys, monkeypatch)
     data["job"] |= {"seq_len": "x", "dummy_size": 3}
     data["rejected"][1]["gpu_memory"]["peak_bytes"] = "much"
+    data["chosen"] |= {"dummy_speed": 4}
+    data |= {"dummy_key": 5}
     text = json.dumps(data, indent=2)
     file.write_text(text)
     (error,) = explain(tmp_path / "p").errors
-    first, second, third = (1 + text[: text.index(key)].count("\n") for key in ('"x"', '"dummy_size"', '"much"'))
+    line = {
+        key: 1 + text[: text.index(f'"{key}"')].count("\n")
+        for key in ("x", "much", *(f"dummy_{each}" for each in ("size", "speed", "key")))
+    }
     assert error.startswith(f"{file}: is not a plan that this version wrote")
-    assert f"line {first}: job.seq_len must be an integer" in error
-    assert f"line {second}: job.dummy_size is not a key of this version" in error
-    assert f"line {third}: rejected.1.gpu_memory.peak_bytes must be an integer" in error
+    assert f"line {line['x']}: job.seq_len must be an integer" in error
+    for key in ("job.dummy_size", "chosen.dummy_speed", "dummy_key"):
+        assert f"line {line[key.rpartition('.')[2]]}: {key} is not a key of this version" in error
+    assert f"line {line['much']}: rejected.1.gpu_memory.peak_bytes must be an integer" in error

@@ -47,7 +47,7 @@ class ExpertParallelCallback(TrainerCallback):
             raise UsageError(ConfigError(where="expert_parallel_size", value=expert_parallel_size, rule=rule, fix=fix))
         self.expert_parallel_size = expert_parallel_size
         self._axis = ExpertAxis(expert_parallel_size)
-        self._shapes: auto_ep.Shapes | None = None
+        self._shapes: Mapping[str, tuple[int, ...]] | None = None
         self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
+from ...plugins.transformers.gradient_checkpointing import offload_checkpoints
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.tiled_compute import (
     IGNORED_LABEL,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,8 @@ from transformers import TrainerCallback
 from ...ds_configs.legality.axes import tensor_parallel_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
-from ...plugins import patches
+from ...plugins.accelerate.repeated_samples import gathered_once
 from ...plugins.deepspeed.auto_tp import (
-    GroupsOnce,
     align_random_state,
     allow_frozen_norms,
     forget_tensor_parallel,
@@ -209,9 +209,6 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(errors)
         # Dispatching from the first rank would give every group the same batch.
         trainer.accelerator.dataloader_config.dispatch_batches = False
-        once = GroupsOnce(trainer.accelerator)
-        patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
-        trainer.gather_function = once
         count_as_one_process(trainer, TensorAxis(size))
 
     def on_train_begin(
@@ -253,3 +250,9 @@ class TensorAxis(Axis):
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Seed data workers by group."""
         seed_workers_by_group(trainer, loader, self.ranks_of_a_sample)
+
+    def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
+        """Gather results from one rank of each group."""
+        from deepspeed.utils import groups
+
+        return gathered_once(trainer.accelerator, groups.get_data_parallel_group)

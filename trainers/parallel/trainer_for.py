@@ -28,15 +28,16 @@ from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_re
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
-from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
-from ...plugins.transformers.own_optimizers import (
+from ...plugins.transformers.optimizers import (
     OwnOptimizer,
     model_errors,
     note_hidden_shapes,
     optimizer_class_errors,
     optimizer_errors,
+    prepare_optimizer,
     replaces_optimizers,
 )
+from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
 from ..checkpoints.resume import checked_checkpoint
@@ -187,8 +188,6 @@ class PlannedParallelism:
         trainer.repeated_samples = RepeatedSamples()
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
-        from ...plugins.transformers.optimizers import prepare_optimizer
-
         prepare_optimizer(trainer)
         return trainer
 

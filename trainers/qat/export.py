@@ -24,7 +24,8 @@ from ...ds_configs.specs.errors import ConfigError, RefusedInputError, Shardwrig
 from ...plugins import patches
 from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from ...plugins.compressed_tensors.layout import layout_differences
-from ...plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
+from ...plugins.deepspeed.parameters import gathered_parameters, training_device
+from ...plugins.launching.background import FirstRank
 from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ...plugins.transformers.checkpoint_tensors import (
@@ -141,7 +142,7 @@ def export(
         if errors:
             raise UsageError(errors)
 
-    with first_rank() as ranks:
+    with FirstRank() as ranks:
         ranks.does(check)
         tensors = {name: tensor for name, tensor in gathered_parameters(model) if tensor is not None}
 

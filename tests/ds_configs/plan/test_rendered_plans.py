@@ -18,9 +18,10 @@ import pytest
 import yaml
 from shardwright.cli.main import build_app
 from shardwright.cli.settings import resolve
+from shardwright.ds_configs.check import check_text
 from shardwright.ds_configs.plan.gallery import GALLERY_RELEASE, packaged_model
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
-from shardwright.ds_configs.plan.plan import make_plan, render_files
+from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, render_files
 from shardwright.ds_configs.plan.rendering import HEADER, NodePlace, launch_arguments, train_arguments, trainer_line
 from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -49,7 +50,11 @@ def described(line: str) -> dict[str, Any]:
     hardware = parse_hardware(settings.hardware, host_memory=settings.host_memory, nvme=settings.nvme)
     plan = make_plan(model, hardware, checked_job(None, fields, print))
     texts = render_files(plan, directory="plan")
-    del texts["plan.json"]
+    assert plan_from_dict(json.loads(texts.pop("plan.json")), source="plan.json") == plan
+    configurations = {name: text for name, text in texts.items() if name in ("accelerate.yaml", "ds_config.json")}
+    findings = [
+        check_text(text, filename=name, world_size=hardware.world_size) for name, text in configurations.items()
+    ]
     files: dict[str, Any] = {
         name: [line for line in text.splitlines() if line.startswith("#") or "--" in line]
         for name, text in texts.items()
@@ -66,6 +71,7 @@ def described(line: str) -> dict[str, Any]:
     return {
         "layout": {name: value for name, value in asdict(chosen.layout).items() if value != usual[name]},
         "files": files,
+        "findings": [str(finding.error) for each in findings for finding in each],
         "environment": plan.environment,
         "own loop": plan.deepspeed_config() if chosen.layout.engine == "deepspeed" else None,
         "commands": [shlex.join(words) for words in (*commands, train_arguments(plan, directory="plan"))],

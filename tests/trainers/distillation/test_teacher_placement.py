@@ -279,7 +279,7 @@ def test_bytes_of_a_placement_by_hand(
     for moment in terms.values():
         found |= moment
     for name, count in accelerator.items():
-        assert found[f"teacher_{name}"] == count, name
+        assert found.get(f"teacher_{name}", 0) == count, name
     if placement != "cached":
         assert found["teacher_hidden_states"] == 2 * TOKENS * 4096
         shared = replace(layout, dp_shard=4, sp=2) if engine == "deepspeed" else layout

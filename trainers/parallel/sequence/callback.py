@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ....ds_configs.legality.axes import attention_errors, sample_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine
-from ....plugins import patches
+from ....plugins.accelerate.repeated_samples import gathered_once
 from ....plugins.deepspeed.engine import accept_train_batch_size
 from ....plugins.deepspeed.ulysses import (
     SharedSequence,
@@ -336,26 +336,9 @@ class SequenceAxis(Axis):
 
         return compute_loss
 
-    @contextmanager
-    def evaluating(self, trainer: ExactTrainer) -> Iterator[None]:
-        """Gather results from one rank of each sequence: `accelerator.gather` collects equal shards in the block."""
-        import torch
-        import torch.distributed as dist
-        from accelerate.utils import recursively_apply
-
-        shared = self.shared
-
-        def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
-            parts = [torch.empty_like(own) for _ in range(shared.data_ranks)]
-            dist.all_gather(parts, own, group=shared.data_group)
-            return torch.cat(parts)
-
-        def gather(data: Any) -> Any:
-            return recursively_apply(gather_tensor, data, error_on_other_type=True)
-
-        with patches.applied("sequence-parallel-gather", lambda _: gather, on=trainer.accelerator):
-            yield
+    def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
+        """Gather results from one rank of each sequence."""
+        return gathered_once(trainer.accelerator, lambda: self.shared.data_group)
 
     def evaluated_inputs(self, trainer: ExactTrainer, inputs: Any) -> Any:
         """Return the shard of a batch without labels; those with labels are sharded when their loss is computed."""
