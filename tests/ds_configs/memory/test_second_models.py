@@ -129,8 +129,9 @@ def test_a_reference_that_shares_the_trained_model_has_no_weights() -> None:
         own, other = (second_model_terms(each.second_models[0], layout, each) for each in (shared, replica))
         assert "reference_weights" not in own["step"]
         is_sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
-        assert (own["second_models_forward"]["reference_gathered"] > 0) == is_sharded
-        assert own["forward_end"]["reference_head"] == (2 * SMALL.embedding_parameters if is_sharded else 0)
+        assert (own["second_models_forward"].get("reference_gathered", 0) > 0) == is_sharded
+        head = own["forward_end"].get("reference_head", 0)
+        assert head == (2 * SMALL.embedding_parameters if is_sharded else 0)
         name = "reference_activations"
         assert own["second_models_forward"][name] == other["second_models_forward"][name]
         assert (
