@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -44,9 +44,12 @@ AXIS_FIELDS: Mapping[str, str] = {
 """Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
-def _option(description: str, **extra: Any) -> Any:
-    """Return the help of a field, its `unit`, and its `hugging_face` names in `TrainingArguments`, TRL and PEFT."""
-    return Field(description=description, json_schema_extra=extra) if extra else Field(description=description)
+def _option(description: str, *, unit: str = "", hugging_face: Sequence[str] = ()) -> Any:
+    """Return the help of a field, its unit, and its names in `TrainingArguments`, TRL and PEFT."""
+    extra: dict[str, Any] = ({"unit": unit} if unit else {}) | (
+        {"hugging_face": [*hugging_face]} if hugging_face else {}
+    )
+    return Field(description=description, json_schema_extra=extra or None)
 
 
 Ranks = Annotated[int | None, Count(100_000), Field(json_schema_extra={"unit": "ranks"})]
