@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
-from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
+from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .texts import flag_words
 
@@ -240,10 +240,17 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     def second_models(self) -> tuple[SecondModel, ...]:
         """The models that run beside the trained one."""
         return tuple(
-            SecondModel(role=role, spec=spec, placement=getattr(self, f"{role}_placement"))
+            SecondModel(
+                role=role, spec=spec, placement=getattr(self, f"{role}_placement"), trained=role in TRAINED_ROLES
+            )
             for role in ROLES
             if (spec := getattr(self, role)) is not None
         )
+
+    def without_second_models(self) -> TrainingJob:
+        """Return the job of the trained model alone."""
+        none: dict[str, Any] = dict.fromkeys(ROLES)
+        return replace(self, **none) if self.second_models else self
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""
