@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
+from ...ds_configs.serving import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import HardwareFields, RevisionFields
 from ..options import Output
@@ -17,7 +17,7 @@ from ..progress import note
 from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
-    from ...ds_configs.serving.plan import ServingPlan
+    from ...ds_configs.serving import ServingPlan
 
 
 class Server(RevisionFields):
@@ -63,11 +63,11 @@ def serve_command(
     checkpoint
         Hub id or local directory of a model, dense or quantized.
     """
-    from ...ds_configs.serving.plan import ServingRequest, plan_serving
+    from ...ds_configs.serving import ServingRequest, plan_serving
     from ...ds_configs.specs.units import parse_bytes
     from ...plugins.huggingface_hub.hub import split_revision
     from ...plugins.planning.from_names import read_hardware
-    from ...plugins.serving.engine import (
+    from ...plugins.vllm import (
         INSTALL,
         become_server,
         installed_engine,
