@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
 
-def _around_loads(name: str, around: Callable[[DeepSpeedEngine, Path, Callable[[Path], Any]], Any]) -> None:
-    """Apply a patch to `load_checkpoint` of every engine: `around` gets calls that load optimizer states.
+def _around_loads(around: Callable[[DeepSpeedEngine, Path, Callable[[Path], Any]], Any]) -> patches.Wrapper:
+    """Return a wrapper of `DeepSpeedEngine.load_checkpoint`, in which `around` gets calls that load optimizer states.
 
     Its arguments are the engine, the directory of the states, and a function that loads from such a directory.
     """
@@ -55,7 +55,7 @@ def _around_loads(name: str, around: Callable[[DeepSpeedEngine, Path, Callable[[
 
         return load
 
-    patches.apply(name, loading)
+    return loading
 
 
 def restore_optimizer_states_from_nvme() -> None:
@@ -74,7 +74,7 @@ def restore_optimizer_states_from_nvme() -> None:
             _restore_nvme_states(engine.optimizer, shards[rank])
         return path, client_state
 
-    _around_loads("nvme-optimizer-states", restoring)
+    patches.apply("nvme-optimizer-states", _around_loads(restoring))
 
 
 def _create_nvme_states(zero: Any) -> None:
@@ -313,7 +313,7 @@ def load_from_other_ranks() -> None:
         with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
             return load(converted)
 
-    _around_loads("checkpoints-of-other-ranks", converting)
+    patches.apply("checkpoints-of-other-ranks", _around_loads(converting))
 
 
 def _saving_ranks(source: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -220,7 +220,14 @@ class PlannedParallelism:
             errors += [ConfigError(where=name, rule=rule, fix=fix) for name, is_set in rejects.items() if is_set]
         errors += parameter_errors(names, columns)
         rejected = {error.where for error in errors}
-        errors += self._unknown_parameters(kind, [name for name in names if name not in rejected])
+        parameters = inspect.signature(kind).parameters
+        accepted = {*parameters, *(_PIPELINE_PARAMETERS if self.is_pipeline else ())}
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in names:
+            if name not in rejected and name not in accepted and not takes_all:
+                near = get_close_matches(name, accepted, n=1)
+                fix = f"did you mean {near[0]}?" if near else f"pass one of {', '.join(parameters)}, or omit it"
+                errors.append(ConfigError(where=name, rule=f"is not a parameter of {kind.__name__}", fix=fix))
         if model is None and "model_init" not in names:
             errors.append(ConfigError(where="model", rule="is missing", fix="pass model=..., or model_init=..."))
         if self.callbacks and isinstance(model, str):
@@ -243,19 +250,6 @@ class PlannedParallelism:
                         f"Shardwright has not verified the parameter {name} of {kind.__name__} under this layout. "
                         "It is passed on unchanged: compare a few steps with one process before you rely on it"
                     )
-        return errors
-
-    def _unknown_parameters(self, kind: type, names: Sequence[str]) -> list[ConfigError]:
-        parameters = inspect.signature(kind).parameters
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return []
-        accepted = {*parameters, *(_PIPELINE_PARAMETERS if self.is_pipeline else ())}
-        errors = []
-        for name in names:
-            if name not in accepted:
-                near = get_close_matches(name, accepted, n=1)
-                fix = f"did you mean {near[0]}?" if near else f"pass one of {', '.join(parameters)}, or omit it"
-                errors.append(ConfigError(where=name, rule=f"is not a parameter of {kind.__name__}", fix=fix))
         return errors
 
 

@@ -24,9 +24,8 @@ from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits
 from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
-from ..runs.ranks import chosen_engine, rank_arguments, write_json
+from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write_json
 from ..runs.settings import RankTask
-from ..runs.synthetic import synthetic_trainer
 from ..training.script_rank import run_script
 from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
 

@@ -16,7 +16,13 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.transformers.tiled_compute import tile_mlps
 from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
-from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
+from shardwright.trainers.parallel.sequence.shards import (
+    cut,
+    labelled_tokens,
+    loss_labels,
+    padding_and_packing,
+    shifted_labels,
+)
 from shared_sequences import arguments, sizes_of, tiny
 
 pytestmark = pytest.mark.slow
@@ -191,24 +197,22 @@ def test_shards_hold_every_token_and_label_exactly_once(data: Any, samples: int,
     weights = torch.rand(samples, tokens, 3, generator=draw)
     batch = {"input_ids": ids, "labels": labels, "weights": weights, "names": ["a"], "scale": torch.ones(samples)}
     shards = [cut(batch, ranks=ranks, rank=rank, pad_token_id=7) for rank in range(ranks)]
-    whole = {name: torch.cat([shard.inputs[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
+    whole = {name: torch.cat([shard[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
     length = -(-tokens // ranks)
-    assert all(shard.inputs["input_ids"].shape == (samples, length) for shard in shards)
+    assert all(shard["input_ids"].shape == (samples, length) for shard in shards)
     assert torch.equal(whole["input_ids"][:, :tokens], ids)
     assert (whole["input_ids"][:, tokens:] == 7).all()
     assert torch.equal(whole["position_ids"], torch.arange(length * ranks).expand(samples, -1))
-    assert torch.equal(torch.cat([shard.inputs["weights"] for shard in shards], dim=1)[:, :tokens], weights)
+    assert torch.equal(torch.cat([shard["weights"] for shard in shards], dim=1)[:, :tokens], weights)
     # What a single process would compare with the logits of each position.
     expected = torch.full((samples, length * ranks), IGNORED)
     expected[:, : tokens - 1] = labels[:, 1:]
-    found = [shard.shift_labels_BL for shard in shards]
-    assert torch.equal(torch.cat([one for one in found if one is not None], dim=1), expected)
-    counts = sum(int(shard.labelled) for shard in shards if shard.labelled is not None)
-    assert counts == int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([shard["shift_labels"] for shard in shards], dim=1), expected)
+    assert int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
     for shard in shards:
-        assert shard.inputs["names"] == ["a"]
-        assert torch.equal(shard.inputs["scale"], batch["scale"])  # type: ignore[arg-type]
-        shifting, aligned = shard.labels(shifts=True), shard.labels(shifts=False)
+        assert (shard["names"], shard["unsharded_tokens"]) == (["a"], tokens)
+        assert torch.equal(shard["scale"], batch["scale"])  # type: ignore[arg-type]
+        shifting, aligned = (loss_labels(shard["shift_labels"], shifts=shifts) for shifts in (True, False))
         assert torch.equal(shifting[:, 1:], aligned)
         assert (aligned != IGNORED).any()
 
@@ -271,7 +275,7 @@ def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
 def test_document_borders_require_positions() -> None:
     borders = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
     batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), **borders}
-    assert cut(batch, ranks=2, rank=1).inputs.keys() == {"input_ids", "position_ids"}
+    assert cut(batch, ranks=2, rank=1).keys() == {"input_ids", "position_ids", "unsharded_tokens"}
     with pytest.raises(UsageError, match="position_ids"):
         cut({"input_ids": torch.arange(5)[None], **borders}, ranks=2, rank=0)
 

@@ -37,7 +37,8 @@ from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import weights_dtype
 from ...counting.counts import evaluated_mean
 from ...exact import Axis, ExactTrainer, count_as_one_process
-from .batches import for_stages, of_one_shape, predicted_tokens, sampled_batch_errors
+from ..sequence.shards import labelled_tokens
+from .batches import for_stages, of_one_shape, sampled_batch_errors
 from .checks import (
     check_pipeline,
     engine_errors,
@@ -281,7 +282,8 @@ class PipelineTrainer(Trainer):
                 raise UsageError(errors)
             batch = once.step(sampled).batch
             group.append(self._prepare_inputs(dict(batch)))
-            tokens += predicted_tokens(batch).to(tokens.device)
+            labelled: Any = labelled_tokens([batch])
+            tokens += labelled.to(tokens.device)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if len(group) == per_schedule:
                 loss += run()

@@ -22,17 +22,19 @@ from ....plugins.deepspeed.ulysses import (
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
 from ...counting.own_losses import computes_own_loss, requested_kind
+from ...data.chat import IGNORED_LABEL
 from ...exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,
     SHIFT_LABELS,
-    Shard,
+    UNSHARDED_TOKENS,
     cut,
     digest_of,
     example_of,
     joined,
     labelled_tokens,
+    loss_labels,
     mask_dimensions,
     padding_and_packing,
 )
@@ -265,7 +267,7 @@ class SequenceAxis(Axis):
 
     def shards(self, trainer: ExactTrainer, batches: list[Any]) -> list[Any]:
         """Return this rank's shards of the micro-batches of a step; only shards reach the accelerator."""
-        return [self._cut(trainer, batch).batch() for batch in batches]
+        return [self._cut(trainer, batch) for batch in batches]
 
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labelled tokens of complete sequences, over all ranks."""
@@ -285,16 +287,16 @@ class SequenceAxis(Axis):
         self._loss_tokens = None
         if not self.shared.active:
             return inputs, keywords
-        shard = self._shard(trainer, inputs)
+        shard, labels_BL = self._shard(trainer, inputs)
         items = keywords.pop("num_items_in_batch")
         # A Trainer with its own loss may call `compute_loss` without the number.
         self._loss_tokens = self._step_tokens if items is None else items
-        if shard.labelled is None or self._loss_tokens is None:
+        if labels_BL is None or self._loss_tokens is None:
             rule = "batches need labels, whose number weights the losses of shards"
             fix = "copy input_ids and mask what is not trained, or use a layout other than sp for this trainer"
             raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
-        own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=self.extends_logits)}
-        return shard.inputs | own, keywords
+        labels = {SHIFT_LABELS: loss_labels(labels_BL, shifts=False)}
+        return shard | labels | {LABELS: loss_labels(labels_BL, shifts=self.extends_logits)}, keywords
 
     def share_of_loss(self, trainer: ExactTrainer, result: Any) -> Any:
         """Weight a shard's loss by its tokens, and undo the engine's reduction of gradients over ranks.
@@ -345,21 +347,23 @@ class SequenceAxis(Axis):
         if all(inputs.get(name) is not None for name in trainer.label_names):
             return inputs
         _check_samples([inputs], trainer.model.config._attn_implementation)
-        return self._shard(trainer, trainer._prepare_inputs(inputs)).inputs
+        return self._shard(trainer, trainer._prepare_inputs(inputs))[0]
 
     def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
         """Join the logits of the shards."""
         return joined(logits, self.shared, whole_tokens=self._whole_tokens)
 
-    def _cut(self, trainer: ExactTrainer, batch: dict[str, Any]) -> Shard:
+    def _cut(self, trainer: ExactTrainer, batch: dict[str, Any]) -> dict[str, Any]:
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         return cut(batch, ranks=self.shared.size, rank=self.shared.rank, pad_token_id=pad or 0)
 
-    def _shard(self, trainer: ExactTrainer, inputs: dict[str, Any]) -> Shard:
-        shard = Shard.of_batch(inputs) or self._cut(trainer, inputs)
-        self.shared.position_ids = shard.inputs["position_ids"]
-        self._whole_tokens, self._labelled = shard.whole_tokens, shard.labelled
-        return shard
+    def _shard(self, trainer: ExactTrainer, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Return the model's inputs on this rank, and the labels that they predict."""
+        shard = dict(inputs) if UNSHARDED_TOKENS in inputs else self._cut(trainer, inputs)
+        self.shared.position_ids, self._whole_tokens = shard["position_ids"], shard.pop(UNSHARDED_TOKENS)
+        labels_BL = shard.pop(SHIFT_LABELS, None)
+        self._labelled = None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum()
+        return shard, labels_BL
 
 
 def _check_samples(batches: list[Any], attention: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....ds_configs.legality.axes import (
     LENGTH_DEPENDENT_ROTATIONS,
@@ -110,9 +110,26 @@ def argument_errors(arguments: TrainingArguments, *, size: int, attention: str =
         if getattr(arguments, name, None) == value:
             errors.append(ConfigError(where=f"training arguments: {name}", value=value, rule=rule, fix=fix))
     errors += reading_errors(arguments)
-    configuration = deepspeed_configuration(arguments)
-    if configuration is not None:
-        errors += _section_errors(configuration, arguments, size)
+    configuration = deepspeed_configuration(arguments) or {}
+    section_size = configuration.get("sequence_parallel_size", size)
+    if section_size != size:
+        rule = f"contradicts sequence_parallel_size = {size} of the callback"
+        errors.append(ConfigError(where="sequence_parallel_size", value=section_size, rule=rule, fix="omit the key"))
+    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tensor > 1:
+        where, rule = "tensor_parallel.autotp_size", "cannot be combined with sequence parallelism"
+        errors.append(ConfigError(where=where, value=tensor, rule=rule, fix="omit the section"))
+    zero = configuration.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
+        where = "zero_optimization.reduce_scatter"
+        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
+        errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit the key"))
+    total, right = configuration.get("train_batch_size", "auto"), train_batch_size(arguments, size=size)
+    # TrainingArguments has replaced "auto" by the product with all ranks.
+    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
+    if total not in ("auto", right, filled):
+        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
+        errors.append(ConfigError(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
     handler = getattr(getattr(arguments, "parallelism_config", None), "sp_handler", None)
     if getattr(handler, "sp_seq_length_is_variable", True) is False:
         rule = "fixes the length of batches, which the callback pads"
@@ -138,31 +155,6 @@ def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
     if noise is not None:
         rule = "scales noise by the length that a rank embeds, which is only a shard of the sequence"
         errors.append(ConfigError(where="neftune_noise_alpha", value=noise, rule=rule, fix="omit it"))
-    return errors
-
-
-def _section_errors(configuration: dict[str, Any], arguments: TrainingArguments, size: int) -> list[ConfigError]:
-    errors = []
-    section_size = configuration.get("sequence_parallel_size", size)
-    if section_size != size:
-        rule = f"contradicts sequence_parallel_size = {size} of the callback"
-        errors.append(ConfigError(where="sequence_parallel_size", value=section_size, rule=rule, fix="omit the key"))
-    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
-    if tensor > 1:
-        where, rule = "tensor_parallel.autotp_size", "cannot be combined with sequence parallelism"
-        errors.append(ConfigError(where=where, value=tensor, rule=rule, fix="omit the section"))
-    zero = configuration.get("zero_optimization") or {}
-    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
-        where = "zero_optimization.reduce_scatter"
-        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
-        errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit the key"))
-    total = configuration.get("train_batch_size", "auto")
-    right = train_batch_size(arguments, size=size)
-    # TrainingArguments has replaced "auto" by the product with all ranks.
-    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
-    if total not in ("auto", right, filled):
-        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
-        errors.append(ConfigError(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
     return errors
 
 
