@@ -324,16 +324,16 @@ def _search(
         return best(-fine, fine)
     lows, highs = -_octaves(narrowest, -whole.low), _octaves(narrowest, whole.high)
     every_K2 = torch.cartesian_prod(lows[::8], highs[::8])
-    found = best(every_K2[:, 0], every_K2[:, 1])
+    chosen = best(every_K2[:, 0], every_K2[:, 1])
     for _ in range(3):
-        before = found
-        fine_high = torch.cat([highs, _neighbours(found.high, narrowest, whole.high, histogram.bin_width)])
-        found = best(torch.full_like(fine_high, found.low), fine_high)
-        fine_low = torch.cat([lows, -_neighbours(-found.low, narrowest, -whole.low, histogram.bin_width)])
-        found = best(fine_low, torch.full_like(fine_low, found.high))
-        if found == before:
+        before = chosen
+        fine_high = torch.cat([highs, _neighbours(chosen.high, narrowest, whole.high, histogram.bin_width)])
+        chosen = best(torch.full_like(fine_high, chosen.low), fine_high)
+        fine_low = torch.cat([lows, -_neighbours(-chosen.low, narrowest, -whole.low, histogram.bin_width)])
+        chosen = best(fine_low, torch.full_like(fine_low, chosen.high))
+        if chosen == before:
             break
-    low_1, high_1 = _covered(torch.tensor([found.low]).double(), torch.tensor([found.high]).double(), quantization)
+    low_1, high_1 = _covered(torch.tensor([chosen.low]).double(), torch.tensor([chosen.high]).double(), quantization)
     return ActivationRange(float(low_1), float(high_1))
 
 

@@ -280,20 +280,6 @@ def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tupl
     return prompt, completion
 
 
-def _tools_of(row: Row, where: str) -> list[Any] | None:
-    """Return the functions that a row offers to the assistant; datasets store them as a list or as JSON text."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UsageError(ConfigError(where=where, rule=f"its tools are not valid JSON ({error})")) from None
-    if tools and not isinstance(tools, list):
-        rule = f"its tools must be a list, not {type(tools).__name__}"
-        raise UsageError(ConfigError(where=where, rule=rule))
-    return tools or None
-
-
 def _split_rows(
     rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
 ) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
@@ -358,9 +344,18 @@ def _made_samples(
         if turns is None:
             ids, labels = encode_completion(tokenizer, prompt, completion)
         else:
-            tools = _tools_of(row, where)
+            tools = row.get("tools")
+            if isinstance(tools, str) and tools.strip():
+                try:
+                    tools = json.loads(tools)
+                except ValueError as error:
+                    rule = f"its tools are not valid JSON ({error})"
+                    raise UsageError(ConfigError(where=where, rule=rule)) from None
+            if tools and not isinstance(tools, list):
+                rule = f"its tools must be a list, not {type(tools).__name__}"
+                raise UsageError(ConfigError(where=where, rule=rule))
             ids, labels = encode_chat(
-                tokenizer, turns, first_labelled=first_labelled, tools=tools, where=where, counts=chats
+                tokenizer, turns, first_labelled=first_labelled, tools=tools or None, where=where, counts=chats
             )
         counts["cut"] += len(ids) > seq_len
         ids, labels = ids[:seq_len], labels[:seq_len]

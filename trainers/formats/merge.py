@@ -133,7 +133,18 @@ def merge(
                 # The tokenizer of the adapter has the chat template that it was trained with.
                 copy_companions(directory, unfinished)
                 copy_companions(read.directory, unfinished)
-                write_files({CARD_FILE: _card(report)}, unfinished, force=True)
+                into = "its base model, dequantized from the NF4 weights of QLoRA" if qlora else "its base model"
+                lead = f"{code(shown_name(name))}, a LoRA adapter, merged into {into}."
+                rounding = f"Rounding to {report.dtype} changed the merged matrices by {rounding_error:.1e} (relative)."
+                card = card_text(
+                    f"{title_of(report.base)} with {title_of(name)}",
+                    [f"{lead} {rounding}", usage()],
+                    f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
+                    base=report.base,
+                    relation="finetune",
+                    tags=("merged",),
+                )
+                write_files({CARD_FILE: card}, unfinished, force=True)
         return report
 
 
@@ -169,16 +180,3 @@ def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_rev
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
     return source
-
-
-def _card(report: MergeReport) -> str:
-    into = "its base model, dequantized from the NF4 weights of QLoRA" if report.qlora else "its base model"
-    rounding = f"Rounding to {report.dtype} changed the merged matrices by {report.rounding_error:.1e} (relative)."
-    return card_text(
-        f"{title_of(report.base)} with {title_of(report.adapter)}",
-        [f"{code(shown_name(report.adapter))}, a LoRA adapter, merged into {into}. {rounding}", usage()],
-        f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
-        base=report.base,
-        relation="finetune",
-        tags=("merged",),
-    )

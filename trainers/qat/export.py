@@ -182,7 +182,20 @@ def export(
                             f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}"
                         )
                     result = replace(result, largest_weight_difference=difference, verification=verification)
-                _write_report(attachment, result, staging, time.perf_counter() - started)
+                config, measured = attachment.config, asdict(result)
+                del measured["output_dir"]
+                report = {
+                    "schema_version": 1,
+                    "scheme": attachment.scheme.name,
+                    "weight_rule": config.weight_rule,
+                    "ranges": config.ranges if attachment.scheme.activations_are_static else None,
+                    "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
+                    "trained_steps": attachment.state.trained_steps,
+                    **measured,
+                    "seconds": round(time.perf_counter() - started, 3),
+                    "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+                }
+                write_files({REPORT: json.dumps(report, indent=2) + "\n"}, staging, force=True)
             discard_failed(output)
             return result
 
@@ -465,20 +478,3 @@ def largest_weight_difference(collected: Collected, directory: Path) -> float:
 def _reads_tokens(root: PreTrainedModel) -> bool:
     """Return whether the tokens of one text are a complete input of a model."""
     return root.main_input_name == "input_ids" and not root.config.is_encoder_decoder
-
-
-def _write_report(attachment: Attachment, result: ExportResult, directory: Path, seconds: float) -> None:
-    config, measured = attachment.config, asdict(result)
-    del measured["output_dir"]
-    report = {
-        "schema_version": 1,
-        "scheme": attachment.scheme.name,
-        "weight_rule": config.weight_rule,
-        "ranges": config.ranges if attachment.scheme.activations_are_static else None,
-        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
-        "trained_steps": attachment.state.trained_steps,
-        **measured,
-        "seconds": round(seconds, 3),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
-    write_files({REPORT: json.dumps(report, indent=2) + "\n"}, directory, force=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
@@ -83,3 +84,14 @@ def test_models_embed_every_token_and_random_weights_have_a_seed(tmp_path: Path)
         load_tokenizer(source, 256)
     first, again, other = (load_model(source, load_config(source), "float32", seed).lm_head for seed in (0, 0, 1))
     assert first.weight.equal(again.weight) and not first.weight.equal(other.weight)
+
+
+def test_evaluations_leave_the_4_bit_layers_of_qlora_as_they_were_loaded(tmp_path: Path) -> None:
+    """On processors with AVX512-BF16 they would round the scales in place."""
+    from bitsandbytes.nn import Linear4bit
+
+    llama(hidden_size=64).save_pretrained(tmp_path)
+    source = StartingModel(model=str(tmp_path), method="qlora")
+    model = load_model(source, load_config(source), torch.float32, 0)
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14 and not any(layer.support_avx512bf16_for_cpu for layer in layers)

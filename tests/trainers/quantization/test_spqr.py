@@ -140,8 +140,8 @@ def test_values_are_those_of_the_paper(dtype: torch.dtype, threshold: float | No
     for hessian in (None, hessian_II):
         matrix = spqr_quantize(weight_OI, hessian, SpQROptions(outlier_threshold=threshold))
         wanted_OI, found_OI = spqr_by_loops(weight_OI, hessian, threshold), matrix.dequantize().double()
-        # A value at a border, which fp32 puts on the other side of it, would differ by a step.
-        assert (found_OI - wanted_OI).abs().max() <= 2e-3 * wanted_OI.abs().max()
+        # A value at a border, which fp32 puts on the other side of it, would differ by a step, at least 2^-11 of it.
+        assert (found_OI - wanted_OI).abs().max() <= 1e-5 * wanted_OI.abs().max()
         rows, columns = matrix.outlier_positions()
         assert (len(rows) > 0) == (threshold is not None) and len(rows) < 0.1 * weight_OI.numel()
         assert torch.equal(matrix.outlier_values.to(dtype), matrix.dequantize()[rows, columns])
@@ -175,16 +175,10 @@ def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
     assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) <= weighted_error(weight_OI, hessian_II)
 
 
-def test_dead_columns_and_dead_weights():
-    """Inputs that are always zero make a singular Hessian; their weights cost nothing and become zero."""
+def test_zero_weights_and_few_samples_give_finite_numbers():
+    """Fewer samples than channels make a singular Hessian."""
     weight_OI, hessian_II = correlated(20, 64)
-    hessian_II[[5, 40]] = 0
-    hessian_II[:, [5, 40]] = 0
-    dense_OI = spqr_quantize(weight_OI, hessian_II).dequantize()
-    assert bool(dense_OI.isfinite().all())
-    assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) < weighted_error(weight_OI, hessian_II) / 20
     assert not spqr_quantize(torch.zeros(20, 64), hessian_II).dequantize().any()
-    # Few samples make a singular Hessian too.
     inputs_TI = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     matrix = spqr_quantize(weight_OI, inputs_TI.t() @ inputs_TI, SpQROptions(dampening=0.0))
     assert bool(matrix.dequantize().isfinite().all())
