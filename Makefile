@@ -13,14 +13,19 @@ WITH_NEWEST := VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev WITH
 WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev WITHOUT=libaio
 # What the tests of an environment do without: see tests/host.py.
 WITHOUT ?=
-# Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
-OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
-	tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py tests/trainers/qat/test_qat_export.py \
-	tests/distributed/test_rehearse.py tests/distributed/test_train.py
+# What the oldest supported releases of other libraries can change: settings, tables, files, data sets and adapters. torch,
+# Transformers, Accelerate and DeepSpeed are the pinned ones there too, whose layouts `make test` trains.
+OLDEST_TESTS := tests/cli tests/ds_configs/check tests/ds_configs/plan tests/plugins tests/trainers/data \
+	tests/trainers/formats tests/trainers/reports $(patsubst %,tests/distributed/test_%.py,qlora_layouts rehearse train)
 GRID_TESTS := tests/equivalence $(patsubst %,tests/distributed/test_%.py,trainer_layouts unused_parameters)
-# Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
-NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \
-	tests/trainers tests/cli/commands tests/test_add_family.py tests/test_every_model.py tests/test_examples.py
+# What the newest releases can change: adapters, canaries, a launch of each layout, saving, loading, exports and whatever
+# trains, quantizes or evaluates.
+NEWEST_TESTS := tests/ds_configs/check/test_check_fuzz.py tests/ds_configs/legality/test_engines_agree.py \
+	$(patsubst %,tests/ds_configs/memory/test_%.py,activations activation_kinds quantization_memory) \
+	tests/ds_configs/models tests/equivalence tests/plugins tests/distributed \
+	$(patsubst %,tests/trainers/%,counting data distillation evaluation formats parallel qat quantization sparsity \
+	test_exact.py training verify) \
+	tests/cli/commands/test_evaluate_command.py tests/cli/commands/test_quantize_command.py tests/test_examples.py
 TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 from shardwright.ds_configs.specs.hardware import find_gpu, parse_hardware
-from shardwright.ds_configs.step_time.rates import hardware_constants
+from shardwright.ds_configs.step_time.rates import constants_of
 
 REPETITIONS = 5
 
@@ -98,7 +98,7 @@ def updates() -> Iterator[tuple[str, float, str]]:
 def main() -> None:
     gpu = find_gpu(torch.cuda.get_device_name())
     hardware = parse_hardware(f"1x{gpu}")
-    constants = hardware_constants(hardware)
+    constants = constants_of(hardware.gpu)
     print(
         torch.cuda.get_device_name(),
         torch.__version__,

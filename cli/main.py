@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import TextIOWrapper
+from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
 from ..ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
 from ..plugins.deepspeed import quiet_accelerator_choice
-from .completion import CompletingApp
 from .help import short_help, shown_examples
 from .progress import notes_on_stderr
 from .settings import Sources, asks_for_json, resolve, running, sources_of
@@ -34,15 +34,15 @@ _COMMANDS = {
         "launch:launch_command",
         "Run a plan, or your script with it, here or on a cluster.",
     ),
-    "train": ("train:train_command", "Train a model on your data: plan, launch, evaluate, report."),
-    "distill": ("distill:distill_command", "Distill a teacher into a student: plan, train, evaluate, report."),
+    "train": ("training:train_command", "Train a model on your data: plan, launch, evaluate, report."),
+    "distill": ("training:distill_command", "Distill a teacher into a student: plan, train, evaluate, report."),
     "cache-teacher": (
         "cache_teacher:cache_teacher_command",
         "Store the outputs of a teacher, to distill without running it.",
     ),
     "merge": ("merge:merge_command", "Merge a LoRA adapter into its base model."),
     "student": ("student:student_command", "Prune a teacher to a smaller student for distillation."),
-    "qat": ("qat:qat_command", "Train with quantized weights, and export that checkpoint."),
+    "qat": ("training:qat_command", "Train with quantized weights, and export that checkpoint."),
     "quantize": ("quantize:quantize_command", "Quantize a model, verify the checkpoint and evaluate it."),
     "evaluate": ("evaluate:evaluate_command", "Measure perplexity, size and distance to a baseline."),
     "report": ("report:report_command", "Write the HTML report of a run, or compare several runs."),
@@ -60,6 +60,29 @@ _COMPUTING = frozenset(
     {"cache-teacher", "demo", "distill", "evaluate", "merge", "qat", "quantize", "rehearse", "student", "train", "tune"}
 )
 """Commands that run torch on this machine."""
+
+_ENDINGS = {
+    "bash": ("\ncomplete -F ", "\ncomplete -o default -F "),
+    "zsh": ("  esac\n}\n", "  esac || { compset -P '--*='; _files }\n}\n"),
+}
+"""Last lines of a script, and those that let the shell complete paths where the script has no candidates."""
+_BASH_FILES = 'COMPREPLY=( $(compgen -f -- "${cur}") )'
+"""Completes a directory with a space behind it, not a slash."""
+
+
+class CompletingApp(App):
+    """Application whose scripts complete paths as shells do without a script, unless there are candidates.
+
+    Seen with cyclopts 5.4.0 and 5.5.2: models and datasets, which are texts, are not completed.
+    """
+
+    __slots__ = ()
+
+    def generate_completion(self, **stated: Any) -> str:
+        """Return the script for a shell."""
+        script = super().generate_completion(**stated).replace(_BASH_FILES, "COMPREPLY=()")
+        generated, completed = _ENDINGS["zsh" if script.startswith("#compdef") else "bash"]
+        return completed.join(script.rsplit(generated, 1))
 
 
 def build_app() -> App:

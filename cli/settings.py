@@ -18,7 +18,7 @@ from functools import cache
 from inspect import BoundArguments
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
@@ -337,9 +337,9 @@ def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
 
 def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
     """Return the errors of all parameters of the command; Cyclopts stops at the first."""
-    from pydantic import ValidationError, create_model
+    from pydantic import ValidationError
 
-    from ..ds_configs.specs.settings import Settings, errors_of, settings_of
+    from ..ds_configs.specs.settings import errors_of
 
     errors: list[ConfigError] = []
     for argument in arguments:
@@ -354,15 +354,7 @@ def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
             if isinstance(error.__cause__, ValidationError):
                 errors += errors_of(error.__cause__, argument.resolved_hint)
                 continue
-            if get_origin(argument.hint) is Literal and argument.tokens:
-                parameter: Any = (argument.hint, ...)
-                try:
-                    settings_of(
-                        create_model(name, __base__=Settings, **{name: parameter}), {name: argument.tokens[0].value}
-                    )
-                except UsageError as choice:
-                    errors += choice.errors
-            elif not is_missing:
+            if not is_missing:
                 errors.append(ConfigError(where=argument.names[0], rule=" ".join(str(error).split())))
         if is_missing:
             fix = f"pass {' or '.join(argument.names)}"
@@ -376,15 +368,13 @@ def _unused_errors(
     app: App, tokens: Sequence[str], unused: Sequence[str], known: Mapping[str, Argument]
 ) -> list[ConfigError]:
     """Return errors for unknown flags of a command line, or for a word that no parameter accepts."""
-    from ..ds_configs.specs.settings import not_covered
-
     flags = [token.partition("=")[0] for token in unused if token.startswith("--") and len(token) > 2]
     if not flags:
         rule = "is an unexpected argument"
         return [ConfigError(where=token, rule=rule, fix=REMOVED.get(token, "")) for token in unused[:1]]
     errors = []
     for flag in flags:
-        rule, fix = "is not an option", not_covered(flag) or meant(flag, known, flag=True)
+        rule, fix = "is not an option", meant(flag, known, flag=True)
         if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
             rule = f"is not an option of {tokens[0]}"
         fix = fix or suggested(flag, known, flag=True) or "see --help"

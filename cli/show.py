@@ -23,9 +23,9 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
-from ..ds_configs.specs.job import TrainingJob
+from ..ds_configs.specs.job import ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
-from ..ds_configs.step_time.estimate import StepTime, time_term_name
+from ..ds_configs.step_time.estimate import time_term_name
 from ..ds_configs.step_time.utilization import utilization
 
 if TYPE_CHECKING:
@@ -192,7 +192,13 @@ def _show_costs(out: Console, plan: Plan) -> None:
     title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s"
     if hardware.gpu != "CPU":
         title += f", {utilization(chosen.time, plan.model, hardware, plan.job):.0%} MFU"
-    print_rows(out, (title, "seconds"), _time_rows(chosen.time), figures=("seconds",))
+    time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
+    terms = sorted(time.terms.items(), key=lambda item: -item[1])
+    rows: list[tuple[str | Text, str | Text]]
+    rows = [(time_term_name(name), f"{seconds:.4f}") for name, seconds in terms if seconds >= shown]
+    interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
+    rows.append((Text("total", style="bold"), Text(interval, style="bold")))
+    print_rows(out, (title, "seconds"), rows, figures=("seconds",))
     for doubt in doubts(chosen.layout, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
     for role, choice in chosen.placements.items():
@@ -217,7 +223,11 @@ def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
     # A bar of fewer cells is useless; a longer one wraps.
     width = max(_SHORTEST_BAR, min(_BAR_WIDTH, columns - len(figures) - len("[]")))
     scale = max(gpu.capacity_bytes, gpu.high_bytes, sum(max(0, count) for count in gpu.terms.values()), 1)
-    full, interval, empty = "█▒·" if _encodable("█▒·") else "#=."
+    full, interval, empty = characters = "█▒·"
+    try:
+        characters.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        full, interval, empty = "#=."
     bar = Text("[")
     used = 0
     for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
@@ -233,14 +243,6 @@ def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
     return bar
 
 
-def _encodable(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
     """Return the terms of a memory in GB, the largest first, each in the colour of its part of the bar."""
     ranked = enumerate(sorted(terms.items(), key=lambda item: -item[1]))
@@ -249,16 +251,6 @@ def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
         for index, (name, count) in ranked
     ]
     return [*rows, (Text("total", style="bold"), Text(gigabytes(sum(terms.values())), style="bold"))]
-
-
-def _time_rows(time: StepTime) -> list[tuple[str | Text, str | Text]]:
-    rows: list[tuple[str | Text, str | Text]] = [
-        (time_term_name(name), f"{seconds:.4f}")
-        for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1])
-        if seconds >= _SHOWN_SHARE * time.seconds
-    ]
-    interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    return [*rows, (Text("total", style="bold"), Text(interval, style="bold"))]
 
 
 def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
@@ -296,7 +288,7 @@ def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
-    rows, chosen = [], TrainingJob().options().keys() - {"teacher"}
+    rows, chosen = [], TrainingJob().options().keys() - set(ROLES)
     for name, value in values.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if value is None and name in chosen:

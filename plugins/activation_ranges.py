@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ds_configs.quantization.scheme import ActivationQuantization
+from .compressed_tensors.codes import levels_of, range_scale_and_zero_point, values_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +44,14 @@ class ActivationHistogram:
         """Smallest value seen."""
         self.high = -math.inf
         """Largest value seen."""
-        self._exponent: int | None = None
+        self.exponent: int | None = None
+        """Power of two of the bins' width; `None` before a value other than zero was seen."""
         self._counts: Tensor | None = None
 
     @property
     def bin_width(self) -> float:
         """Width of one bin; 0 before a value other than zero was seen."""
-        return 0.0 if self._exponent is None else math.ldexp(1.0, self._exponent)
+        return 0.0 if self.exponent is None else math.ldexp(1.0, self.exponent)
 
     def add(self, values: Tensor) -> None:
         """Count every element of `values`, of any shape.
@@ -73,12 +75,16 @@ class ActivationHistogram:
             if magnitude > 0.0:
                 # Smallest exponent with magnitude < bins/2 · 2^exponent.
                 needed = math.frexp(magnitude / (self.bins // 2))[1]
-                self._exponent = needed if self._exponent is None else self._exponent
-                for _ in range(needed - self._exponent):
+                self.exponent = needed if self.exponent is None else self.exponent
+                for _ in range(needed - self.exponent):
                     self._counts = _merged_pairs(self._counts)
-                self._exponent = max(needed, self._exponent)
+                self.exponent = max(needed, self.exponent)
+            exponent = self.exponent or 0
+            # Scaling by a power of two is exact in fp32 except near its smallest numbers; fp64 covers those as well.
+            wide = torch.float64 if exponent < -100 or flat.dtype == torch.float64 else torch.float32
             for part in flat.split(_VALUES_AT_ONCE):
-                self._counts += torch.bincount(self._bins_of(part), minlength=self.bins).to(self._counts.device)
+                numbers = torch.floor(part.to(wide) * math.ldexp(1.0, -exponent)).to(torch.int64) + self.bins // 2
+                self._counts += torch.bincount(numbers, minlength=self.bins).to(self._counts.device)
 
     def occupied(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return bin numbers k, centres, and counts of the bins that hold anything, on the CPU; fp64 centres, int64.
@@ -96,11 +102,6 @@ class ActivationHistogram:
         centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
         return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
 
-    @property
-    def exponent(self) -> int | None:
-        """Power of two of the bins' width; `None` before a value other than zero was seen."""
-        return self._exponent
-
     def counts_at(self, exponent: int | None, device: torch.device) -> Tensor:
         """Return the counts [bins], int64, as bins of the width `2^exponent` hold them, which must not be narrower."""
         import torch
@@ -110,9 +111,9 @@ class ActivationHistogram:
             return counts
         counts += self._counts.to(device)
         # Bins narrower than any value but zero hold zeros alone, which stay in the middle whatever the width.
-        if self._exponent is not None:
-            assert exponent is not None and exponent >= self._exponent, "bins only ever grow"
-            for _ in range(exponent - self._exponent):
+        if self.exponent is not None:
+            assert exponent is not None and exponent >= self.exponent, "bins only ever grow"
+            for _ in range(exponent - self.exponent):
                 counts = _merged_pairs(counts)
         return counts
 
@@ -120,17 +121,8 @@ class ActivationHistogram:
     def of_counts(cls, counts: Tensor, *, exponent: int | None, low: float, high: float) -> ActivationHistogram:
         """Return the histogram of counts that ranks have added up, int64 [bins]; see `counts_at`."""
         histogram = cls(bins=len(counts))
-        histogram._exponent, histogram._counts, histogram.low, histogram.high = exponent, counts, low, high
+        histogram.exponent, histogram._counts, histogram.low, histogram.high = exponent, counts, low, high
         return histogram
-
-    def _bins_of(self, values: Tensor) -> Tensor:
-        import torch
-
-        exponent = 0 if self._exponent is None else self._exponent
-        # Scaling by a power of two is exact in fp32 except near its smallest numbers; fp64 covers those as well.
-        wide = values.to(torch.float64 if exponent < -100 or values.dtype == torch.float64 else torch.float32)
-        numbers = torch.floor(wide * math.ldexp(1.0, -exponent)).to(torch.int64)
-        return numbers + self.bins // 2
 
 
 def _merged_pairs(counts: Tensor) -> Tensor:
@@ -235,10 +227,32 @@ def kl_range(histogram: ActivationHistogram, quantization: ActivationQuantizatio
     Where `Q` is zero and `P` is not, `Q` counts as half a value.
     """
 
+    import torch
+
     def divergence_K(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor) -> Tensor:
         rounded_KB = rounded_values(centre_B, low_K, high_K, quantization)
-        covered = _covered(low_K, high_K, quantization)
-        return _divergences(*covered, centre_B, weight_B, rounded_KB)
+        low_K, high_K = _covered(low_K, high_K, quantization)
+        inside_KB = (centre_B >= low_K[:, None]) & (centre_B <= high_K[:, None])
+        kept_KB = weight_B * inside_KB
+        total_K = kept_KB.sum(dim=1).clamp(min=1.0)
+        reference_KB = kept_KB.clone()
+        position_B = torch.arange(len(centre_B))
+        first_K = torch.where(inside_KB, position_B, len(centre_B)).amin(dim=1).clamp(max=len(centre_B) - 1)
+        last_K = torch.where(inside_KB, position_B, -1).amax(dim=1).clamp(min=0)
+        below_K = (weight_B * (centre_B < low_K[:, None])).sum(dim=1)
+        above_K = (weight_B * (centre_B > high_K[:, None])).sum(dim=1)
+        reference_KB.scatter_add_(1, first_K[:, None], below_K[:, None])
+        reference_KB.scatter_add_(1, last_K[:, None], above_K[:, None])
+        # Bins of one code are neighbours: their group is the running number of changes of the rounded value.
+        changes_KB = (rounded_KB[:, 1:] != rounded_KB[:, :-1]).long().cumsum(dim=1)
+        group_KB = torch.nn.functional.pad(changes_KB, (1, 0))
+        mass_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, kept_KB)
+        bins_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, inside_KB.double())
+        spread_KB = (mass_KB / bins_KB.clamp(min=1.0)).gather(1, group_KB) * inside_KB
+        expected_KB = spread_KB.clamp(min=0.5) / total_K[:, None]
+        reference_KB = reference_KB / weight_B.sum()
+        terms_KB = reference_KB * (reference_KB.clamp(min=1e-300) / expected_KB).log()
+        return terms_KB.sum(dim=1)
 
     return _search(histogram, quantization, divergence_K)
 
@@ -253,12 +267,7 @@ def activation_range(histogram: ActivationHistogram, quantization: ActivationQua
 
 
 def rounded_values(values_B: Tensor, low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization) -> Tensor:
-    """Return what each value becomes under each range, [K, B] in fp64.
-
-    Integers, symmetric: `s = max(-low, high) / ((2^b - 1) / 2)` and `Q(x) = s · clamp(round(x / s), -2^(b-1), 2^(b-1) -
-    1)`. Asymmetric: `s = (high - low) / (2^b - 1)`, `z = round(-2^(b-1) - low / s)`. FP8 (E4M3): `s = max(-low, high) /
-    448`.
-    """
+    """Return what each value becomes under each range, [K, B] in fp64; FP8 (E4M3) with `s = max(-low, high) / 448`."""
     import torch
 
     low_K1, high_K1 = low_K[:, None].double(), high_K[:, None].double()
@@ -266,15 +275,10 @@ def rounded_values(values_B: Tensor, low_K: Tensor, high_K: Tensor, quantization
         scale_K1 = torch.maximum(-low_K1, high_K1) / _LARGEST_FLOAT8
         scaled_KB = (values_B.double() / scale_K1).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
         return scaled_KB.float().to(torch.float8_e4m3fn).double() * scale_K1
-    smallest, largest = -(2.0 ** (quantization.bits - 1)), 2.0 ** (quantization.bits - 1) - 1
-    if quantization.symmetric:
-        scale_K1 = torch.maximum(-low_K1, high_K1) / ((largest - smallest) / 2)
-        zero_K1 = torch.zeros_like(scale_K1)
-    else:
-        scale_K1 = (high_K1 - low_K1) / (largest - smallest)
-        zero_K1 = (smallest - low_K1 / scale_K1).clamp(smallest, largest).round()
-    code_KB = (values_B.double() / scale_K1 + zero_K1).round().clamp(smallest, largest)
-    return (code_KB - zero_K1) * scale_K1
+    scales = range_scale_and_zero_point(
+        low_K1, high_K1, bits=quantization.bits, symmetric=quantization.symmetric, stored_dtype=torch.float64
+    )
+    return values_of(levels_of(values_B.double(), *scales, quantization.bits), *scales)
 
 
 def _covered(low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization) -> tuple[Tensor, Tensor]:
@@ -285,32 +289,6 @@ def _covered(low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization
     scale_K = (high_K - low_K) / largest
     below_K = (-low_K / scale_K).clamp(0, largest).round()
     return -below_K * scale_K, (largest - below_K) * scale_K
-
-
-def _divergences(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor, rounded_KB: Tensor) -> Tensor:
-    import torch
-
-    inside_KB = (centre_B >= low_K[:, None]) & (centre_B <= high_K[:, None])
-    kept_KB = weight_B * inside_KB
-    total_K = kept_KB.sum(dim=1).clamp(min=1.0)
-    reference_KB = kept_KB.clone()
-    position_B = torch.arange(len(centre_B))
-    first_K = torch.where(inside_KB, position_B, len(centre_B)).amin(dim=1).clamp(max=len(centre_B) - 1)
-    last_K = torch.where(inside_KB, position_B, -1).amax(dim=1).clamp(min=0)
-    below_K = (weight_B * (centre_B < low_K[:, None])).sum(dim=1)
-    above_K = (weight_B * (centre_B > high_K[:, None])).sum(dim=1)
-    reference_KB.scatter_add_(1, first_K[:, None], below_K[:, None])
-    reference_KB.scatter_add_(1, last_K[:, None], above_K[:, None])
-    # Bins of one code are neighbours: their group is the running number of changes of the rounded value.
-    changes_KB = (rounded_KB[:, 1:] != rounded_KB[:, :-1]).long().cumsum(dim=1)
-    group_KB = torch.nn.functional.pad(changes_KB, (1, 0))
-    mass_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, kept_KB)
-    bins_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, inside_KB.double())
-    spread_KB = (mass_KB / bins_KB.clamp(min=1.0)).gather(1, group_KB) * inside_KB
-    expected_KB = spread_KB.clamp(min=0.5) / total_K[:, None]
-    reference_KB = reference_KB / weight_B.sum()
-    terms_KB = reference_KB * (reference_KB.clamp(min=1e-300) / expected_KB).log()
-    return terms_KB.sum(dim=1)
 
 
 _Objective = Callable[[Any, Any, Any, Any], Any]
@@ -346,16 +324,16 @@ def _search(
         return best(-fine, fine)
     lows, highs = -_octaves(narrowest, -whole.low), _octaves(narrowest, whole.high)
     every_K2 = torch.cartesian_prod(lows[::8], highs[::8])
-    found = best(every_K2[:, 0], every_K2[:, 1])
+    chosen = best(every_K2[:, 0], every_K2[:, 1])
     for _ in range(3):
-        before = found
-        fine_high = torch.cat([highs, _neighbours(found.high, narrowest, whole.high, histogram.bin_width)])
-        found = best(torch.full_like(fine_high, found.low), fine_high)
-        fine_low = torch.cat([lows, -_neighbours(-found.low, narrowest, -whole.low, histogram.bin_width)])
-        found = best(fine_low, torch.full_like(fine_low, found.high))
-        if found == before:
+        before = chosen
+        fine_high = torch.cat([highs, _neighbours(chosen.high, narrowest, whole.high, histogram.bin_width)])
+        chosen = best(torch.full_like(fine_high, chosen.low), fine_high)
+        fine_low = torch.cat([lows, -_neighbours(-chosen.low, narrowest, -whole.low, histogram.bin_width)])
+        chosen = best(fine_low, torch.full_like(fine_low, chosen.high))
+        if chosen == before:
             break
-    low_1, high_1 = _covered(torch.tensor([found.low]).double(), torch.tensor([found.high]).double(), quantization)
+    low_1, high_1 = _covered(torch.tensor([chosen.low]).double(), torch.tensor([chosen.high]).double(), quantization)
     return ActivationRange(float(low_1), float(high_1))
 
 

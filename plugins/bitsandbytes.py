@@ -101,7 +101,29 @@ def quantize_with_bitsandbytes(
         if not is_finite(tensor)
     ]:
         raise RefusedInputError(errors)
-    model = _load(directory, scheme, dense, dtype, device)
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    stored, config = getattr(torch, dtype), BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(dense))
+    if scheme.weights.bits == 4:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=stored,
+            llm_int8_skip_modules=list(dense),
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            quantization_config=config,
+            dtype=stored,
+            device_map={"": device},
+            trust_remote_code=False,
+            use_safetensors=True,
+        ).eval()
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ShardwrightError(f"{directory}: bitsandbytes cannot load it ({type(error).__name__}: {text})") from None
     import bitsandbytes
 
     kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
@@ -114,35 +136,6 @@ def quantize_with_bitsandbytes(
     written = tempfile.TemporaryDirectory(prefix="shardwright-bitsandbytes-")
     model.save_pretrained(written.name)
     return BitsAndBytesModel(model=model, quantized_layers=layers, written=written)
-
-
-def _load(directory: Path, scheme: QuantizationScheme, skipped: Sequence[str], dtype: str, device: str) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    stored = getattr(torch, dtype)
-    if scheme.weights.bits == 4:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=stored,
-            llm_int8_skip_modules=list(skipped),
-        )
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(skipped))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(directory),
-            quantization_config=config,
-            dtype=stored,
-            device_map={"": device},
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise ShardwrightError(f"{directory}: bitsandbytes cannot load it ({type(error).__name__}: {text})") from None
-    return model.eval()
 
 
 def is_divided(engine: str | None) -> bool:

@@ -100,11 +100,11 @@ class ByteMeter(TorchDispatchMode):
         self._limit = limit_bytes
         self._phase: MeterPhase = "init"
         self._sizes: dict[int, int] = {}
-        self._storage_roles: dict[int, Role] = {}
+        self._storage_roles: dict[int, Role | None] = {}
+        """`None` for host memory."""
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._totals: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._current = 0
-        self._host_watchers: dict[int, weakref.ref[Any]] = {}
         self._host_bytes = self._host_peak = 0
         self._peaks: dict[MeterPhase, int] = {"init": 0}
         self._roles: dict[MeterPhase, dict[Role, int]] = {}
@@ -148,9 +148,10 @@ class ByteMeter(TorchDispatchMode):
         for plain in (part for tensor in tensors for part in _plain(tensor)):
             self._watch(plain)
             key = plain.untyped_storage()._cdata
-            self._totals[self._storage_roles[key]] -= self._sizes[key]
-            self._totals[role] += self._sizes[key]
-            self._storage_roles[key] = role
+            if (former := self._storage_roles[key]) is not None:
+                self._totals[former] -= self._sizes[key]
+                self._totals[role] += self._sizes[key]
+                self._storage_roles[key] = role
 
     def reading(self) -> MeterReading:
         """Return live bytes now and the peaks of the phases since the last reset."""
@@ -193,10 +194,7 @@ class ByteMeter(TorchDispatchMode):
             if self._sizes[key] != size:
                 self._resized(storage)
             return
-        if _HOST_BLOCKS or key in self._host_watchers:
-            self._watch_host(storage)
-            return
-        role = self._role_of_new_storage()
+        role = None if _HOST_BLOCKS else self._role_of_new_storage()
 
         def freed(_: object) -> None:
             self._change(key, -self._sizes.pop(key))
@@ -208,19 +206,6 @@ class ByteMeter(TorchDispatchMode):
         self._change(key, size)
         self._note_peak()
 
-    def _watch_host(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._host_watchers:
-            return
-
-        def freed(_: object) -> None:
-            self._host_bytes -= size
-            del self._host_watchers[key]
-
-        self._host_watchers[key] = weakref.ref(storage, freed)
-        self._host_bytes += size
-        self._host_peak = max(self._host_peak, self._host_bytes)
-
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._sizes:
@@ -230,8 +215,12 @@ class ByteMeter(TorchDispatchMode):
             self._note_peak()
 
     def _change(self, key: int, difference: int) -> None:
+        if (role := self._storage_roles[key]) is None:
+            self._host_bytes += difference
+            self._host_peak = max(self._host_peak, self._host_bytes)
+            return
         self._current += difference
-        self._totals[self._storage_roles[key]] += difference
+        self._totals[role] += difference
 
     def _note_peak(self) -> None:
         if self._current >= self._peaks.get(self._phase, -1):
@@ -441,7 +430,10 @@ class _PhaseCallback(TrainerCallback):
         """Assign roles to the tensors that the engine keeps between steps."""
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
         parameters = list(model.parameters())
-        self._meter.label(_shards(parameters), "weights")
+        self._meter.label((p if hasattr(p, "_local_tensor") else p.data for p in parameters), "weights")
+        # Partitions of ZeRO-3.
+        kept = (getattr(p, name, None) for p in parameters for name in ("ds_tensor", "ds_secondary_tensor"))
+        self._meter.label((shard for shard in kept if isinstance(shard, torch.Tensor)), "weights")
         self._meter.label((p.grad for p in parameters if p.grad is not None), "gradients")
         # Accelerate's optimizer, DeepSpeed's inside it, and torch's inside that: each has its own tensors.
         holders = [optimizer]
@@ -457,7 +449,10 @@ class _PhaseCallback(TrainerCallback):
                 for name in names:
                     self._meter.label(_tensors(getattr(holder, name, None)), role)  # type: ignore[arg-type]
             for name in ("ipg_buckets", "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer"):
-                self._meter.label(_bucket_tensors(getattr(holder, name, None)), "buckets")
+                buckets = getattr(holder, name, None)
+                if isinstance(buckets, dict):
+                    buckets = [getattr(bucket, "buffer", None) for bucket in buckets.values()]
+                self._meter.label(_tensors(buckets), "buckets")
 
 
 def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
@@ -473,15 +468,6 @@ def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
     head.register_forward_pre_hook(enter_loss)
 
 
-def _shards(parameters: list[Any]) -> Iterator[torch.Tensor]:
-    for parameter in parameters:
-        yield parameter.data if not hasattr(parameter, "_local_tensor") else parameter
-        for name in ("ds_tensor", "ds_secondary_tensor"):
-            shard = getattr(parameter, name, None)
-            if isinstance(shard, torch.Tensor):
-                yield shard
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -491,11 +477,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors(inner)
-
-
-def _bucket_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, dict):
-        for bucket in value.values():
-            yield from _tensors(getattr(bucket, "buffer", None))
-    else:
-        yield from _tensors(value)

@@ -338,9 +338,9 @@ PATCHES: tuple[Patch, ...] = (
         every_run=True,
     ),
     context(
-        "sequence-parallel-gather",
+        "samples-of-a-group-once",
         f"{_ACCELERATOR}.gather(self, tensor)",
-        "Accelerate gathers from every rank, but the ranks of a sequence hold the same samples.",
+        "Accelerate gathers from every rank, but ranks that share a sequence or tensors hold the same samples.",
     ),
     context(
         "evaluated-labels",
@@ -358,11 +358,6 @@ PATCHES: tuple[Patch, ...] = (
         "accelerate.data_loader:BatchSamplerShard",
         "Accelerate repeats samples in the last batch of an evaluation, so the mean counts them twice.",
         "tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_repeats_samples_of_an_evaluation",
-    ),
-    instance(
-        "tensor-parallel-gather",
-        f"{_ACCELERATOR}.gather_for_metrics(self, input_data, use_gather_object)",
-        "Accelerate gathers from every rank, but ranks of a tensor-parallel group hold the same samples.",
     ),
     instance(
         "expert-parallel-state-dict",
@@ -474,28 +469,6 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     # torch.
-    *(
-        process(
-            f"loopback-store-{module}",
-            f"{module}:TCPStore",
-            "A torch store listens on every interface, even if its host is 127.0.0.1.",
-            "tests/plugins/launching/test_loopback.py::test_a_store_listens_on_loopback_alone",
-            every_run=True,
-        )
-        for module in (
-            "torch.distributed",
-            "torch.distributed.rendezvous",
-            "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
-            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
-        )
-    ),
-    process(
-        "abandoned-locks",
-        "torch.utils.file_baton:FileBaton.wait(self)",
-        "torch waits forever for a lock that a killed compilation left behind.",
-        f"{_BUGS}test_torch_waits_for_an_abandoned_lock",
-        every_run=True,
-    ),
     process(
         "ring-attention-on-cpu-ranks",
         "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",

@@ -52,9 +52,14 @@ def tested_releases() -> dict[str, TestedRange]:
 def installed_version(package: str) -> str | None:
     """Return the version of an installed distribution, or `None` where its metadata is missing."""
     try:
-        return _version(metadata.distribution(package))
+        distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         return None
+    # `distribution.metadata` would parse the complete description as well, which takes planning 5 % longer. A
+    # half-removed distribution has metadata without a version.
+    headers = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    version = re.search(r"^Version:[ \t]*(\S.*?)[ \t]*$", headers, re.MULTILINE | re.IGNORECASE)
+    return version and version[1]
 
 
 def transformers_release() -> str:
@@ -125,16 +130,6 @@ def check_torch() -> None:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "pip install --force-reinstall torch, in a build for this machine (https://pytorch.org/get-started)"
         raise UsageError(ConfigError(where=where, rule=f"cannot compute on the CPU: {first_line}", fix=fix)) from error
-
-
-def _version(distribution: metadata.Distribution) -> str | None:
-    """Return the version of a distribution; a half-removed one has metadata without it.
-
-    `distribution.metadata` would parse the complete description as well, which takes planning 5 % longer.
-    """
-    headers = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
-    version = re.search(r"^Version:[ \t]*(\S.*?)[ \t]*$", headers, re.MULTILINE | re.IGNORECASE)
-    return version and version[1]
 
 
 def _is_older(version: str, than: str) -> bool:

@@ -43,7 +43,6 @@ FULL = (
     "test_every_model.py",
     "test_docs_site.py",
     "distributed/test_drawn_trainers.py",
-    "trainers/qat/test_qat_quality.py",
     "trainers/quantization/test_quantize_quality.py",
 )
 """Sweeps, comparisons of quality, and what builds the documentation."""

@@ -20,6 +20,16 @@ def test_the_license_is_stated_and_ships() -> None:
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
+def test_the_oldest_environment_has_the_pinned_engines() -> None:
+    """Else `OLDEST_TESTS` of the Makefile needs tests/equivalence, which trains every layout."""
+    names = ("accelerate", "deepspeed", "torch", "transformers")
+    pinned, oldest = (
+        [re.findall(rf"^{name}==.*", (ROOT / file).read_text(), re.MULTILINE) for name in names]
+        for file in ("constraints.txt", "constraints-oldest.txt")
+    )
+    assert pinned == oldest and all(pinned)
+
+
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [lines for name, lines in project["optional-dependencies"].items() if name != "dev"]

@@ -16,11 +16,11 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Any, get_args, get_type_hints
+from typing import Any
 from unittest import mock
 
 from cyclopts import App
-from shardwright.cli.commands.schema import schema_command
+from shardwright.cli.commands.schema import SUBJECTS
 from shardwright.cli.main import build_app, run
 from shardwright.ds_configs.legality.combinations import (
     COLUMNS,
@@ -86,7 +86,7 @@ def _hidden_contents(pages: Iterable[str]) -> str:
 def schema_page() -> str:
     """The files that Shardwright reads and writes, field by field."""
     parts = []
-    for subject in get_args(get_type_hints(schema_command)["subject"]):
+    for subject in SUBJECTS:
         printed = StringIO()
         with redirect_stdout(printed):
             run(["schema", subject])

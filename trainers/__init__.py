@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .qat.callback import QATCallback as QATCallback
     from .qat.rounding.config import QATConfig as QATConfig
     from .runs.plan_callback import PlanCallback as PlanCallback
-    from .sparsity.l1_sparsity_callback import L1SparsityCallback as L1SparsityCallback
-    from .sparsity.magnitude_pruning_callback import MagnitudePruningCallback as MagnitudePruningCallback
+    from .sparsity import L1SparsityCallback as L1SparsityCallback
+    from .sparsity import MagnitudePruningCallback as MagnitudePruningCallback
 
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
@@ -30,9 +30,9 @@ _HOMES = {
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert",
     "GuardCallback": ".guards",
-    "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
+    "L1SparsityCallback": ".sparsity",
     "LongSequenceCallback": ".parallel.long_sequences",
-    "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
+    "MagnitudePruningCallback": ".sparsity",
     "PipelineTrainer": ".parallel.pipeline.trainer",
     "PlanCallback": ".runs.plan_callback",
     "QATCallback": ".qat.callback",

@@ -1,12 +1,23 @@
 """`ExactTrainer`: a training step from top to bottom, with what Shardwright corrects of the Trainer of Transformers.
 
 The class precedes a Trainer's own class, so `super()` is the Trainer as its author wrote it. Its methods stand in the
-order in which a run calls them: samples, model and optimizer, batches, counts of labels, loss, step, log, end,
-evaluation. Each says which upstream line it corrects (transformers 5.17.0, `trainer.py`). Its canary is the test that
-fails once upstream does not need it; `test_upstream_calls_the_methods_of_the_exact_trainer` watches all of them.
+order in which a run calls them, and each says which upstream line it corrects (transformers 5.17.0, `trainer.py`). Its
+canary is the test that fails once upstream does not need it; `test_upstream_calls_the_methods_of_the_exact_trainer`
+watches all of them. An optimizer step is (`_run_epoch`, line 1755):
+
+1. Batch: `get_batch_samples` reads the micro-batches of this rank.
+2. Counts: `_get_num_items_in_batch` counts the labels of all ranks, and weighs the micro-batches.
+3. For each micro-batch, `training_step`: forward pass and loss (`compute_loss`), then the backward pass, in which
+   engines average gradients over ranks. After the last one DeepSpeed clips and takes its optimizer step
+   (`Accelerator.backward`), with the norm of `Axis.correct_clipping`.
+4. Clipping: `_clip_grad_norm` of the Trainer, under DDP and FSDP2; `_get_grad_norm` returns the norm of any engine.
+5. Optimizer step: `optimizer.step()` and `lr_scheduler.step()` of the loop, which DeepSpeed has taken already.
+6. `log`, `evaluation_loop`, and save: `_save_checkpoint` of the Trainer writes the files of all ranks, then
+   `CheckpointCallback.on_save` marks them complete. Experts of other ranks reach the files through `get_state_dict` of
+   the accelerator.
 
 `trainer_for` and `launch` set attributes of the object to what a layout needs; an attribute that is not set leaves the
-Trainer's own behaviour. What ranks that share samples or experts add is an `Axis`.
+Trainer's own behaviour. What a layout adds beyond data parallelism is an `Axis`.
 """
 
 from __future__ import annotations
@@ -16,12 +27,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ..ds_configs.specs.errors import ConfigError, UsageError
 from ..plugins import patches
 from ..plugins.accelerate.repeated_samples import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.length_groups import one_order
-from ..plugins.transformers.own_optimizers import OwnOptimizer
+from ..plugins.transformers.optimizers import OwnOptimizer
 from ..plugins.transformers.prepared_model import (
     engine_kept,
     first_preparation,
@@ -79,6 +91,8 @@ class Axis:
 
     ranks_of_a_sample = 1
     """Ranks that read the same samples, where the Trainer counts each of them."""
+    computes_losses = True
+    """Whether losses come from `compute_loss` and `prediction_step`; not those of pipeline stages."""
 
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Change the seeds of a training loader's workers."""
@@ -89,6 +103,10 @@ class Axis:
     def preparing(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
         """Return the context in which the engine is created."""
         return nullcontext()
+
+    def correct_clipping(self, engine: Any) -> None:
+        """Make a new engine of DeepSpeed clip by the norm over all gradients, and keep that norm."""
+        keep_gradient_norm(engine)
 
     def read(self, trainer: ExactTrainer, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the batches that this rank reads from its loader."""
@@ -232,7 +250,9 @@ class ExactTrainer(_Trainer):
 
         Canary: `test_transformers_divides_by_tensor_parallel_size`.
         """
-        return int(super().get_total_train_batch_size(args) // self.shared_axis.ranks_of_a_sample)
+        samples, ranks = super().get_total_train_batch_size(args), self.shared_axis.ranks_of_a_sample
+        # The Trainer has divided by the ranks of a ring.
+        return int(samples if ranks == 1 else samples * self.get_cp_size() // ranks)
 
     def get_sp_size(self) -> int:
         """Return 1 where an axis shards sequences: the Trainer would count batches of a loader of its own (2500)."""
@@ -262,7 +282,7 @@ class ExactTrainer(_Trainer):
             with self.shared_axis.preparing(self), first_preparation(self, resume_from_checkpoint):
                 prepared = super()._prepare_for_training(*arguments)
         if self.step_counting is not None and self.is_deepspeed_enabled:
-            keep_gradient_norm(self.model_wrapped)
+            self.shared_axis.correct_clipping(self.model_wrapped)
         return prepared
 
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
@@ -467,7 +487,7 @@ class ExactTrainer(_Trainer):
         """
         evaluation = None
         with ExitStack() as contexts:
-            if self.step_counting is not None and self.step_counting.evaluates:
+            if self.step_counting is not None and self.shared_axis.computes_losses:
                 evaluation = Evaluation(SamplesOnce(dataloader, self.accelerator.gradient_state))
                 contexts.enter_context(without_balance_loss(self))
                 contexts.enter_context(self._gathering_losses(evaluation))
@@ -601,22 +621,33 @@ def make_exact(trainer: Any) -> ExactTrainer:
     return trainer  # type: ignore[no-any-return]
 
 
-def count_as_one_process(
-    trainer: Any, *, ranks_of_a_sample: int = 1, evaluates: bool = True, weighs_own_losses: bool = False
-) -> None:
-    """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
+def check_attached(callback: Any, trainer: Any) -> None:
+    """Check that a callback has the Trainer that its `attach` stores.
 
-    A second call replaces the first.
+    Raises:
+        UsageError: it was passed to a Trainer without `attach`.
+    """
+    if trainer is None:
+        name = type(callback).__name__
+        fix = f"call {name}.attach(trainer) right after the Trainer is created, instead of callbacks=[{name}(...)]"
+        raise UsageError(ConfigError(where=name, rule="is not attached to a Trainer", fix=fix))
+
+
+def count_as_one_process(trainer: Any, axis: Axis | None = None, *, weighs_own_losses: bool = False) -> None:
+    """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
 
     Args:
         trainer: The Trainer.
-        ranks_of_a_sample: Ranks that read the same samples.
-        evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
+        axis: What its layout adds beyond data parallelism.
         weighs_own_losses: Whether to weigh a loss of the user as what its first batch shows. Layouts that split samples
             or experts, and models with a balance loss, keep the weights of the Trainer.
     """
-    counting = Counting(trainer, ranks_of_a_sample, evaluates=evaluates, weighs_own_losses=weighs_own_losses)
+    exact = make_exact(trainer)
+    if axis is not None:
+        exact.shared_axis = axis
+    ranks, computes = exact.shared_axis.ranks_of_a_sample, exact.shared_axis.computes_losses
+    counting = Counting(trainer, ranks, weighs_means=computes, weighs_own_losses=weighs_own_losses)
     if counting.weighs_means:
         # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.
         trainer.model_accepts_loss_kwargs = False
-    make_exact(trainer).step_counting = counting
+    exact.step_counting = counting

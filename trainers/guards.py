@@ -30,7 +30,7 @@ from ..plugins.transformers.sound_model import (
     shortened,
 )
 from ..plugins.transformers.training_arguments import check_first_of_its_kind
-from .exact import StepEvents, make_exact
+from .exact import StepEvents, check_attached, make_exact
 
 if TYPE_CHECKING:
     import torch
@@ -263,9 +263,7 @@ class GuardCallback(StepEvents, TrainerCallback):
             UsageError: the callback was not attached.
             RefusedInputError: weights are not finite.
         """
-        if self._trainer is None:
-            fix = "write GuardCallback().attach(trainer) instead of callbacks=[GuardCallback()]"
-            raise UsageError(ConfigError(where="GuardCallback", rule="is not attached to a Trainer", fix=fix))
+        check_attached(self, self._trainer)
         name = getattr(getattr(model, "config", None), "_name_or_path", "")
         what = f"the model to train ({name})" if name else "the model to train"
         refuse_nonfinite_weights(model, what=what, allowed=self._allow)

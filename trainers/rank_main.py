@@ -24,7 +24,7 @@ TASKS = {
     "distill": ".distillation.command.rank:DistillTask",
     "qat": ".qat.command.rank:QATTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
-    "rehearse-script": ".rehearsal.script_worker:RehearsedScriptTask",
+    "rehearse-script": ".rehearsal.worker:RehearsedScriptTask",
     "tune": ".tuning.worker:TrialTask",
     "script": ".training.script_rank:ScriptTask",
 }

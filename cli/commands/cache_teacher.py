@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_writer import CacheSettings
 from ..options import ResultDirectory
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options
-
-if TYPE_CHECKING:
-    from ...trainers.distillation.cache.cache_writer import CacheJob
 
 
 def cache_teacher_command(
@@ -33,25 +29,18 @@ def cache_teacher_command(
     teacher
         Hub id or directory; weights are read from safetensors.
     """
-    output_dir, dry_run = options.output_dir, options.dry_run
     from ...trainers.data.sources import PYTHON_HELP
     from ...trainers.distillation.cache.cache_writer import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
         note(f"using {PYTHON_HELP}, Python's help topics; pass the student's --dataset instead")
     with redirect_stdout(sys.stderr):
-        job = prepare_cache(teacher, settings, None if dry_run else output_dir)
-        if not dry_run:
-            assert output_dir is not None
+        output_dir = None if options.dry_run else options.output_dir
+        job = prepare_cache(teacher, settings, output_dir)
+        if output_dir is not None:
             with progress_on_stderr("loading the teacher"):
                 run_cache_job(job, output_dir)
-    _show(job, None if dry_run else output_dir, as_json=options.as_json)
-    return 0
-
-
-def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:
-    key = job.key
-    tokens = sum(len(ids) for ids in job.samples)
+    key, tokens = job.key, sum(len(ids) for ids in job.samples)
     record: dict[str, Any] = {
         "schema_version": 1,
         "teacher": key.teacher,
@@ -64,11 +53,12 @@ def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:
         "vocab_size": key.vocab_size,
         "output_dir": None if output_dir is None else str(output_dir),
     }
-    if as_json:
+    if options.as_json:
         print(json.dumps(record))
-        return
+        return 0
     temperatures = ", ".join(f"{temperature:g}" for temperature in key.temperatures)
     print(f"{tokens:,} tokens in {len(job.samples):,} samples, {key.bytes_per_token} bytes each: ", end="")
     print(f"{gigabytes(tokens * key.bytes_per_token)} GB")
     print(f"top {key.top_k} of {key.vocab_size:,} tokens and the sum of the others, at temperature {temperatures}")
     print("Dry run: nothing was run or written." if output_dir is None else f"Stored in {output_dir}")
+    return 0

@@ -72,7 +72,7 @@ def _demo(output_dir: Path, options: Flags) -> TrainOutcome:
     from ...trainers.training.task import prepare_train
     from ..progress import progress_on_stderr
     from ..show import show_plan
-    from .train import show_training
+    from .training import show_training
 
     entry = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
     print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json\n")

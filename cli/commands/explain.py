@@ -13,7 +13,7 @@ from ...ds_configs.memory.meanings import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import NOT_COVERED
+from ...ds_configs.specs.synonyms import REMOVED
 from ...ds_configs.step_time.estimate import TERMS
 from ..options import Output
 from ..settings import FILLED, Options
@@ -31,7 +31,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
-    meanings |= dict(KERNEL_MEANINGS) | dict(NOT_COVERED)
+    meanings |= dict(KERNEL_MEANINGS)
     try:
         exists = Path(subject).exists()
     except OSError:
@@ -52,6 +52,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         is_path = "/" in subject or subject.endswith(".json")
         near = [] if is_path else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
+        fix = REMOVED.get(name, fix)
         rule = "no such file or directory" if is_path else "is not a path, layout, term or rule"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)

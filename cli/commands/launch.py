@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import BoundArguments
@@ -17,6 +18,11 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import Names
 from ..options import ConfigFile, Machine
 from ..settings import FILLED, Options, resolve, running
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+"""A name that each scheduler, shell and YAML reads as a plain name."""
+_SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
+"""An option of `sbatch` without a line break, which would add a line to the script."""
 
 
 class Flags(Machine, ConfigFile):
@@ -46,9 +52,15 @@ class Flags(Machine, ConfigFile):
 
     def errors(self) -> list[ConfigError]:
         """Return an error for each option without effect, and for each one that needs another option."""
-        from ...ds_configs.plan.clusters import name_errors, setting_errors
-
-        errors = name_errors(self.name) + setting_errors(self.sbatch)
+        rule, fix = "must have the form --NAME=VALUE", "such as --partition=gpu"
+        errors = [
+            ConfigError(where="sbatch", value=setting, rule=rule, fix=fix)
+            for setting in self.sbatch
+            if not _SETTING.fullmatch(setting)
+        ]
+        if not _NAME.fullmatch(self.name):
+            rule = "must be at most 40 lower-case letters, digits and hyphens, with a letter first"
+            errors.append(ConfigError(where="name", value=self.name, rule=rule))
         for name, engines in self.engines.items():
             value = getattr(self, name)
             if self.on not in engines and value != type(self).model_fields[name].default:
@@ -128,8 +140,7 @@ def _print_line(line: str) -> None:
 def _launch_on_cluster(plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: Flags) -> int:
     from ...ds_configs.plan.clusters import NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
-    from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh
-    from ...plugins.clusters.submission import submit
+    from ...plugins.clusters.machines import Hosts, node_launches, own_program, read_hostfile, run_over_ssh, submit
     from ...trainers.training.script import script_errors, train_words
     from ...trainers.training.settings import train_settings_errors
 

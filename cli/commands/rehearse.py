@@ -17,7 +17,7 @@ from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...trainers.rehearsal.report import Rehearsal
+    from ...trainers.rehearsal.checks import Rehearsal
 
 
 class Flags(OutputDirectory):

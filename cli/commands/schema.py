@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.synonyms import REMOVED
 from ..options import Output, PlanSettings
 from ..settings import FILLED, Options
 
+SUBJECTS = ("settings", "hardware")
 
-def schema_command(subject: Literal["settings", "hardware"] = "settings", *, options: Options[Output] = FILLED) -> int:
+
+def schema_command(subject: str = "settings", *, options: Options[Output] = FILLED) -> int:
     """Print the JSON schema of a file that you write; in one line with `--format json`.
 
     Parameters
@@ -17,20 +23,16 @@ def schema_command(subject: Literal["settings", "hardware"] = "settings", *, opt
     subject
         settings (YAML of plan --config) or hardware (YAML of --hardware).
     """
-    schema = PlanSettings.model_json_schema() if subject == "settings" else _hardware_schema()
+    if subject not in SUBJECTS:
+        rule, fix = "must be 'settings' or 'hardware'", REMOVED.get(f"subject={subject}", "")
+        raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
+    schema = PlanSettings.model_json_schema()
+    if subject == "hardware":
+        schema = TypeAdapter(HardwareSpec).json_schema() | {"additionalProperties": False}
+        fields = schema["properties"]
+        del fields["assumed"], schema["required"]
+        for name, field in fields.items():
+            if "bytes" in name or "flops" in name:
+                fields[name] = {"title": field["title"], "anyOf": [{"type": "number"}, {"type": "string"}]}
     print(json.dumps(schema, indent=None if options.as_json else 2))
     return 0
-
-
-def _hardware_schema() -> dict[str, Any]:
-    from pydantic import TypeAdapter
-
-    from ...ds_configs.specs.hardware import HardwareSpec
-
-    schema = TypeAdapter(HardwareSpec).json_schema()
-    fields = schema["properties"]
-    del fields["assumed"], schema["required"]
-    for name, field in fields.items():
-        if "bytes" in name or "flops" in name:
-            fields[name] = {"title": field["title"], "anyOf": [{"type": "number"}, {"type": "string"}]}
-    return schema | {"additionalProperties": False}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
+from ...ds_configs.serving import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import HardwareFields, RevisionFields
 from ..options import Output
@@ -17,7 +17,7 @@ from ..progress import note
 from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
-    from ...ds_configs.serving.plan import ServingPlan, ServingRequest
+    from ...ds_configs.serving import ServingPlan
 
 
 class Server(RevisionFields):
@@ -63,17 +63,31 @@ def serve_command(
     checkpoint
         Hub id or local directory of a model, dense or quantized.
     """
-    from ...ds_configs.serving.plan import plan_serving
+    from ...ds_configs.serving import ServingRequest, plan_serving
+    from ...ds_configs.specs.units import parse_bytes
     from ...plugins.huggingface_hub.hub import split_revision
-    from ...plugins.serving.engine import (
+    from ...plugins.planning.from_names import read_hardware
+    from ...plugins.vllm import (
         INSTALL,
         become_server,
         installed_engine,
+        processor_flags,
         read_served_model,
         runnable_line,
     )
 
-    request = _request(hardware, settings)
+    own = {"kv_cache_memory", "block_size", "gpu_memory_utilization", "draft", "revision"}
+    memory = settings.kv_cache_memory
+    request = ServingRequest(
+        hardware=read_hardware(
+            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, on_cpu=False
+        ),
+        amx="amx_tile" in processor_flags(),
+        kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
+        block_tokens=settings.block_size,
+        memory_share=settings.gpu_memory_utilization,
+        **settings.model_dump(exclude=own),
+    )
     name, revision = split_revision(checkpoint, settings.revision)
     model = read_served_model(name, revision=revision)
     draft = None if settings.draft is None else read_served_model(settings.draft)
@@ -92,26 +106,6 @@ def serve_command(
     if not options.dry_run:
         become_server(plan.line)
     return 0
-
-
-def _request(hardware: HardwareFields, settings: Server) -> ServingRequest:
-    from ...ds_configs.serving.plan import ServingRequest
-    from ...ds_configs.specs.units import parse_bytes
-    from ...plugins.planning.from_names import read_hardware
-    from ...plugins.serving.engine import processor_flags
-
-    own = {"kv_cache_memory", "block_size", "gpu_memory_utilization", "draft", "revision"}
-    memory = settings.kv_cache_memory
-    return ServingRequest(
-        hardware=read_hardware(
-            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, on_cpu=False
-        ),
-        amx="amx_tile" in processor_flags(),
-        kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
-        block_tokens=settings.block_size,
-        memory_share=settings.gpu_memory_utilization,
-        **settings.model_dump(exclude=own),
-    )
 
 
 def show_serving(plan: ServingPlan) -> None:

@@ -34,13 +34,14 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import gpu_catalog, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
+from ...ds_configs.specs.terms import Term
 from ...ds_configs.specs.texts import flag_words
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
 from ...plugins.releases import transformers_release
 from ...trainers.reports.plans import plan_report
-from ...trainers.reports.report import plain
+from ...trainers.reports.report import gb, plain
 from ..options import CheckedFor, PlanSettings
 
 if TYPE_CHECKING:
@@ -142,11 +143,24 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         model = _model(settings, config)
     if errors:
         raise UsageError(errors)
-    teacher = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    plan = select_plan(model, hardware, notify=notes.append, **settings.job_fields() | teacher)
+    fields = settings.job_fields()
+    fields |= {role: _named(name, None).spec for role, name in settings.second_models().items()}
+    plan = select_plan(model, hardware, notify=notes.append, **fields)
     if settings.tokens is not None:
         notes.append(f"The run: {run_estimate(plan.chosen.time, plan.hardware, tokens=settings.tokens)}.")
     return plan, tuple(notes)
+
+
+def term_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Return every term of memory on an accelerator and on a host, and of the step's time, the largest first."""
+    groups: dict[str, list[Term]] = {"accelerator memory": [], "host memory": [], "step": []}
+    for term in sorted(plan.chosen.terms, key=lambda term: -(term.bytes or term.seconds or 0)):
+        groups["step" if term.bytes is None else f"{term.lives_on} memory"].append(term)
+    return [
+        (group, term.title, f"{term.seconds:.4f} s" if term.bytes is None else gb(term.bytes), term.meaning)
+        for group, terms in groups.items()
+        for term in terms
+    ]
 
 
 def archive(files: Mapping[str, str]) -> bytes:
@@ -213,13 +227,13 @@ def _plan_tab(page: gr.Blocks) -> None:
             status = gr.Textbox(label="Result", lines=3, max_lines=20, interactive=False)
             facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
             bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
-            memory = gr.Dataframe(label="Memory", interactive=False, wrap=True)
+            terms = gr.Dataframe(label="Memory and time by term", interactive=False, wrap=True)
             others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
             command = gr.Code(label="Command", language="shell", interactive=False)
             address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
             files = gr.DownloadButton("Download the files as ZIP")
     stored = gr.BrowserState({}, storage_key="shardwright", secret="settings")  # noqa: S106
-    outputs = [status, stored, facts, bars, memory, others, command, address, files]
+    outputs = [status, stored, facts, bars, terms, others, command, address, files]
 
     def show(values: Mapping[str, Any], config: str) -> list[Any]:
         try:
@@ -229,15 +243,16 @@ def _plan_tab(page: gr.Blocks) -> None:
             return [str(error), gr.skip(), *(None for _ in outputs[2:])]
         report = plan_report(plan)
         reasons = [text for section in report.sections[:1] for text in section.texts]
-        tables = {section.heading: section.tables[0] for section in report.sections if section.tables}
-        terms = [(name.replace("_", " "), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
+        (layouts,) = report.sections[-1].tables
+        sizes = [(name.replace("_", " "), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
         rendered = render_files(plan) | ({CONFIG_FILE: config} if config else {})
         return [
             "\n".join([*reasons, *notes]),
             texts_of(settings),
             pd.DataFrame(report.summary[0].rows, columns=["", "value", "detail"]),
-            pd.DataFrame(terms, columns=["term", "GB"]),
-            *(pd.DataFrame(tables[n].rows, columns=list(tables[n].headings)) for n in ("Memory", "Other layouts")),
+            pd.DataFrame(sizes, columns=["term", "GB"]),
+            pd.DataFrame(term_rows(plan), columns=["of", "term", "amount", "meaning"]),
+            pd.DataFrame(layouts.rows, columns=list(layouts.headings)),
             command_of(settings),
             "Upload the config.json again to repeat this plan." if config else f"?{urlencode(texts_of(settings))}",
             save_bytes_to_cache(archive(rendered), "plan.zip", files.GRADIO_CACHE),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import json
-import json.decoder
-import json.scanner
+import math
 import re
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -61,84 +61,80 @@ _RULES = {
 """Rules for the messages of `json`."""
 
 
-class _JsonReader(json.JSONDecoder):
-    """Reads JSON as strictly as `json.load` in Transformers and Accelerate, into nodes.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\],:]|[^\s{}\[\],:"]++', re.DOTALL)
+"""Strings, punctuation and other scalars of a JSON text."""
+
+
+class _JsonReader:
+    """Builds nodes of the tokens of a text that `json.loads` accepts, as Transformers and Accelerate read it.
 
     DeepSpeed's own parser (hjson) accepts more. Numbers that `json` would read as infinity or NaN are reported.
     """
 
     def __init__(self, text: str, report: Report) -> None:
-        super().__init__(parse_int=self.number, parse_float=self.number, parse_constant=self.constant)
-        self.text = text
-        self.report = report
-        self.count = self.depth = 0
-        self.start = 1
-        """Line of the value that is read."""
-        self.breaks = [match.start() for match in re.finditer("\n", text)]
-        self.parse_object, self.parse_array = self.members, self.items
-        # The scanner in Python calls these two; the one in C builds dictionaries and lists.
-        self.scanner = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-        self.scan_once = self.node
-
-    def document(self) -> Node:
-        if not self.text.strip():
+        if not text.strip():
             raise UnreadableError(1, "the file is empty")
+        self.report = report
+        breaks = [match.start() for match in re.finditer("\n", text)]
+        self.tokens: list[tuple[str, int]] = []
+        """Tokens with their lines, last first."""
+        values = depth = 0
+        for match in _TOKEN.finditer(text):
+            word, line = match[0], bisect.bisect_left(breaks, match.start()) + 1
+            depth += (word in "{[") - (word in "]}")
+            # What precedes a colon is a key.
+            values += (word not in ",:]}") - (word == ":")
+            check_limits(values, depth, line)
+            self.tokens.append((word, line))
+        self.tokens.reverse()
         try:
-            root: Node = self.decode(self.text)
+            json.loads(text, parse_int=len, parse_float=len, parse_constant=len)
         except json.JSONDecodeError as error:
-            before = self.text[: error.pos].rstrip(" \t\r\n")
+            before = text[: error.pos].rstrip(" \t\r\n")
             if error.msg.startswith("Illegal trailing comma") or (
-                before[-1:] == "," and self.text.startswith(("]", "}"), error.pos)
+                before[-1:] == "," and text.startswith(("]", "}"), error.pos)
             ):
-                line, fix = self.line(len(before) - 1), "remove the comma"
-                raise UnreadableError(line, "not valid JSON: there is a comma after the last member", fix) from None
-            is_comment = self.text.startswith(_COMMENTS, error.pos)
+                line = bisect.bisect_left(breaks, len(before) - 1) + 1
+                rule, fix = "not valid JSON: there is a comma after the last member", "remove the comma"
+                raise UnreadableError(line, rule, fix) from None
+            is_comment = text.startswith(_COMMENTS, error.pos)
             fix = "remove the comment: only DeepSpeed's parser supports comments" if is_comment else ""
             rule = _RULES.get(error.msg, error.msg[:1].lower() + error.msg[1:])
             raise UnreadableError(error.lineno, f"not valid JSON: {rule}", fix) from None
-        return root
 
-    def line(self, position: int) -> int:
-        return bisect.bisect_left(self.breaks, position) + 1
+    def node(self) -> Node:
+        """Take the tokens of the next value."""
+        word, line = self.tokens.pop()
+        if word == "{":
+            return mapping(list(self.members()), line, self.report)
+        if word == "[":
+            items = tuple(self.items())
+            return Node(line=line, kind="sequence", items=items, size=1 + sum(item.size for item in items))
+        return Node(line=line, kind="scalar", scalar=self.scalar(word, line))
 
-    def node(self, text: str, position: int) -> tuple[Node, int]:
-        """Return the value at a position, and the position behind it."""
-        self.count += 1
-        self.start = line = self.line(position)
-        check_limits(self.count, self.depth, line)
-        self.depth += 1
-        value, end = self.scanner(text, position)
-        self.depth -= 1
-        return (value if isinstance(value, Node) else Node(line=line, kind="scalar", scalar=value)), end
+    def members(self) -> Iterator[Entry]:
+        while (word := self.tokens.pop())[0] != "}":
+            if word[0] != ",":
+                _, line = self.tokens.pop()
+                yield Entry(key=json.loads(word[0]), line=line, node=self.node())
 
-    def members(self, start: tuple[str, int], strict: bool, *_: object) -> tuple[Node, int]:
-        line, lines = self.start, list[int]()
+    def items(self) -> Iterator[Node]:
+        while (word := self.tokens.pop())[0] != "]":
+            if word[0] != ",":
+                self.tokens.append(word)
+                yield self.node()
 
-        def member(text: str, position: int) -> tuple[Node, int]:
-            lines.append(self.line(text.rindex(":", 0, position)))
-            return self.node(text, position)
-
-        pairs, end = json.decoder.JSONObject(start, strict, member, None, list, {})  # type: ignore[attr-defined]
-        entries = [Entry(key=key, line=at, node=node) for at, (key, node) in zip(lines, pairs, strict=True)]
-        return mapping(entries, line, self.report), end
-
-    def items(self, start: tuple[str, int], *_: object) -> tuple[Node, int]:
-        line = self.start
-        items, end = json.decoder.JSONArray(start, self.node)  # type: ignore[attr-defined]
-        return Node(line=line, kind="sequence", items=tuple(items), size=1 + sum(item.size for item in items)), end
-
-    def number(self, digits: str) -> int | float:
-        if len(digits) <= _MOST_DIGITS and digits.lstrip("-").isdecimal():
-            return int(digits)
-        number = float(digits)
-        if number in (float("inf"), float("-inf")):
-            self.report.error("", "the number is too large", "reduce it", value=digits[:40], line=self.start)
+    def scalar(self, word: str, line: int) -> object:
+        if word in ("NaN", "Infinity", "-Infinity"):
+            self.report.error("", "is not a JSON number", "write a finite number", value=word, line=line)
             return 0
-        return number
-
-    def constant(self, word: str) -> int:
-        self.report.error("", "is not a JSON number", "write a finite number", value=word, line=self.start)
-        return 0
+        if not word.lstrip("-")[:1].isdigit():
+            return json.loads(word)
+        number = float(word)
+        if math.isinf(number):
+            self.report.error("", "the number is too large", "reduce it", value=word[:40], line=line)
+            return 0
+        return int(word) if len(word) <= _MOST_DIGITS and word.lstrip("-").isdecimal() else number
 
 
 # libyaml is about ten times faster; the pure Python parser is the fallback where PyYAML was built without it.
@@ -277,7 +273,7 @@ def _tree(text: str | bytes, report: Report) -> Node:
         add = report.error if as_json else report.warning
         add("", rule, "save the file as UTF-8 without a byte order mark", line=1)
     if as_json:
-        return _JsonReader(text, report).document()
+        return _JsonReader(text, report).node()
     try:
         return _YamlReader(report).document(text)
     except yaml.MarkedYAMLError as error:

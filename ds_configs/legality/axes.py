@@ -310,7 +310,6 @@ def sequence_parallel_errors(
     *,
     world_size: int,
     seq_len_tokens: int | None = None,
-    mask_dimensions: int = 2,
     offered_attention: Sequence[str] = WITHOUT_MASK,
 ) -> list[ConfigError]:
     """Return the errors of sequence parallelism over `layout.sp` ranks; none for a size of 1."""
@@ -335,7 +334,7 @@ def sequence_parallel_errors(
     ]
     errors += [replace(error, fix=nearest(legal, size)) for error in violations if error is not None]
     errors += _length_errors("sp", size, seq_len_tokens)
-    errors += attention_errors(attention=model.attention, mask_dimensions=mask_dimensions, offered=offered_attention)
+    errors += attention_errors(attention=model.attention, offered=offered_attention)
     errors += _layer_errors(size, model)
     window, chunked = model.attention_window_tokens, "chunked_attention" in model.layer_types
     fits = window is not None and seq_len_tokens is not None and seq_len_tokens <= window
@@ -352,26 +351,18 @@ def sequence_parallel_errors(
     return errors
 
 
-def attention_errors(
-    *, attention: str, mask_dimensions: int = 2, offered: Sequence[str] = WITHOUT_MASK
-) -> list[ConfigError]:
-    """Return the errors of an attention implementation or a mask under sequence parallelism.
+def attention_errors(*, attention: str, offered: Sequence[str] = WITHOUT_MASK) -> list[ConfigError]:
+    """Return the error of an attention implementation under sequence parallelism.
 
     `offered` are the implementations in `WITHOUT_MASK` that the model supports.
     """
-    errors = []
-    from_hub = "/" in attention and "flash-attn" in attention
-    if attention not in WITHOUT_MASK and not from_hub:
-        rule = "requires a mask for causal attention, which sequence parallelism drops"
-        fix = f"load the model with attn_implementation={' or '.join(map(repr, offered))}"
-        if not offered:
-            fix = "use another model: this one supports no other implementation"
-        errors.append(ConfigError(where="attn_implementation", value=attention, rule=rule, fix=fix))
-    if mask_dimensions > 2:
-        rule = "must have at most 2 dimensions: sequence parallelism drops other masks"
-        fix = "pass a [batch, sequence] mask with right padding, or no mask"
-        errors.append(ConfigError(where="attention_mask", value=f"{mask_dimensions}-D", rule=rule, fix=fix))
-    return errors
+    if attention in WITHOUT_MASK or ("/" in attention and "flash-attn" in attention):
+        return []
+    rule = "requires a mask for causal attention, which sequence parallelism drops"
+    fix = f"load the model with attn_implementation={' or '.join(map(repr, offered))}"
+    if not offered:
+        fix = "use another model: this one supports no other implementation"
+    return [ConfigError(where="attn_implementation", value=attention, rule=rule, fix=fix)]
 
 
 def rotation_errors(rope_type: str) -> list[ConfigError]:
@@ -382,17 +373,27 @@ def rotation_errors(rope_type: str) -> list[ConfigError]:
     return [ConfigError(where="rope_type", value=rope_type, rule=rule, fix="use linear, yarn or llama3 scaling")]
 
 
-def sample_errors(*, left_padded: bool, packed: bool, attention: str, samples: int) -> list[ConfigError]:
-    """Return the errors of a batch of `samples` rows, whose attention is causal and has no mask.
+def sample_errors(
+    *, mask_dimensions: int, left_padded: bool, packed: bool, attention: str = "", samples: int = 1
+) -> list[ConfigError]:
+    """Return the errors of a batch of `samples` rows that ranks share, whose attention is causal and has no mask.
 
-    Flash kernels read the borders of packed documents from the positions, in batches of one row only.
+    Flash kernels read the borders of packed documents from the positions, in batches of one row only. `attention` is
+    empty for context parallelism, which packs no documents.
     """
     errors = []
+    if mask_dimensions > 2:
+        rule = "must have at most 2 dimensions: ranks that share a sequence support no other masks"
+        fix = "pass a [batch, sequence] mask with right padding, or no mask"
+        errors.append(ConfigError(where="attention_mask", value=f"{mask_dimensions}-D", rule=rule, fix=fix))
     if left_padded:
         rule = "padding must follow the tokens: without a mask, tokens would attend to padding on their left"
         fix = "pad on the right (tokenizer.padding_side = 'right')"
         errors.append(ConfigError(where="attention_mask", value="left padding", rule=rule, fix=fix))
-    if packed and (attention == "sdpa" or samples > 1):
+    if packed and not attention:
+        rule, fix = "packed documents would attend to earlier documents", "put each document in a separate row"
+        errors.append(ConfigError(where="position_ids", value="packed", rule=rule, fix=fix))
+    elif packed and (attention == "sdpa" or samples > 1):
         rule = "packed rows require flash attention and micro-batches of one row"
         fix = "use flash_attention_2 with micro-batches of 1, or put each document in a separate row"
         value = f"packed, {attention}, {samples} rows"
@@ -449,9 +450,6 @@ def context_parallel_errors(
     *,
     world_size: int,
     seq_len_tokens: int | None = None,
-    mask_dimensions: int = 2,
-    packed: bool = False,
-    left_padded: bool = False,
     names_self_attention: bool | None = None,
 ) -> list[ConfigError]:
     """Return the errors of ring attention over `layout.cp` ranks; none for a size of 1."""
@@ -494,17 +492,6 @@ def context_parallel_errors(
         rule = f"requires attention modules named self_attn (accelerate), which {name} does not have"
         errors.append(ConfigError(where="cp", value=size, rule=rule, fix=instead))
     errors += rotation_errors(model.rope_type)
-    if mask_dimensions > 2:
-        rule = "must have at most 2 dimensions: context parallelism cannot shard other masks"
-        fix = "pass a [batch, sequence] mask with right padding, or no mask"
-        errors.append(ConfigError(where="attention_mask", value=f"{mask_dimensions}-D", rule=rule, fix=fix))
-    if left_padded:
-        rule = "padding must follow the tokens: without a mask, tokens would attend to padding on their left"
-        errors.append(ConfigError(where="attention_mask", value="left padding", rule=rule, fix="pad on the right"))
-    if packed:
-        rule = "packed documents would attend to earlier documents"
-        fix = "put each document in a separate row"
-        errors.append(ConfigError(where="position_ids", value="packed", rule=rule, fix=fix))
     others = [f"{name} = {layout.axes[name]}" for name in ("sp", "tp", "pp") if name in layout.axes]
     if others:
         rule = f"cannot be combined with {', '.join(others)}"

@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from ..models.liger import has_liger_loss
-from ..specs.errors import ConfigError, ShardwrightError, UsageError
+from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
@@ -25,12 +25,6 @@ ADDED_FILE = "added_activations.json"
 """Families added by `tools/add_family.py`, with the same structure."""
 KERNELS_FILE = "kernel_activations.json"
 """Coefficients of layers with other kernels in full training, by kernels, family, mode and attention."""
-
-
-class UnknownFamilyError(ShardwrightError):
-    """No coefficients are stored for a model family, mode, adapter or attention."""
-
-    exit_code = 1
 
 
 Parts = tuple[tuple[int, int], ...]
@@ -106,8 +100,8 @@ class ActivationEstimate:
     """Largest live bytes in the backward of loss, head and final norm, counted like the forward peak."""
     autocast_weight_copy_bytes_per_parameter: int
     """Bytes of the cached half-precision copy of each float32 matrix that a linear layer uses; 0 without autocast."""
-    source: str
-    """Origin of the coefficients, with the traced versions."""
+    is_bound: bool = False
+    """Whether this is an upper bound from the model's structure, because nothing is stored."""
 
 
 def size_factors(
@@ -161,7 +155,7 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
-def evaluate_table(table: Mapping[str, Any], factors: Mapping[str, int], source: str) -> ActivationEstimate:
+def _evaluated(table: Mapping[str, Any], factors: Mapping[str, int]) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
     point = [feature(name, factors) for name in table["features"]]
 
@@ -205,7 +199,6 @@ def evaluate_table(table: Mapping[str, Any], factors: Mapping[str, int], source:
         loss_backward_peak_bytes=largest("loss_backward_peak"),
         autocast_weight_copy_bytes_per_parameter=copies,
         mlp=_mlp_bytes(table, point),
-        source=source,
     )
 
 
@@ -423,40 +416,26 @@ def estimate_activations(
     chunked_loss: bool = False,
     attention: Attention = "auto",
     kernels: Kernels = "eager",
-) -> ActivationEstimate:
-    """Return the activation bytes of one micro-batch on one rank, from traced coefficients.
+) -> ActivationEstimate | None:
+    """Return the activation bytes of one micro-batch on one rank, from traced coefficients; `None` if none are stored.
 
     `bytes = sum(coefficient * feature)` with `size_factors`; `docs/explain/memory.md` describes the measurement.
 
     Mode "bf16" also means fp16. Attention is "fused" without a mask; "masked" with padding, packed sequences marked by
-    position ids, or a sliding window shorter than a short sequence; "eager" if transformers writes every score.
-
-    Raises:
-        UnknownFamilyError: nothing is stored for this family, mode, adapter or attention.
+    position ids, or a sliding window shorter than a short sequence; "eager" if transformers writes every score. Layers
+    with other kernels that are not stored have the bytes of eager ones, an upper bound.
     """
-    stored = load_coefficients(release)
     path = attention_path(dimensions, mode, attention)
-    table = stored["tables"].get(family, {}).get(mode, {}).get(adapter, {}).get(path)
+    table = load_coefficients(release)["tables"].get(family, {}).get(mode, {}).get(adapter, {}).get(path)
     if table is None:
-        raise UnknownFamilyError(
-            f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
-            f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}"
-        )
-    shown = f"{family}, {mode}, {adapter}, {path} attention"
-    if kernels != "eager":
-        other = stored_facts(KERNELS_FILE, release)["tables"].get(kernels, {}).get(family, {}).get(mode, {}).get(path)
-        if other is None or adapter != "none":
-            shown += f", eager instead of {kernels} layers, an upper bound"
-        else:
-            table = other
-            shown += f", {kernels} layers"
-    source = f"traced coefficients, {shown}; " + ", ".join(
-        f"{name} {version}" for name, version in stored["versions"].items()
-    )
+        return None
+    if kernels != "eager" and adapter == "none":
+        of_kernels = stored_facts(KERNELS_FILE, release)["tables"].get(kernels, {})
+        table = of_kernels.get(family, {}).get(mode, {}).get(path, table)
     factors = size_factors(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    estimate = evaluate_table(table, factors, source)
+    estimate = _evaluated(table, factors)
     if not chunked_loss:
         return estimate
     peaks = _loss_peaks(table, factors | {"lora_rank": 0})
@@ -494,7 +473,6 @@ def _with_chunked_loss(
         loss_forward_peak_bytes=peak + hidden_gradient,
         loss_kept_bytes=hidden_gradient,
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
-        source=f"{estimate.source}; loss in chunks of {chunk_tokens} tokens",
     )
 
 
@@ -581,11 +559,10 @@ def estimate_kinds(
     lora_rank: int,
     attention: str,
     chunked_loss: bool = False,
-) -> ActivationEstimate:
+) -> ActivationEstimate | None:
     """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
 
-    Raises:
-        UnknownFamilyError: nothing is stored for the class, mode, adapter or attention.
+    `None` if nothing is stored for the class, mode, adapter or attention.
     """
     family = stored_family(model)
     stored = {} if family is None else family["tables"].get(mode, {}).get(adapter, {})
@@ -594,10 +571,7 @@ def estimate_kinds(
         attention = "masked"
     table = stored.get(attention)
     if family is None or table is None:
-        raise UnknownFamilyError(
-            f"model = {model.architecture!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and "
-            f"attention {attention!r}"
-        )
+        return None
     factors = feature_factors(
         model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
@@ -627,17 +601,12 @@ def estimate_kinds(
         loss_kept_bytes=_largest(table["loss_kept"], point),
         loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
-        source=f"traced coefficients, {model.architecture}, {mode}, {adapter}, {attention} attention; "
-        + ", ".join(f"{name} {version}" for name, version in load_kind_families(model.release)["versions"].items()),
     )
     if not chunked_loss:
         return estimate
     peaks = _loss_peaks(table, factors)
     return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, peaks)
 
-
-BOUND_SOURCE = "upper bound from the model's structure"
-"""Start of `ActivationEstimate.source` if the bytes are bounded rather than traced."""
 
 _ELEMENT_BYTES: dict[Mode, int] = {"bf16": 2, "bf16_autocast": 4, "fp32": 4}
 _AROUND_ATTENTION = 1.5
@@ -737,7 +706,7 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
         loss_kept_bytes=_LOGIT_BYTES["kept"] * logits + beside_logits,
         loss_backward_peak_bytes=_LOGIT_BYTES["backward"] * logits + beside_logits,
         autocast_weight_copy_bytes_per_parameter=2 if mode == "bf16_autocast" else 0,
-        source=f"{BOUND_SOURCE}, {model.model_type}, {mode}",
+        is_bound=True,
     )
     if job.loss != "chunked":
         return estimate
@@ -865,7 +834,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     """
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
-    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
+    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
         rank = 0 if adapter == "none" else job.lora_rank
         # Tables by dimensions are stored for text families, tables by kind of layer for all others.
         has_family = model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
@@ -894,23 +863,24 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             # A compiler keeps the calls of Liger's kernels.
             kernels="liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager",
         )
-        in_blocks = has_window_blocks(model, job.seq_len_tokens)
-        return _with_window_blocks(traced, model, job, micro_batch_size, mode) if in_blocks else traced
+        if traced is None or not has_window_blocks(model, job.seq_len_tokens):
+            return traced
+        return _with_window_blocks(traced, model, job, micro_batch_size, mode)
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
         # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps.
         adapter_profile = adapter_name(job)
         order: tuple[Adapter, ...] = ("lora_attention", "lora_all_linear", "none")
         for adapter in order[order.index(adapter_profile) :]:
-            try:
-                bytes_of_layer = estimate(micro_batch_size, mode, adapter)
-            except UnknownFamilyError:
+            traced = estimate(micro_batch_size, mode, adapter)
+            if traced is None:
                 continue
             if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
-                return bytes_of_layer
+                return traced
             # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-            copies = bytes_of_layer.autocast_weight_copy_bytes_per_parameter
-            return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
+            copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, estimate(micro_batch_size, "bf16", "none")
+            assert frozen is not None, "every stored family has the tables of 16-bit layers"
+            return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
         return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
 
     return source
@@ -958,7 +928,6 @@ def _with_window_blocks(
         outside_layer_bytes=traced.outside_layer_bytes + masks,
         recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
         mlp=mlp,
-        source=f"{traced.source}; windows in blocks",
     )
 
 
@@ -986,7 +955,7 @@ def activations_are_stored(model: ModelSpec, job: TrainingJob, layout: Layout | 
         modes = (activation_mode(layout, job),)
     source = cached_activations(model, job)
     try:
-        return not any(source(1, mode).source.startswith(BOUND_SOURCE) for mode in modes)
+        return not any(source(1, mode).is_bound for mode in modes)
     except UsageError:
         return False
 

@@ -12,11 +12,12 @@ from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from . import communication, host, layers, loss, model_states, offload, second_models
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
-from .host import HostMemory, estimate_host_memory
+from .host import HostMemory, estimate_host_memory, second_model_host_terms
 from .layers import (
     activation_terms,
     checkpoint_bytes,
@@ -27,10 +28,10 @@ from .layers import (
 )
 from .loss import loss_terms
 from .model_states import model_state_terms
-from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase
+from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase, summed
 from .offload import offload_terms
 from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
-from .second_models import second_model_terms
+from .second_models import frozen_model_terms, trained_model_terms
 
 
 def share_moment_terms(
@@ -50,14 +51,10 @@ def share_moment_terms(
     activation_parts = activation_terms(step)
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
-    parts = (activation_parts, loss_terms(step), weight_copies(step), second_model_terms(layout, job))
-    combined: dict[Moment, Terms] = {}
-    for moment, same in _states_and_buffers(layout, model, job).items():
-        combined[moment] = terms = dict(same)
-        for part in parts:
-            for name, count in part[moment].items():
-                if count:
-                    terms[name] = terms.get(name, 0) + count
+    parts = [activation_parts, loss_terms(step), weight_copies(step)]
+    parts += [second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu) for second in job.second_models]
+    states = _states_and_buffers(layout, model, job)
+    combined = {moment: summed(states[moment], *(part[moment] for part in parts)) for moment in states}
     if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
         combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
@@ -71,6 +68,26 @@ def share_moment_terms(
         for moment, again in again_in_last:
             combined[moment] = in_tiles_or_between_modules(step, combined[moment], again=again)
     return combined
+
+
+def second_model_terms(
+    second: SecondModel, layout: Layout, job: TrainingJob, *, unmasked: Attention = "auto", gpu: bool = True
+) -> dict[Moment, Terms]:
+    """Return the named bytes of a second model on an accelerator at each moment of the trained model's step."""
+    if not second.trained:
+        return frozen_model_terms(second, layout, job)
+    alone = job.without_second_models()
+    (share,) = rank_shares(layout, second.spec, alone)
+    return trained_model_terms(second.role, share_moment_terms(layout, share, alone, unmasked=unmasked, gpu=gpu))
+
+
+def second_model_bytes(
+    second: SecondModel, layout: Layout, hardware: HardwareSpec, job: TrainingJob
+) -> tuple[int, int]:
+    """Return the peaks of one second model on an accelerator, and on a node's host while loading or training."""
+    moments = second_model_terms(second, layout, job, gpu=hardware.gpu != "CPU").values()
+    host_bytes = max(sum(terms.values()) for terms in second_model_host_terms(second, layout, hardware, job))
+    return max(sum(terms.values()) for terms in moments), host_bytes
 
 
 def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
@@ -93,21 +110,22 @@ def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> d
 @lru_cache(maxsize=2048)
 def _cached_states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=layout.ep)
-    buffers = buffer_terms(layout, model, job, parameters)
-    combined: dict[Moment, Terms] = {}
-    for moment, terms in model_state_terms(layout, model, job, parameters).items():
-        combined[moment] = {"model_buffers": model.buffer_bytes} | terms
-        for name, count in buffers[moment].items():
-            combined[moment][name] = combined[moment].get(name, 0) + count
-        combined[moment] = {name: count for name, count in combined[moment].items() if count}
-    return combined
+    states, buffers = (part(layout, model, job, parameters) for part in (model_state_terms, buffer_terms))
+    always = {"model_buffers": model.buffer_bytes}
+    return {moment: summed(always, states[moment], buffers[moment]) for moment in states}
 
 
 SMALLEST_RATIO, LARGEST_RATIO = 0.5, 2.0
 """Outside of these, the run differed from the plan, or the prediction has an error that no factor corrects."""
 
 Factors = tuple[float, float, float]
-"""Low, middle and high of a factor."""
+"""Low, middle and high of a factor or a size that differs between machines; the largest published value decides whether
+a plan fits."""
+
+
+def _product(one: Factors, other: Factors) -> Factors:
+    low, middle, high = (a * b for a, b in zip(one, other, strict=True))
+    return low, middle, high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,32 +209,18 @@ def check_ratio(run: MeasuredRun) -> None:
 _MB = 10**6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
-    """Range of a quantity that differs between machines."""
-
-    low: float
-    middle: float
-    high: float
-    """Largest published value, used to decide whether a plan fits."""
-
-    def times(self, other: Interval) -> Factors:
-        """Return the product of two factors."""
-        return self.low * other.low, self.middle * other.middle, self.high * other.high
-
-
-CONTEXT_BYTES = Interval(low=350 * _MB, middle=800 * _MB, high=1000 * _MB)
+CONTEXT_BYTES: Factors = (350 * _MB, 800 * _MB, 1000 * _MB)
 """CUDA context with kernels: 0.3-0.5 GB (arXiv 2411.06465), 0.80 GB measured in a training process on an H100
 (docs/measurements/gpu.md), 1 GB with kernels (Ultra-Scale Playbook)."""
 
-COMMUNICATOR_BYTES = Interval(low=150 * _MB, middle=400 * _MB, high=700 * _MB)
+COMMUNICATOR_BYTES: Factors = (150 * _MB, 400 * _MB, 700 * _MB)
 """Buffers of one NCCL communicator: about 0.5 GB (arXiv 2411.06465)."""
 
-RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
+RESERVED_OVER_ALLOCATED: Factors = (1.007, 1.038, 1.093)
 """Allocator blocks divided by tensor bytes: minimum, median and maximum of 344 ranks on B200 (SimuMax v1.2)."""
 
 
-ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
+ALLOCATED_OVER_PREDICTED: Factors = (0.95, 1.0, 1.05)
 """Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
 
@@ -224,17 +228,17 @@ EXPANDABLE_FROM_TOKENS = 32_768
 """Sequence length from which launches set `expandable_segments:True`: with 32,768 tokens of a vocabulary of 128,256 an
 H100 ran out of memory with 12 GB of free blocks that no tensor fitted (docs/measurements/gpu.md)."""
 
-EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
+EXPANDABLE_RESERVED: Factors = (1.0, 1.01, 1.02)
 """Allocator blocks divided by tensor bytes with expandable segments. Before an allocation fails, the allocator unmaps
 all complete pages of free blocks (`release_cached_blocks`, c10/cuda/CUDACachingAllocator.cpp), so that a gap between
 tensors wastes less than two pages of 20 MiB: 1.6 GB of 80 GB if all inputs of 40 layers have gaps."""
 
-RESERVED_OVER_PREDICTED = RESERVED_OVER_ALLOCATED.times(ALLOCATED_OVER_PREDICTED)
+RESERVED_OVER_PREDICTED = _product(RESERVED_OVER_ALLOCATED, ALLOCATED_OVER_PREDICTED)
 """Product of both; measured runs move this interval."""
 
 
-def _gigabytes(interval: Interval, each: str = "") -> str:
-    low, middle, high = (f"{count / 1e9:g}" for count in (interval.low, interval.middle, interval.high))
+def _gigabytes(interval: Factors, each: str = "") -> str:
+    low, middle, high = (f"{count / 1e9:g}" for count in interval)
     return f"{middle} GB {each}expected, {low} to {high} GB in the interval"
 
 
@@ -362,49 +366,42 @@ def estimate_memory(
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     reserved = EXPANDABLE_RESERVED if expands_segments(job, hardware) else RESERVED_OVER_ALLOCATED
-    factors = moved_factors(reserved.times(ALLOCATED_OVER_PREDICTED), ratios)
-    stages = []
-    for share in rank_shares(layout, model, job):
-        phases = fullest_by_phase(share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU"))
-        stages.append(_with_overheads(layout, hardware, share, phases, factors, calibrated_runs=len(ratios)))
-    return MemoryEstimate(
-        gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout)),
-        nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
-    )
-
-
-def _with_overheads(
-    layout: Layout,
-    hardware: HardwareSpec,
-    share: RankShare,
-    phases: dict[Phase, Terms],
-    factors: Factors,
-    *,
-    calibrated_runs: int,
-) -> GpuMemory:
-    phase = max(phases, key=lambda name: sum(phases[name].values()))
-    allocated, (low, middle, high) = sum(phases[phase].values()), factors
+    factors = moved_factors(_product(reserved, ALLOCATED_OVER_PREDICTED), ratios)
     # DeepSpeed makes a communicator for one rank too.
     communicators = int(layout.world_size > 1 or layout.engine == "deepspeed") + len(layout.axes)
     communicators += layout.dp_replicate > 1 and layout.dp_shard > 1
     communicators += layout.zero.hpz_partition_size > 1
-    terms = dict(phases[phase])
-    terms["allocator_fragmentation"] = round(allocated * (middle - 1))
-    terms["runtime_context"] = round(CONTEXT_BYTES.middle)
-    if communicators:
-        terms["communicators"] = round(communicators * COMMUNICATOR_BYTES.middle)
-    return GpuMemory(
-        peak_bytes=sum(terms.values()),
-        low_bytes=round(allocated * low + CONTEXT_BYTES.low + communicators * COMMUNICATOR_BYTES.low),
-        high_bytes=round(allocated * high + CONTEXT_BYTES.high + communicators * COMMUNICATOR_BYTES.high),
-        allocated_bytes=allocated,
-        capacity_bytes=hardware.gpu_bytes,
-        phase=phase,
-        terms=terms,
-        phases={name: sum(parts.values()) for name, parts in phases.items()},
-        calibrated_runs=calibrated_runs,
-        stage=None if share.stage is None else share.stage.index,
+    overheads = [
+        context + communicators * each for context, each in zip(CONTEXT_BYTES, COMMUNICATOR_BYTES, strict=True)
+    ]
+    stages = []
+    for share in rank_shares(layout, model, job):
+        phases = fullest_by_phase(share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU"))
+        phase = max(phases, key=lambda name: sum(phases[name].values()))
+        allocated = sum(phases[phase].values())
+        low, high = (round(allocated * factors[end] + overheads[end]) for end in (0, 2))
+        terms = dict(phases[phase])
+        terms["allocator_fragmentation"] = round(allocated * (factors[1] - 1))
+        terms["runtime_context"] = round(CONTEXT_BYTES[1])
+        if communicators:
+            terms["communicators"] = round(communicators * COMMUNICATOR_BYTES[1])
+        fullest = GpuMemory(
+            peak_bytes=sum(terms.values()),
+            low_bytes=low,
+            high_bytes=high,
+            allocated_bytes=allocated,
+            capacity_bytes=hardware.gpu_bytes,
+            phase=phase,
+            terms=terms,
+            phases={name: sum(parts.values()) for name, parts in phases.items()},
+            calibrated_runs=len(ratios),
+            stage=None if share.stage is None else share.stage.index,
+        )
+        stages.append(fullest)
+    return MemoryEstimate(
+        gpu=max(stages, key=lambda stage: stage.high_bytes),
+        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout)),
+        nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 
 
@@ -437,10 +434,10 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
         host = at_moments(offloaded)
         if layout.engine == "fsdp2" and offloaded:
             # FSDP2 allocates gradient shards on the host one by one; DeepSpeed allocates all of them ahead.
-            gradients = offloaded.pop("offloaded_gradients")
+            gradients = offloaded.pop("gradients")
             growing = growing_gradients(layout, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
-        phases = fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
+        phases = fullest_by_phase({moment: summed(device[moment], host[moment]) for moment in device})
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             traced = cached_activations(share.model, job, unmasked="fused")(

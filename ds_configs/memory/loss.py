@@ -73,7 +73,6 @@ def with_tiled_loss(
         loss_kept_bytes=0,
         loss_backward_peak_bytes=max(backward, norm),
         loss_tiles=tiles,
-        source=f"{traced.source}; loss in {tiles} tiles",
     )
 
 

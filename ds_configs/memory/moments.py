@@ -51,7 +51,21 @@ PHASES: Mapping[Moment, Phase] = {
 _NAMES = frozenset(PHASES) | frozenset(PHASES.values())
 
 
-def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
+def summed(*parts: Terms) -> Terms:
+    """Return the sum of several parts, without terms of 0 bytes.
+
+    >>> summed({"weights": 2, "loss": 0}, {"weights": 1})
+    {'weights': 3}
+    """
+    terms: Terms = {}
+    for part in parts:
+        for name, count in part.items():
+            if count:
+                terms[name] = terms.get(name, 0) + count
+    return terms
+
+
+def at_moments(always: Terms, **more: Terms) -> dict[Moment, Terms]:
     """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
 
     Moments with equal terms share one dictionary, because a search computes thousands of them.
@@ -67,10 +81,7 @@ def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Mom
     def added(terms: Terms, name: str) -> Terms:
         if name not in more:
             return terms
-        terms = dict(terms)
-        for term, count in more[name].items():
-            terms[term] = terms.get(term, 0) + count
-        return terms
+        return summed(terms, more[name])
 
     phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
     return {

@@ -10,35 +10,20 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
-from ..specs.terms import Term
+from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
 from .model_states import optimizer_state_bytes
 from .moments import Terms
 from .rank_parameters import RankParameters
 
 TERMS = (
-    Term(
-        "offloaded_master_weights",
-        "fp32 master weights in host memory: 4 B per trainable element / ranks",
-        role="optimizer",
-        lives_on="host",
-    ),
-    Term("offloaded_optimizer_states", "optimizer states in host memory", role="optimizer", lives_on="host"),
-    Term(
-        "offloaded_gradients",
-        "gradients copied to the host and in the CPU optimizer",
-        role="gradients",
-        lives_on="host",
-    ),
-    Term("offloaded_parameters", "parameter shards in host memory", role="weights", lives_on="host"),
-    Term(
+    StepTerm(
         "host_optimizer",
         "CPU Adam: bytes / bandwidth of host memory, which the ranks of a node share",
-        lives_on="host",
         label="optimizer on the host",
     ),
-    Term("host_copies", "copies of gradients and parameters over PCIe", lives_on="host", label="copies over PCIe"),
-    Term("nvme", "reads and writes of optimizer states on NVMe", lives_on="host"),
+    StepTerm("host_copies", "copies of gradients and parameters over PCIe", label="copies over PCIe"),
+    StepTerm("nvme", "reads and writes of optimizer states on NVMe"),
     Term("pinned_rounding", "torch rounds each pinned block up to a power of two", lives_on="host"),
     Term("nvme_optimizer_buffers", "pinned buffers: buffer_count * 4 B * the largest sub-group shard", lives_on="host"),
     Term("nvme_parameter_buffers", "pinned buffers: buffer_count * buffer_size in compute precision", lives_on="host"),
@@ -55,27 +40,27 @@ def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters
     frozen = parameters.frozen_shard_bytes(layout) - parameters.scale_bytes
     if layout.engine == "fsdp2":
         return {
-            "offloaded_parameters": 4 * shard + frozen,
-            "offloaded_gradients": 4 * shard,
-            "offloaded_optimizer_states": states,
+            "weights": 4 * shard + frozen,
+            "gradients": 4 * shard,
+            "optimizer_states": states,
         }
     if layout.zero_stage == 3:
         zero = layout.zero
         pinned = [width * shard]
-        terms: Terms = {"offloaded_gradients": width * shard}
+        terms: Terms = {"gradients": width * shard}
         if layout.offload_optimizer == "cpu":
             # fp32 gradients are pinned per sub-group (stage3.py:1338).
             sub_group = min(shard, zero.sub_group_size)
             pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
-            terms["offloaded_gradients"] += 4 * shard
-            terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
+            terms["gradients"] += 4 * shard
+            terms |= {"master_weights": 4 * shard, "optimizer_states": states}
         else:
             swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
             pinned.append(swap)
             terms["nvme_optimizer_buffers"] = swap
         if layout.offload_param == "cpu":
             pinned.append(width * shard)
-            terms["offloaded_parameters"] = width * shard + frozen
+            terms["weights"] = width * shard + frozen
         elif layout.offload_param == "nvme":
             swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
             pinned.append(swap)
@@ -86,9 +71,9 @@ def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters
     if layout.gradient_accumulation_steps > 1 and layout.zero_stage == 2:
         pinned.append(width * shard)
     return {
-        "offloaded_master_weights": 4 * shard,
-        "offloaded_optimizer_states": states,
-        "offloaded_gradients": sum(pinned) - 4 * shard + width * parameters.largest_trainable,
+        "master_weights": 4 * shard,
+        "optimizer_states": states,
+        "gradients": sum(pinned) - 4 * shard + width * parameters.largest_trainable,
         "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
     }
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from .rendering import NodePlace
 
-_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-_SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
 SAVING_SECONDS = 300
 """Default time in seconds to write a checkpoint after a scheduler stops the run."""
 RESUME = "--resume-or-anew"
@@ -40,25 +36,6 @@ class NodeCommand:
         """Return the command of one node; options of machines precede the arguments, which may be a script's."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
         return [*self.program, self.words[0], "--node-rank", str(place.rank), *meeting, *options, *self.words[1:]]
-
-
-def name_errors(name: str) -> list[ConfigError]:
-    """Return an error for a name that a scheduler, a shell or YAML would not read as a plain name."""
-    if _NAME.fullmatch(name):
-        return []
-    rule = "must be at most 40 lower-case letters, digits and hyphens, with a letter first"
-    return [ConfigError(where="name", value=name, rule=rule)]
-
-
-def setting_errors(settings: Sequence[str]) -> list[ConfigError]:
-    """Return an error for each invalid option of `sbatch`; a line break would add a line to the script."""
-    return [
-        ConfigError(
-            where="sbatch", value=setting, rule="must have the form --NAME=VALUE", fix="such as --partition=gpu"
-        )
-        for setting in settings
-        if not _SETTING.fullmatch(setting)
-    ]
 
 
 def placeholder_hosts(nodes: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -42,50 +43,8 @@ class GalleryEntry:
         return "_".join(part for part in (model, self.hardware, self.suffix) if part)
 
 
-_FP16 = {"precision": "fp16"}
-_LORA = {"method": "lora"}
-_QLORA = {"method": "qlora"}
-
-GALLERY: tuple[GalleryEntry, ...] = (
-    GalleryEntry(model="openai-community/gpt2", hardware="1xRTX3090", job={"seq_len_tokens": 1024}),
-    GalleryEntry(model="openai-community/gpt2", hardware="2xT4", job={"seq_len_tokens": 1024, **_FP16}),
-    GalleryEntry(model="Qwen/Qwen2.5-0.5B", hardware="1xRTX4090"),
-    GalleryEntry(model="Qwen/Qwen2.5-0.5B", hardware="2xRTX4090"),
-    GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="1xA100-80GB"),
-    GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="8xA100-40GB"),
-    GalleryEntry(model="meta-llama/Llama-3.2-1B", hardware="8xA100-80GB", suffix="ddp", job={"strategy": "ddp"}),
-    GalleryEntry(model="meta-llama/Llama-2-7b-hf", hardware="4xA100-80GB"),
-    GalleryEntry(model="meta-llama/Llama-2-7b-hf", hardware="8xV100-32GB", suffix="lora", job={**_LORA, **_FP16}),
-    GalleryEntry(model="mistralai/Mistral-7B-v0.3", hardware="8xA100-40GB"),
-    GalleryEntry(model="Qwen/Qwen2.5-7B", hardware="8xL40S"),
-    GalleryEntry(model="Qwen/Qwen3-8B", hardware="8xH100-80GB"),
-    GalleryEntry(model="Qwen/Qwen3-8B", hardware="8xMI300X"),
-    GalleryEntry(model="meta-llama/Llama-3.1-8B", hardware="8xA100-80GB"),
-    GalleryEntry(model="meta-llama/Llama-3.1-8B", hardware="8xH100-80GB", suffix="zero3", job={"strategy": "zero3"}),
-    GalleryEntry(model="meta-llama/Llama-3.1-8B", hardware="8xH100-80GB", suffix="fsdp2", job={"strategy": "fsdp2"}),
-    GalleryEntry(
-        model="meta-llama/Llama-3.1-8B",
-        hardware="8xH100-80GB",
-        suffix="batch-512",
-        job={"strategy": "zero2", "global_batch_size": 512},
-    ),
-    GalleryEntry(model="meta-llama/Llama-3.1-8B", hardware="1xA100-80GB", suffix="lora", job=_LORA),
-    GalleryEntry(model="meta-llama/Llama-3.1-8B", hardware="1xRTX4090", suffix="qlora", job=_QLORA),
-    GalleryEntry(model="Qwen/Qwen3-30B-A3B", hardware="8xH200"),
-    GalleryEntry(model="Qwen/Qwen3-30B-A3B", hardware="2x8xH100-80GB"),
-    GalleryEntry(model="mistralai/Mixtral-8x7B-v0.1", hardware="4x8xA100-80GB"),
-    GalleryEntry(model="meta-llama/Llama-3.1-70B", hardware="8xH100-80GB"),
-    GalleryEntry(model="meta-llama/Llama-3.1-70B", hardware="8xB200"),
-    GalleryEntry(model="meta-llama/Llama-3.1-70B", hardware="4x8xH100-80GB"),
-    GalleryEntry(
-        model="meta-llama/Llama-3.1-70B",
-        hardware="8xA100-80GB",
-        suffix="nvme",
-        nvme="/local_nvme:7TB",
-        job={"offload": "nvme"},
-    ),
-    GalleryEntry(model="meta-llama/Llama-3.1-405B", hardware="128x8xH100-80GB"),
-)
+_LISTED = files(ds_configs).joinpath("data", "gallery.toml").read_text(encoding="utf-8")
+GALLERY = tuple(GalleryEntry(**values) for values in tomllib.loads(_LISTED)["plan"])
 
 
 def packaged_models() -> dict[str, Traversable]:

@@ -11,9 +11,8 @@ from ..search.candidates import SearchContext
 from ..search.reasons import display_name
 from ..search.search import Evaluated, search
 from ..specs.errors import ShardwrightError
-from ..specs.job import AXIS_FIELDS, HUGGING_FACE_NAMES, TrainingJob
+from ..specs.job import AXIS_FIELDS, HUGGING_FACE_NAMES, PLACEMENT_FIELDS, TrainingJob
 from ..specs.layout import Layout
-from ..specs.second_models import PLACEMENT_FIELDS
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
@@ -23,11 +23,10 @@ from ..search.suggestions import Suggestion, cheapest_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
+from ..specs.job import ROLES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
-from ..specs.second_models import SecondModelRole
 from ..specs.settings import rule_of
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
@@ -249,7 +248,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
         "chosen": evaluated_dict(plan.chosen)
-        | {"teacher": None}
+        | dict.fromkeys(ROLES)
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason},
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
@@ -297,12 +296,6 @@ def trial_dict(trial: Trial) -> dict[str, Any]:
     return asdict(trial) | {"layout": layout_dict(trial.layout)}
 
 
-def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Trial` from its JSON values."""
-    layout = {name: value for name, value in values["layout"].items() if name != "label"}
-    return {**values, "layout": layout}
-
-
 def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     memory = evaluated.memory
     host = asdict(memory.host)
@@ -345,17 +338,16 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
     try:
         job = dict(data["job"])
         job["seq_len_tokens"] = job.pop("seq_len")
-        values = {
+        values = {key: value for key, value in data.items() if key not in _DERIVED} | {
             "model": data["model"]["spec"],
-            "hardware": data["hardware"],
             "job": job,
             "chosen": _evaluated_values(data["chosen"]),
             "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
             "versions": list(data["versions"].items()),
-            "activations": data.get("activations", "stored"),
-            "command": data.get("command", ""),
-            "trials": [trial_values(trial) for trial in data.get("trials", [])],
-            "learned_from": data.get("learned_from", []),
+            "trials": [
+                trial | {"layout": {key: value for key, value in trial["layout"].items() if key != "label"}}
+                for trial in data.get("trials", [])
+            ],
         }
         # Keys of another release that are ignored would change the run. Dataclasses inherit the setting from a list.
         (plan,) = TypeAdapter(list[Plan], config=ConfigDict(extra="forbid")).validate_python([values])
@@ -363,7 +355,13 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
         if not details:
             return plan
     except ValidationError as error:
-        details = {_json_keys(item["loc"][1:]): rule_of(item) for item in error.errors(include_url=False)}
+        details = {}
+        for item in error.errors(include_url=False):
+            keys = item["loc"][1:]
+            # The candidate, by which a layout's keys begin.
+            start = {"chosen": 1, "rejected": 2}.get(str(keys[0]), 0) if keys else 0
+            field = next((field for field in _JSON_KEYS if keys[start : start + len(field)] == field), ())
+            details[keys[:start] + _JSON_KEYS.get(field, ()) + keys[start + len(field) :]] = rule_of(item)
     except KeyError as error:
         details = {(): f"missing {error}"}
     except (TypeError, AttributeError, ValueError) as error:
@@ -381,6 +379,8 @@ def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
 
 
 _SHOWN_ERRORS = 8
+_DERIVED = ("schema_version", "global_batch", "doubts", "files")
+"""Keys of `plan.json` that repeat what others say."""
 _JSON_KEYS = {
     ("model",): ("model", "spec"),
     ("job", "seq_len_tokens"): ("job", "seq_len"),
@@ -390,13 +390,6 @@ _JSON_KEYS = {
     ("placements",): (),
 }
 """Keys of `plan.json` for the fields of a plan or, without `chosen`, of a layout."""
-
-
-def _json_keys(loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    start = {"chosen": 1, "rejected": 2}.get(str(loc[0]), 0) if loc else 0
-    layout, own = loc[:start], loc[start:]
-    changed = next((field for field in _JSON_KEYS if own[: len(field)] == field), ())
-    return layout + _JSON_KEYS.get(changed, ()) + own[len(changed) :]
 
 
 def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -414,22 +407,18 @@ def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ())
 
 
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
-    host = dict(candidate["host_memory"])
-    capacity = host.pop("nvme_capacity_bytes_per_node")
-    layout = dict(candidate["layout"])
+    """Return the fields of an `Evaluated`, with keys that this version does not know."""
+    rest = dict(candidate)
+    layout, host = dict(rest.pop("layout")), dict(rest.pop("host_memory"))
     del layout["label"]
-    return {
-        "layout": layout,
-        "reason": candidate["reason"],
-        "time": candidate["step_time"],
-        "loss": candidate["loss"],
-        "placements": {role: candidate[role] for role in get_args(SecondModelRole) if candidate.get(role)},
-        "memory": {
-            "gpu": candidate["gpu_memory"],
-            "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},
-            "nvme_capacity_bytes_per_node": capacity,
-        },
+    memory = {
+        "gpu": rest.pop("gpu_memory"),
+        "nvme_capacity_bytes_per_node": host.pop("nvme_capacity_bytes_per_node"),
+        "host": host | {"nvme_bytes_per_node": rest.pop("nvme_bytes_per_node")},
     }
+    time, second = rest.pop("step_time"), {role: rest.pop(role, None) for role in ROLES}
+    placements = {role: choice for role, choice in second.items() if choice}
+    return rest | {"layout": layout, "time": time, "placements": placements, "memory": memory}
 
 
 _COPIED = (

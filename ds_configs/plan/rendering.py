@@ -95,10 +95,10 @@ def launch_arguments(plan: LaunchSpec, *, directory: str, node: NodePlace | None
 def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
     """Return the command that trains on the user's data under a plan; `YOUR_DATA` and `OUTPUT` are placeholders.
 
-    With a second model the command is `distill`, which makes its own plan.
+    With a teacher the command is `distill`, which makes its own plan.
     """
     words = _dataset_words(plan)
-    if not plan.job.second_models:
+    if plan.job.teacher is None:
         words[2:2] = ["--plan", directory]
     return ["shardwright", *words, "--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
 
@@ -106,11 +106,11 @@ def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
 def _dataset_words(plan: LaunchSpec) -> list[str]:
     """Return the command with its models that trains on a dataset."""
     revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
-    for second in plan.job.second_models:
+    if teacher := plan.job.teacher:
         job = replace(plan.job, global_batch_size=plan.chosen.layout.global_batch_size)
         hardware = {name: text for name, text in plan.hardware.options().items() if name != "num_processes"}
         flags = flag_words(hardware) + job.flags(of=_DISTILL_OPTIONS)
-        return ["distill", second.spec.name, plan.model.name, *revision, *flags]
+        return ["distill", teacher.name, plan.model.name, *revision, *flags]
     return ["train", plan.model.name, *revision]
 
 
@@ -136,7 +136,7 @@ def launch_script(plan: LaunchSpec, header: str) -> str:
     It runs `shardwright launch`, `train` or `distill`, which check data, accelerators and packages before ranks start.
     """
     command = _dataset_words(plan)
-    own_plan = "" if plan.job.second_models else ' --plan "$directory"'
+    own_plan = "" if plan.job.teacher else ' --plan "$directory"'
     needed, places, take_places, passed_places = 1, "", "", ""
     if plan.hardware.nodes > 1:
         needed, places, passed_places = 3, "MACHINE_RANK MAIN_PROCESS_IP ", ' "${places[@]}"'
@@ -163,7 +163,7 @@ def launch_script(plan: LaunchSpec, header: str) -> str:
 def trainer_line(plan: LaunchSpec) -> str:
     """Return whether a stock Trainer can run a plan, and what it needs for that."""
     layout, job = plan.chosen.layout, plan.job
-    if job.second_models:
+    if job.teacher:
         return "Trainer: use `shardwright distill`, or DistillationTrainer in your script"
     if layout.pp > 1 or layout.cp > 1:
         axis = "pipeline" if layout.pp > 1 else "context parallelism"

@@ -11,7 +11,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
-from ..step_time.rates import hardware_constants
+from ..step_time.rates import constants_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
         sentences.append(
             f"{model.architecture} has custom code, which was not run; memory and time are derived from its structure"
         )
-    if lender := hardware_constants(hardware).borrowed_from:
+    if lender := constants_of(hardware.gpu).borrowed_from:
         sentences.append(f"no step times of {hardware.gpu} were available; the constants of {lender} are used")
     if hardware.world_size > _TRUSTED_RANKS:
         sentences.append(f"{hardware.world_size:,} ranks: predictions were checked on up to {_TRUSTED_RANKS:,}")

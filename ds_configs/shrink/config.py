@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil, lcm, log2
@@ -28,38 +28,26 @@ class Change:
     """The new value; `None` if it was removed."""
 
 
-class Rewriting:
-    """An editable copy of a mapping that records every changed value."""
+def changes_between(before: ModelConfig, after: ModelConfig, path: str = "") -> tuple[Change, ...]:
+    """Return the values that differ, with their key paths below `path`; an absent value equals null."""
+    changes: list[Change] = []
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += changes_between(old, new, f"{path}{name}.")
+        elif old != new:
+            changes.append(Change(where=path + name, before=old, after=new))
+    return tuple(changes)
 
-    def __init__(self, values: Mapping[str, object], *, path: str = "", changes: list[Change] | None = None) -> None:
-        self.values: dict[str, Any] = dict(values) if path else deepcopy(dict(values))
-        self.changes: list[Change] = [] if changes is None else changes
-        self._path = path
 
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
+def counted(config: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Return those of the fields that are positive integers."""
+    return [name for name in names if is_count(config.get(name))]
 
-    def put(self, key: str, value: object) -> None:
-        """Set a value, and record the change if it differs."""
-        before = self.values.get(key)
-        if key in self.values and before == value:
-            return
-        self.values[key] = value
-        self.changes.append(Change(where=self._path + key, before=before, after=value))
 
-    def drop(self, key: str) -> None:
-        """Remove a value unless it is absent or null."""
-        if self.values.get(key) is not None:
-            self.changes.append(Change(where=self._path + key, before=self.values.pop(key), after=None))
-
-    def inside(self, key: str) -> Rewriting | None:
-        """Return the editable copy of a nested mapping; `None` if there is none."""
-        nested = self.values.get(key)
-        if not isinstance(nested, dict):
-            return None
-        inner = Rewriting(nested, path=f"{self._path}{key}.", changes=self.changes)
-        self.values[key] = inner.values
-        return inner
+def section_of(config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    nested = config.get(name)
+    return nested if isinstance(nested, dict) else None
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -100,23 +88,22 @@ class Attention:
     head_dim: int
 
 
-def narrow(config: Rewriting, *, hidden_size: int, layout: Layout) -> tuple[Attention, Attention] | None:
+def narrow(config: dict[str, Any], *, hidden_size: int, layout: Layout) -> tuple[Attention, Attention] | None:
     """Scale every width to a residual stream of about `hidden_size`; return attention before and after.
 
     `None` means that the config has no hidden size, or that the number of heads differs by layer.
     """
-    values = config.values
-    hidden = next((values[name] for name in HIDDEN_SIZES if is_count(values.get(name))), None)
-    heads = next((values[name] for name in _HEADS if values.get(name) is not None), None)
-    shared = next((values[name] for name in _KEY_VALUE_HEADS if values.get(name) is not None), heads)
+    hidden = next((config[name] for name in counted(config, HIDDEN_SIZES)), None)
+    heads = next((config[name] for name in _HEADS if config.get(name) is not None), None)
+    shared = next((config[name] for name in _KEY_VALUE_HEADS if config.get(name) is not None), heads)
     if hidden is None or not is_count(heads) or not is_count(shared):
         return None
-    stated = [values[name] for name in ("v_head_dim", *_HEAD_DIMS) if is_count(values.get(name))]
+    stated = [config[name] for name in ("v_head_dim", *_HEAD_DIMS) if is_count(config.get(name))]
     head_dim = stated[0] if stated else max(1, hidden // heads)
     before = Attention(hidden_size=hidden, heads=heads, key_value_heads=shared, head_dim=head_dim)
     if before.hidden_size <= hidden_size:
         return before, before
-    rotary = _rotary_fraction(config.values, before)
+    rotary = _rotary_fraction(config, before)
     after = smaller_attention(before, hidden_size=hidden_size, rotary_fraction=rotary, layout=layout)
     ratio = after.hidden_size / before.hidden_size
     _put_heads(config, before, after)
@@ -127,22 +114,22 @@ def narrow(config: Rewriting, *, hidden_size: int, layout: Layout) -> tuple[Atte
         inner = expand * after.hidden_size
         legal = [n for n in range(1, min(heads, _USUAL_HEADS) + 1) if inner % n == 0 and inner // n <= head_dim]
         if legal and inner < heads * head_dim:
-            config.put("mamba_n_heads", legal[-1])
-            config.put("mamba_d_head", inner // legal[-1])
+            config["mamba_n_heads"] = legal[-1]
+            config["mamba_d_head"] = inner // legal[-1]
     for name in HIDDEN_SIZES:
         if config.get(name) == before.hidden_size:
-            config.put(name, after.hidden_size)
+            config[name] = after.hidden_size
     return before, after
 
 
-def _put_widths(config: Rewriting, before: Attention, ratio: float, layout: Layout) -> None:
-    for name, value in config.values.items():
+def _put_widths(config: dict[str, Any], before: Attention, ratio: float, layout: Layout) -> None:
+    for name, value in config.items():
         if not _PROPORTIONAL.search(name):
             continue
         if isinstance(value, list):
-            config.put(name, [_in_proportion(v, before, ratio, layout) if is_count(v) else v for v in value])
+            config[name] = [_in_proportion(v, before, ratio, layout) if is_count(v) else v for v in value]
         elif is_count(value):
-            config.put(name, _in_proportion(value, before, ratio, layout))
+            config[name] = _in_proportion(value, before, ratio, layout)
 
 
 def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: float, layout: Layout) -> Attention:
@@ -215,43 +202,39 @@ def _rotary_fraction(config: ModelConfig, attention: Attention) -> float:
     return min(fractions, default=1.0)
 
 
-def _put_heads(config: Rewriting, before: Attention, after: Attention) -> None:
+def _put_heads(config: dict[str, Any], before: Attention, after: Attention) -> None:
     ratio = after.head_dim / before.head_dim
 
     def narrower(head_dim: int) -> int:
         least = min(head_dim, _SMALLEST_HEAD_DIM)
         return min(head_dim, max(least, ceil(head_dim * ratio / _SMALLEST_HEAD_DIM) * _SMALLEST_HEAD_DIM))
 
-    old = {name: config.get(name) for name in _LATENT_HEAD_DIMS if is_count(config.get(name))}
-    for name in (*old, *_OTHER_HEAD_DIMS):
-        if is_count(config.get(name)):
-            config.put(name, narrower(config.get(name)))
+    old = {name: config[name] for name in counted(config, _LATENT_HEAD_DIMS)}
+    for name in counted(config, (*old, *_OTHER_HEAD_DIMS)):
+        config[name] = narrower(config[name])
     # With latent attention, Transformers writes `head_dim` and `qk_head_dim`, which repeat other fields.
     derived = {value: config.get(name) for name, value in old.items()}
     if {"qk_nope_head_dim", "qk_rope_head_dim"} <= old.keys():
-        total = config.get("qk_nope_head_dim") + config.get("qk_rope_head_dim")
+        total = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         derived |= {old["qk_nope_head_dim"] + old["qk_rope_head_dim"]: total}
-        derived |= {old["qk_rope_head_dim"]: config.get("qk_rope_head_dim")}
+        derived |= {old["qk_rope_head_dim"]: config["qk_rope_head_dim"]}
     derived.setdefault(before.head_dim, after.head_dim)
-    for name in (*_HEAD_DIMS, "qk_head_dim"):
-        if is_count(config.get(name)):
-            config.put(name, derived.get(config.get(name), narrower(config.get(name))))
+    for name in counted(config, (*_HEAD_DIMS, "qk_head_dim")):
+        config[name] = derived.get(config[name], narrower(config[name]))
     if is_count(config.get("rotary_dim")):
-        config.put("rotary_dim", config.get("rotary_dim") * after.head_dim // before.head_dim)
+        config["rotary_dim"] = config["rotary_dim"] * after.head_dim // before.head_dim
     scalar = {before.hidden_size // before.heads: after.hidden_size // after.heads, before.head_dim: after.head_dim}
     if config.get("query_pre_attn_scalar") in scalar:
-        config.put("query_pre_attn_scalar", scalar[config.get("query_pre_attn_scalar")])
+        config["query_pre_attn_scalar"] = scalar[config["query_pre_attn_scalar"]]
     for names, count in ((_HEADS, after.heads), (_KEY_VALUE_HEADS, after.key_value_heads)):
-        for name in names:
-            if is_count(config.get(name)):
-                config.put(name, min(config.get(name), count))
+        for name in counted(config, names):
+            config[name] = min(config[name], count)
     # Heads of indexers and linear attention are divided by one number, so that their ratios stay.
-    counts = [config.get(name) for name in _OTHER_HEADS if is_count(config.get(name))]
+    counts = [config[name] for name in counted(config, _OTHER_HEADS)]
     if counts:
         divisor = max(d for d in range(1, max(1, min(counts) // 2) + 1) if all(count % d == 0 for count in counts))
-        for name in _OTHER_HEADS:
-            if is_count(config.get(name)):
-                config.put(name, config.get(name) // divisor)
+        for name in counted(config, _OTHER_HEADS):
+            config[name] = config[name] // divisor
 
 
 def _in_proportion(value: int, before: Attention, ratio: float, layout: Layout) -> int:
@@ -261,14 +244,14 @@ def _in_proportion(value: int, before: Attention, ratio: float, layout: Layout) 
     return min(value, max(1, ceil(value * ratio / unit)) * unit)
 
 
-def fewer_experts(config: Rewriting, *, expert_parallel: int) -> None:
+def fewer_experts(config: dict[str, Any], *, expert_parallel: int) -> None:
     """Reduce the routed experts to a multiple of `expert_parallel` and of the groups, above the experts per token."""
-    experts = next((config.get(name) for name in _EXPERTS if is_count(config.get(name))), None)
+    experts = next((config[name] for name in counted(config, _EXPERTS)), None)
     if experts is None:
         return
-    per_token = next((config.get(name) for name in _EXPERTS_PER_TOKEN if is_count(config.get(name))), 1)
-    groups = config.get("n_group") if is_count(config.get("n_group")) else 1
-    selected_groups = config.get("topk_group") if is_count(config.get("topk_group")) else groups
+    per_token = next((config[name] for name in counted(config, _EXPERTS_PER_TOKEN)), 1)
+    groups = config["n_group"] if is_count(config.get("n_group")) else 1
+    selected_groups = config["topk_group"] if is_count(config.get("topk_group")) else groups
     new_per_token = min(per_token, _MOST_EXPERTS_PER_TOKEN)
     new_groups = min(groups, _MOST_GROUPS)
     new_selected = max(1, ceil(selected_groups * new_groups / groups))
@@ -286,9 +269,8 @@ def fewer_experts(config: Rewriting, *, expert_parallel: int) -> None:
         (("n_group",), new_groups),
         (("topk_group",), new_selected),
     ):
-        for name in names:
-            if is_count(config.get(name)):
-                config.put(name, min(config.get(name), value))
+        for name in counted(config, names):
+            config[name] = min(config[name], value)
 
 
 LAYER_COUNTS = (
@@ -323,33 +305,31 @@ _PERIODS = (
 _NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$|dims$")
 
 
-def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
+def keep_layers(config: dict[str, Any], kept: Sequence[int]) -> None:
     """Adapt all fields that count or list layers to the layers that stay."""
-    total = layer_count(config.values)
+    total = layer_count(config)
     assert total is not None, "a stack has a number of layers"
-    for name, values in list(_per_layer_lists(config.values, total)):
-        config.put(name, [values[index] for index in kept])
+    for name, values in list(_per_layer_lists(config, total)):
+        config[name] = [values[index] for index in kept]
     for name in LAYER_INDICES:
         if isinstance(config.get(name), list):
-            config.put(name, [new for new, old in enumerate(kept) if old in config.get(name)])
+            config[name] = [new for new, old in enumerate(kept) if old in config[name]]
     # Thresholds are numbers of layers.
-    for name in (*_DENSE_PREFIXES, "max_window_layers"):
-        if is_count(config.get(name)):
-            config.put(name, sum(index < config.get(name) for index in kept))
+    for name in counted(config, (*_DENSE_PREFIXES, "max_window_layers")):
+        config[name] = sum(index < config[name] for index in kept)
     if is_count(config.get("moe_layer_end_index")):
-        config.put("moe_layer_end_index", max(0, sum(i <= config.get("moe_layer_end_index") for i in kept) - 1))
+        config["moe_layer_end_index"] = max(0, sum(i <= config["moe_layer_end_index"] for i in kept) - 1)
     if is_count(config.get("num_kv_shared_layers")):
-        config.put("num_kv_shared_layers", max(1, config.get("num_kv_shared_layers") * len(kept) // total))
-    for name in LAYER_COUNTS:
-        if is_count(config.get(name)):
-            config.put(name, min(config.get(name), len(kept)))
+        config["num_kv_shared_layers"] = max(1, config["num_kv_shared_layers"] * len(kept) // total)
+    for name in counted(config, LAYER_COUNTS):
+        config[name] = min(config[name], len(kept))
     patterns = _expanded(config.get("attention_types"))
     if len(patterns) == total:
-        config.put("attention_types", [[[patterns[index] for index in kept], 1]])
+        config["attention_types"] = [[[patterns[index] for index in kept], 1]]
 
 
 def layer_count(config: ModelConfig) -> int | None:
-    return next((config[name] for name in LAYER_COUNTS if is_count(config.get(name))), None)
+    return next((config[name] for name in counted(config, LAYER_COUNTS)), None)
 
 
 def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> list[int]:
@@ -464,31 +444,31 @@ def shrink_model_config(
         RefusedInputError: The config is invalid, or does not set its number of layers or its width.
     """
     _check(config)
-    whole = Rewriting(config)
-    parts = [part for name in _TEXT_CONFIGS if (part := whole.inside(name)) is not None]
-    if _states_sizes(whole.values):
+    whole = deepcopy(dict(config))
+    parts = [part for name in _TEXT_CONFIGS if (part := section_of(whole, name)) is not None]
+    if _states_sizes(whole):
         parts.insert(0, whole)
     rehearsed = rehearsed_sequence(seq_len_tokens, layout)
     for part in parts:
         # All layers get the same widths.
-        part.drop("per_layer_config")
+        part.pop("per_layer_config", None)
         # With dropout, attention on a CPU leaves its fused kernel and keeps every score.
-        for name, value in part.values.items():
+        for name, value in part.items():
             if "drop" in name and isinstance(value, float) and value > 0:
-                part.put(name, 0.0)
-        total = layer_count(part.values)
+                part[name] = 0.0
+        total = layer_count(part)
         if total is not None and (total > _LAYERS or total % layout.pp):
-            keep_layers(part, kept_layers(part.values, layers=_LAYERS, pipeline_stages=layout.pp))
+            keep_layers(part, kept_layers(part, layers=_LAYERS, pipeline_stages=layout.pp))
         attention = narrow(part, hidden_size=hidden_size, layout=layout)
         fewer_experts(part, expert_parallel=layout.ep)
         _shorten(part, before=seq_len_tokens, after=rehearsed)
         if attention is not None:
             _resize_rope(part, *attention)
             _shrink_towers(whole, *attention, _LAYERS)
-        part.drop("quantization_config")
-    whole.drop("quantization_config")
+        part.pop("quantization_config", None)
+    whole.pop("quantization_config", None)
     _move_vocabulary(whole, parts, _VOCABULARY // layout.tp * layout.tp)
-    return whole.values, tuple(whole.changes)
+    return whole, changes_between(config, whole)
 
 
 def _states_sizes(config: ModelConfig) -> bool:
@@ -513,7 +493,7 @@ def _check(config: ModelConfig) -> None:
         raise RefusedInputError(errors)
 
 
-def _shorten(config: Rewriting, *, before: int, after: int) -> None:
+def _shorten(config: dict[str, Any], *, before: int, after: int) -> None:
     def scaled_window(window: object) -> object:
         if not isinstance(window, int) or not is_count(window):
             return window
@@ -521,79 +501,77 @@ def _shorten(config: Rewriting, *, before: int, after: int) -> None:
             return min(window, max(after, window * after // before))
         return min(window, max(_SMALLEST_WINDOW, window * after // before), max(1, after - 1))
 
-    limits = [config.get(name) for name in _POSITIONS if is_count(config.get(name))]
-    for name in _POSITIONS:
-        if is_count(config.get(name)):
-            config.put(name, min(config.get(name), max(after, config.get(name) * after // before)))
+    limits = [config[name] for name in counted(config, _POSITIONS)]
+    for name in counted(config, _POSITIONS):
+        config[name] = min(config[name], max(after, config[name] * after // before))
     for name in _WINDOWS:
         window = config.get(name)
         if window is not None:
-            config.put(name, [scaled_window(w) for w in window] if isinstance(window, list) else scaled_window(window))
-    shortened = [config.get(name) for name in _POSITIONS if is_count(config.get(name))]
+            config[name] = [scaled_window(w) for w in window] if isinstance(window, list) else scaled_window(window)
+    shortened = [config[name] for name in counted(config, _POSITIONS)]
     ratio = shortened[0] / limits[0] if limits else after / before
     _scale_original_positions(config, ratio, before=before, after=after)
 
 
-def _scale_original_positions(config: Rewriting, ratio: float, *, before: int, after: int) -> None:
+def _scale_original_positions(config: dict[str, Any], ratio: float, *, before: int, after: int) -> None:
     """Scale the length before rotary scaling with the position limit, here and in nested rotary settings."""
     name = "original_max_position_embeddings"
     original = config.get(name)
     if is_count(original):
         scaled = max(2, round(original * ratio))
-        config.put(name, min(original, max(scaled, after) if original >= before else scaled))
+        config[name] = min(original, max(scaled, after) if original >= before else scaled)
     for section in (*_ROPE, "full_attention", "sliding_attention"):
-        if (inner := config.inside(section)) is not None:
+        if (inner := section_of(config, section)) is not None:
             _scale_original_positions(inner, ratio, before=before, after=after)
 
 
-def _resize_rope(config: Rewriting, before: Attention, after: Attention) -> None:
+def _resize_rope(config: dict[str, Any], before: Attention, after: Attention) -> None:
     """Reduce the rotary factors per frequency, and the sections of frequencies, to the remaining frequencies."""
     for name in _ROPE:
-        section = config.inside(name)
+        section = section_of(config, name)
         if section is None:
             continue
         for factors in _ROPE_LISTS:
             values = section.get(factors)
             if isinstance(values, list) and values:
                 count = max(1, len(values) * after.head_dim // before.head_dim)
-                section.put(factors, [values[index * len(values) // count] for index in range(count)])
+                section[factors] = [values[index * len(values) // count] for index in range(count)]
         parts = section.get("mrope_section")
         if isinstance(parts, list) and all(is_count(part) for part in parts) and after != before:
             count = sum(parts) * after.head_dim // before.head_dim
             smaller = [max(1, part * count // sum(parts)) for part in parts[:-1]]
-            section.put("mrope_section", [*smaller, max(1, count - sum(smaller))])
+            section["mrope_section"] = [*smaller, max(1, count - sum(smaller))]
 
 
-def _shrink_towers(whole: Rewriting, before: Attention, after: Attention, layers: int) -> None:
+def _shrink_towers(whole: dict[str, Any], before: Attention, after: Attention, layers: int) -> None:
     """Reduce the depth of a multimodal model's other towers, and project them to the text decoder's new width."""
     for name in _TOWER_CONFIGS:
-        tower = whole.inside(name)
+        tower = section_of(whole, name)
         if tower is None:
             continue
         width = "hidden_size" if is_count(tower.get("embed_dim")) else "out_hidden_size"
         if tower.get(width) == before.hidden_size:
-            tower.put(width, after.hidden_size)
+            tower[width] = after.hidden_size
         depth = next((key for key in _DEPTHS if is_count(tower.get(key))), None)
-        if depth is None or tower.get(depth) <= layers:
+        if depth is None or tower[depth] <= layers:
             continue
-        for key, value in list(tower.values.items()):
+        for key, value in list(tower.items()):
             if key.endswith(("_indexes", "_indices")) and isinstance(value, list):
-                tower.put(key, sorted({index * layers // tower.get(depth) for index in value}))
-        tower.put(depth, layers)
+                tower[key] = sorted({index * layers // tower[depth] for index in value})
+        tower[depth] = layers
 
 
-def _move_vocabulary(whole: Rewriting, parts: list[Rewriting], vocab_size: int) -> None:
+def _move_vocabulary(whole: dict[str, Any], parts: list[dict[str, Any]], vocab_size: int) -> None:
     """Reduce the vocabulary, and move each special token outside it to a free id at its end."""
     sections = [whole, *(part for part in parts if part is not whole)]
     before = next((part.get("vocab_size") for part in parts if is_count(part.get("vocab_size"))), None)
     if before is None or before <= vocab_size:
         return
     for section in sections:
-        for name in ("vocab_size", "vocab_size_per_layer_input"):
-            if is_count(section.get(name)):
-                section.put(name, min(section.get(name), vocab_size))
+        for name in counted(section, ("vocab_size", "vocab_size_per_layer_input")):
+            section[name] = min(section[name], vocab_size)
         for name, implied in _IMPLIED_TOKEN_IDS.get(str(section.get("model_type")), {}).items():
-            section.values.setdefault(name, implied)
+            section.setdefault(name, implied)
     token_ids = [value for section in sections for name in _token_fields(section) for value in _ids(section.get(name))]
     used = {value for value in token_ids if value < vocab_size}
     free = (token for token in reversed(range(vocab_size)) if token not in used)
@@ -603,13 +581,13 @@ def _move_vocabulary(whole: Rewriting, parts: list[Rewriting], vocab_size: int) 
             moved[value] = next(free, vocab_size - 1)
     for section in sections:
         for name in _token_fields(section):
-            value = section.get(name)
+            value = section[name]
             ids = [moved.get(token, token) for token in value] if isinstance(value, list) else moved.get(value, value)
-            section.put(name, ids)
+            section[name] = ids
 
 
-def _token_fields(section: Rewriting) -> list[str]:
-    return [name for name, value in section.values.items() if _TOKEN_IDS.search(name) and _ids(value)]
+def _token_fields(section: dict[str, Any]) -> list[str]:
+    return [name for name, value in section.items() if _TOKEN_IDS.search(name) and _ids(value)]
 
 
 def _ids(value: object) -> list[int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import ceil, lcm, prod
+from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
-from .config import Change, Rewriting, is_count
+from .config import Change, is_count, section_of
 
 MOST_MICRO_BATCH = 2
 """Maximum sequences of a rehearsed micro-batch."""
@@ -158,22 +159,22 @@ def _persistence_threshold(threshold: int, original: ModelSpec, shrunken: ModelS
 
 
 def shrink_deepspeed_config(
-    copy: Rewriting, *, zero: ZeroOptions, nvme_path: str, before: Layout, after: Layout
+    copy: dict[str, Any], *, zero: ZeroOptions, nvme_path: str, before: Layout, after: Layout
 ) -> None:
     """Write the sizes of `zero` into a `ds_config.json` in place of its numbers; all other values are unchanged.
 
     Batch sizes of the planned layout `before` become those of the rehearsed layout `after`.
     """
-    section = copy.inside("zero_optimization")
+    section = section_of(copy, "zero_optimization")
     if section is not None:
         for field, keys in _ZERO_KEYS.items():
             for key in keys:
                 _put_smaller(section, key, getattr(zero, field))
         for name in ("offload_optimizer", "offload_param"):
-            offload = section.inside(name)
+            offload = section_of(section, name)
             if offload is not None:
                 if offload.get("nvme_path") is not None:
-                    offload.put("nvme_path", nvme_path)
+                    offload["nvme_path"] = nvme_path
                 if name == "offload_param" and zero.parameter_buffer_elements:
                     _put_smaller(offload, "buffer_size", zero.parameter_buffer_elements)
     for key, planned, smaller in (
@@ -184,32 +185,32 @@ def shrink_deepspeed_config(
         stated = copy.get(key)
         if is_count(stated):
             # A value that differs from the plan's still does, so that the launch fails as it would on GPUs.
-            copy.put(key, smaller if stated == planned else planned if stated == smaller else stated)
+            copy[key] = smaller if stated == planned else planned if stated == smaller else stated
 
 
-def _put_smaller(section: Rewriting, key: str, value: int) -> None:
+def _put_smaller(section: dict[str, Any], key: str, value: int) -> None:
     stated = section.get(key)
     if isinstance(stated, int | float) and not isinstance(stated, bool) and stated > value:
-        section.put(key, value)
+        section[key] = value
 
 
-def shrink_accelerate_config(copy: Rewriting, *, ranks: int, deepspeed_config_file: str) -> None:
+def shrink_accelerate_config(copy: dict[str, Any], *, ranks: int, deepspeed_config_file: str) -> None:
     """Make an `accelerate.yaml` one for ranks of this machine; all other values are unchanged.
 
     Absent keys stay absent. `parallelism_config_dp_shard_size` changes with the ranks if it was consistent with
     `num_processes`.
     """
-    axes = copy.inside("parallelism_config")
+    axes = section_of(copy, "parallelism_config")
     if axes is not None and is_count(axes.get("parallelism_config_dp_shard_size")):
         key = "parallelism_config_dp_shard_size"
-        sizes = {name: value for name, value in axes.values.items() if name.endswith("_size") and is_count(value)}
+        sizes = {name: value for name, value in axes.items() if name.endswith("_size") and is_count(value)}
         others = prod(sizes.values()) // sizes[key]
         if others * sizes[key] == copy.get("num_processes") and ranks % others == 0:
-            axes.put(key, ranks // others)
+            axes[key] = ranks // others
     values = {"num_processes": ranks, "num_machines": 1, "main_process_ip": _LOOPBACK}
     for key, value in values.items():
         if copy.get(key) is not None:
-            copy.put(key, value)
-    deepspeed = copy.inside("deepspeed_config")
+            copy[key] = value
+    deepspeed = section_of(copy, "deepspeed_config")
     if deepspeed is not None and deepspeed.get("deepspeed_config_file"):
-        deepspeed.put("deepspeed_config_file", deepspeed_config_file)
+        deepspeed["deepspeed_config_file"] = deepspeed_config_file

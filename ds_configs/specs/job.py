@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args
 
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, create_model
 from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
-from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
+from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .texts import flag_words
 
@@ -44,9 +44,12 @@ AXIS_FIELDS: Mapping[str, str] = {
 """Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
-def _option(description: str, **extra: Any) -> Any:
-    """Return the help of a field, its `unit`, and its `hugging_face` names in `TrainingArguments`, TRL and PEFT."""
-    return Field(description=description, json_schema_extra=extra) if extra else Field(description=description)
+def _option(description: str, *, unit: str = "", hugging_face: Sequence[str] = ()) -> Any:
+    """Return the help of a field, its unit, and its names in `TrainingArguments`, TRL and PEFT."""
+    extra: dict[str, Any] = ({"unit": unit} if unit else {}) | (
+        {"hugging_face": [*hugging_face]} if hugging_face else {}
+    )
+    return Field(description=description, json_schema_extra=extra or None)
 
 
 Ranks = Annotated[int | None, Count(100_000), Field(json_schema_extra={"unit": "ranks"})]
@@ -188,7 +191,7 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     """A training run; the planner chooses fields that are `auto` or `None`.
 
     Flags, YAML, environment, `plan.json`, page and proposed commands are made from these fields: a new one needs no
-    other declaration.
+    other declaration. Nor does a second model: a field with its role as name, and one with its placement.
     """
 
     seq_len_tokens: Annotated[
@@ -216,25 +219,38 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
         usual = TrainingJob().options()
         values, known = self.options(), usual if base is None else base.options()
         unused = {"lora_rank", "lora_targets"} if self.method == "full" else set()
-        unused |= {"teacher_placement"} if self.teacher is None else set()
+        unused |= {f"{role}_placement" for role in ROLES if getattr(self, role) is None}
         if base is not None and base.method == "full":
             # A command of full training cannot have these.
             known |= {name: usual[name] for name in ("lora_rank", "lora_targets")}
         always = ("seq_len", "precision") if base is None else ()
-        return flag_words(
-            {
-                name: _text(name, value)
-                for name, value in values.items()
-                if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
-            }
-        )
+        changed: dict[str, Any] = {
+            name: ",".join(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
+        }
+        for name, value in changed.items():
+            if name in ROLES:
+                changed[name] = value and value.name
+            elif value is None:
+                changed[name] = "auto"
+        return flag_words(changed)
 
     @property
     def second_models(self) -> tuple[SecondModel, ...]:
         """The models that run beside the trained one."""
-        if self.teacher is None:
-            return ()
-        return (SecondModel(role="teacher", spec=self.teacher, placement=self.teacher_placement),)
+        return tuple(
+            SecondModel(
+                role=role, spec=spec, placement=getattr(self, f"{role}_placement"), trained=role in TRAINED_ROLES
+            )
+            for role in ROLES
+            if (spec := getattr(self, role)) is not None
+        )
+
+    def without_second_models(self) -> TrainingJob:
+        """Return the job of the trained model alone."""
+        none: dict[str, Any] = dict.fromkeys(ROLES)
+        return replace(self, **none) if self.second_models else self
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""
@@ -266,18 +282,16 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
-def _text(name: str, value: object) -> object:
-    """Return the value of a flag."""
-    if isinstance(value, ModelSpec):
-        return value.name
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return "auto" if value is None and name != "teacher" else value
+_FIELDS: Mapping[str, Any] = getattr(TrainingJob, "__pydantic_fields__", {})
+ROLES = tuple(cast(SecondModelRole, name) for name, field in _FIELDS.items() if ModelSpec in get_args(field.annotation))
+"""Roles of the second models that a job can have."""
+PLACEMENT_FIELDS = tuple(f"{role}_placement" for role in ROLES)
+"""Fields of `TrainingJob` with the placement of a second model."""
 
 
 HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
     name.removesuffix("_tokens"): tuple(names)
-    for name, field in getattr(TrainingJob, "__pydantic_fields__", {}).items()
+    for name, field in _FIELDS.items()
     if (names := (field.json_schema_extra or {}).get("hugging_face"))
 }
 """Names of options in `TrainingArguments`, TRL and PEFT that are accepted too."""
@@ -309,10 +323,10 @@ def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
     ]
 
 
-class JobSettings(
+class _JobSettings(
     HardwareFields, RevisionFields, KernelFields, LayoutFields, TeacherFields, PlanFields, TrainingFields
 ):
-    """Settings from which a plan is made: a job, whose teacher is not read yet, and the hardware."""
+    """Settings from which a plan is made: a job, whose second models are not read yet, and the hardware."""
 
     group = "Training"
 
@@ -321,10 +335,22 @@ class JobSettings(
         Count(100_000_000),
         Field(description="Tokens of a sequence (16k = 16,384). Default: 4096, or the model's maximum"),
     ] = None
-    teacher: str | None = Field(None, description="Frozen teacher model for distillation")
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
 
     def job_fields(self) -> dict[str, Any]:
         """Return the fields of the job that the user set."""
         names = TrainingJob().options().keys()
         return {name: value for name, value in self.stated().items() if name in names}
+
+    def second_models(self) -> dict[SecondModelRole, str]:
+        """Return the names of the second models by role."""
+        return {role: name for role in ROLES if (name := getattr(self, role)) is not None}
+
+
+if TYPE_CHECKING:
+    JobSettings = _JobSettings
+else:
+    _named = {role: (str | None, Field(None, description=_FIELDS[role].description)) for role in ROLES}
+    _open = [name for name in PLACEMENT_FIELDS if name not in _JobSettings.model_fields]
+    _placed = {name: (_FIELDS[name].annotation, _FIELDS[name]) for name in _open}
+    JobSettings = create_model("JobSettings", __base__=_JobSettings, **_named, **_placed)

@@ -38,21 +38,6 @@ _NULL = "null"
 _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
-NOT_COVERED: Mapping[str, str] = {
-    "torchtitan": "not covered: plans predict the Trainer; FSDP2 with --torch-compile, --precision fp8 is closest",
-}
-"""Features whose memory and time plans do not predict, and the reason."""
-
-
-def not_covered(name: object) -> str:
-    """Return why plans do not cover a feature, by any of its names; empty for everything else.
-
-    >>> not_covered("TorchTitan")[:11]
-    'not covered'
-    """
-    return NOT_COVERED.get(str(name).lower().lstrip("-").replace("-", "_"), "")
-
-
 class _Absent:
     def __get__(self, instance: object, owner: object) -> Any:
         raise AttributeError
@@ -244,7 +229,7 @@ Described = TypeVar("Described", bound=type)
 def raises_all_errors(kind: Described) -> Described:
     """Let a Pydantic dataclass raise the errors of all its values as `UsageError`; numbers are not read from text."""
 
-    def construct(self: Any, **values: Any) -> None:
+    def construct(self: Any, **values: object) -> None:
         try:
             kind.__pydantic_validator__.validate_python(ArgsKwargs((), values), self_instance=self, strict=True)  # type: ignore[attr-defined]
         except ValidationError as error:
@@ -294,9 +279,8 @@ def _option_error(name: str, details: list[Any], kind: Any) -> ConfigError:
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
-    if why := not_covered(value) or REMOVED.get(f"{name}={value}") or REMOVED.get(str(value)):
-        return ConfigError(where=name, value=value, rule=rule, fix=why)
-    fix = f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
+    fix = REMOVED.get(f"{name}={value}") or REMOVED.get(str(value).lower(), "")
+    fix = fix or (f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else "")
     return ConfigError(where=name, value=value, rule=rule, fix=fix)
 
 
@@ -328,5 +312,5 @@ def _choices(annotation: Any) -> list[str]:
 def unknown_error(name: str, known: Iterable[str], *, where: str | None = None) -> ConfigError:
     """Return the error of an unknown option, with the known one of its meaning or name."""
     names = list(known)
-    fix = not_covered(name) or suggested(name, names) or f"known: {', '.join(names)}"
+    fix = suggested(name, names) or f"known: {', '.join(names)}"
     return ConfigError(where=where or name, rule="is not a setting", fix=fix)

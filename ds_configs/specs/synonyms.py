@@ -159,6 +159,7 @@ REMOVED: Mapping[str, str] = {
     "longest_sequence": "pass a --seq-len that is too long: the error has a length that fits",
     "gpu_hour_price": "omit it, and multiply the GPU hours that --tokens prints by your price",
     "bit_schedule": "omit it: train with the scheme's bits from --start-step on",
+    "torchtitan": "not covered: plans predict the Trainer; FSDP2 with --torch-compile, --precision fp8 is closest",
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Literal
 
 Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "other"]
 """Kinds of tensors, as the byte meter distinguishes them."""
 
-Place = Literal["accelerator", "host", "network"]
+Place = Literal["accelerator", "host", "step"]
+"""`accelerator` and `host`: bytes of their memory; `step`: seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,8 @@ class Term:
     """One sentence for reports and `explain`, with the formula where it is short."""
     _: KW_ONLY
     lives_on: Place = "accelerator"
-    """Where its bytes are, or what its seconds wait for."""
+    offloads: bool = False
+    """Whether offload moves its bytes from the accelerator to the host."""
     role: Role = "other"
     """Kind of its tensors; those that exist only during the optimizer step count as optimizer."""
     label: str = ""
@@ -36,3 +39,7 @@ class Term:
         'head and loss'
         """
         return self.label or self.name.replace("_", " ")
+
+
+StepTerm = partial(Term, lives_on="step")
+"""A part of the step time."""

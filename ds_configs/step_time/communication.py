@@ -10,67 +10,57 @@ from ..memory.communication import Gathered
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.terms import Term
+from ..specs.terms import StepTerm
 from .model_work import ModelWork
 from .rates import (
     GpuConstants,
     Software,
-    context_parallel_bytes,
     exchange_seconds,
     gather_seconds,
     group_of,
-    pipeline_bytes,
     reduction_seconds,
 )
 
 TERMS = (
-    Term("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers", lives_on="network"),
-    Term(
+    StepTerm("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers"),
+    StepTerm(
         "tensor_parallel",
         "all-reduces of TP: four in each layer, six where it is recomputed",
-        lives_on="network",
         label="all-reduces of TP",
     ),
-    Term(
+    StepTerm(
         "sequence_parallel",
         "all-to-alls of SP: queries, keys, values and outputs, forward and backward",
-        lives_on="network",
         label="all-to-alls of SP",
     ),
-    Term(
+    StepTerm(
         "context_parallel",
         "keys and values of CP, gathered forward, passed around and reduced backward",
-        lives_on="network",
         label="keys and values of CP",
     ),
-    Term(
+    StepTerm(
         "expert_parallel",
         "all-to-alls of EP: dispatch and combine, forward and backward",
-        lives_on="network",
         label="all-to-alls of EP",
     ),
-    Term(
+    StepTerm(
         "pipeline_transfers",
         "hidden states and their gradients between stages",
-        lives_on="network",
         label="transfers between stages",
     ),
-    Term(
+    StepTerm(
         "parameter_gathers",
         "gathers of sharded parameters and reductions per micro-batch that computation does not hide",
-        lives_on="network",
         label="gathers and reductions not hidden by computation",
     ),
-    Term(
+    StepTerm(
         "gradient_reduction",
         "the reduction of gradients once per step, as far as the last backward pass does not hide it",
-        lives_on="network",
         label="reduction of gradients not hidden by computation",
     ),
-    Term(
+    StepTerm(
         "parameter_updates",
         "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
-        lives_on="network",
         label="gathers of updated parameters",
     ),
 )
@@ -104,80 +94,74 @@ class Calls:
     """Tensors whose gradients are reduced."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupParameters:
-    """Parameters of a group of ranks, before sharding."""
-
-    trainable: float
-    """Elements with gradients."""
-    frozen_bytes: float
-    ranks: int
-    """Ranks over which they are replicated or sharded."""
-    stride: int
-    """Distance between these ranks."""
-    calls: Calls
-    """Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them."""
-
-
 def data_traffic(
     layout: Layout,
-    parameters: GroupParameters,
     hardware: HardwareSpec,
     job: TrainingJob,
     software: Software,
     constants: GpuConstants,
+    *,
+    trainable: float,
+    frozen_bytes: float,
+    calls: Calls,
+    ranks: int,
+    stride: int,
 ) -> DataTraffic:
-    """Return the collectives of one group of parameters."""
-    if parameters.ranks == 1:
+    """Return the collectives of a group of parameters.
+
+    Args:
+        layout: The layout.
+        hardware: The accelerators and links.
+        job: The job.
+        software: What runs the step.
+        constants: Rates of the accelerators.
+        trainable: Elements with gradients, before sharding.
+        frozen_bytes: Bytes of frozen elements, before sharding.
+        calls: Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them.
+        ranks: Ranks over which they are replicated or sharded.
+        stride: Distance between these ranks.
+    """
+    if ranks == 1:
         return DataTraffic()
     width, zero = job.compute_bytes, layout.zero
     reduces_fp32 = layout.engine in ("single", "ddp") or layout.sp > 1
     reduced_width = software.reduction_bytes or (4 if reduces_fp32 else job.compute_bytes)
-    group = group_of(hardware, constants, ranks=parameters.ranks, stride=parameters.stride)
-    gradients = parameters.trainable * reduced_width
+    group = group_of(hardware, constants, ranks=ranks, stride=stride)
+    gradients = trainable * reduced_width
     if layout.engine == "fsdp2" or layout.zero_stage == 3:
-        shard = max(1, parameters.ranks // layout.dp_replicate) if layout.engine == "fsdp2" else parameters.ranks
-        group = group_of(hardware, constants, ranks=shard, stride=parameters.stride)
-        weights = parameters.trainable * (1 if zero.quantized_weights else width) + parameters.frozen_bytes
+        shard = max(1, ranks // layout.dp_replicate) if layout.engine == "fsdp2" else ranks
+        group = group_of(hardware, constants, ranks=shard, stride=stride)
+        weights = trainable * (1 if zero.quantized_weights else width) + frozen_bytes
         again = group
         if zero.hpz_partition_size > 1:
-            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=parameters.stride)
+            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=stride)
         forward, backward = (
             gather_seconds(among, weights * gathered.share, calls=gathered.calls)
-            for among, gathered in zip(
-                (group, again), (parameters.calls.forward, parameters.calls.backward), strict=True
-            )
+            for among, gathered in zip((group, again), (calls.forward, calls.backward), strict=True)
         )
         if zero.quantized_gradients:
-            gradients = parameters.trainable * 0.5
-        reduction = gather_seconds(group, gradients, calls=parameters.calls.reductions if parameters.trainable else 0)
+            gradients = trainable * 0.5
+        reduction = gather_seconds(group, gradients, calls=calls.reductions if trainable else 0)
         if layout.engine == "fsdp2" and layout.dp_replicate > 1:
-            replicas = group_of(hardware, constants, ranks=layout.dp_replicate, stride=shard * parameters.stride)
-            reduction += reduction_seconds(replicas, gradients / shard, calls=parameters.calls.reductions)
+            replicas = group_of(hardware, constants, ranks=layout.dp_replicate, stride=shard * stride)
+            reduction += reduction_seconds(replicas, gradients / shard, calls=calls.reductions)
         return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
     if layout.engine in ("ddp", "single"):
-        calls = ceil(gradients / _DDP_BUCKET_BYTES)
-        return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=calls))
-    calls = ceil(parameters.trainable / max(1, zero.reduce_bucket_size))
-    reduction = reduction_seconds(group, gradients, calls=calls)
+        buckets = ceil(gradients / _DDP_BUCKET_BYTES)
+        return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=buckets))
+    buckets = ceil(trainable / max(1, zero.reduce_bucket_size))
+    reduction = reduction_seconds(group, gradients, calls=buckets)
     if not layout.zero_stage:
         return DataTraffic(reductions_once=reduction)
-    owners = min(software.optimizer_ranks or parameters.ranks, parameters.ranks)
-    holders = group_of(hardware, constants, ranks=owners, stride=parameters.stride)
+    owners = min(software.optimizer_ranks or ranks, ranks)
+    holders = group_of(hardware, constants, ranks=owners, stride=stride)
     # Reducing each slice to its owner costs half of an all-reduce. States shared by a few ranks need the sum on all.
-    if software.reduces_to_owners and owners == parameters.ranks:
-        reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
-    update = gather_seconds(
-        holders, parameters.trainable * width, calls=ceil(parameters.trainable / software.update_bucket)
-    )
+    if software.reduces_to_owners and owners == ranks:
+        reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=buckets)
+    update = gather_seconds(holders, trainable * width, calls=ceil(trainable / software.update_bucket))
     if layout.zero_stage == 2:
         return DataTraffic(reductions_each=reduction, updates_once=update)
     return DataTraffic(reductions_once=reduction, updates_once=update)
-
-
-def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
-    """Return the collectives of all groups of parameters, one after the other."""
-    return DataTraffic(*map(sum, zip(*parts, strict=True)))
 
 
 def exchanges(
@@ -218,14 +202,11 @@ def exchanges(
         waiting += 4 * passes * group.waiting_seconds
     if layout.cp > 1:
         group = group_of(hardware, constants, ranks=layout.cp)
-        volume = context_parallel_bytes(
-            cp=layout.cp,
-            tokens=round(tokens * layout.cp),
-            key_value_size=work.whole.key_value_size,
-            layers=1,
-            element_bytes=element_bytes,
-        )
-        # Three passes of keys and values: gathered forward, passed around and reduced backward.
+        # Keys and values are gathered in the forward pass and passed around again in the backward pass: n - 1 shards
+        # each. Their gradients are passed around in fp32, in n steps, after which each rank has its own (Ring
+        # Attention, arXiv 2310.01889; torch 2.13.0, `_context_parallel/_attention.py`).
+        shard = tokens * 2 * work.whole.key_value_size
+        volume = (2 * (layout.cp - 1) * element_bytes + 4 * layout.cp) * shard
         passes = layers + recomputed / 3
         calls = 3 * passes
         terms["context_parallel"] = passes * volume / group.bytes_per_s + gather_seconds(group, 1.0, calls=calls)
@@ -247,7 +228,7 @@ def transfer_seconds(
     The slowest boundary limits the pipeline; with several nodes it is between two nodes. Each tensor-parallel rank
     sends the complete tensor over its own network adapter.
     """
-    volume = pipeline_bytes(tokens=int(tokens), hidden_size=hidden_size, element_bytes=element_bytes)
+    volume = 2 * int(tokens) * hidden_size * element_bytes
     if hardware.nodes == 1:
         return volume / (hardware.link_bytes_per_s * constants.link_efficiency) + 2 * constants.link_latency_seconds
     rate = hardware.network_bytes_per_s * constants.network_efficiency

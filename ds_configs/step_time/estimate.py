@@ -20,19 +20,16 @@ from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import SecondModel
-from ..specs.terms import Term
+from ..specs.terms import StepTerm, Term
 from . import communication
 from .communication import (
     Calls,
     DataTraffic,
-    GroupParameters,
     data_traffic,
     exchanges,
-    summed_traffic,
     transfer_seconds,
 )
 from .model_work import (
-    Batch,
     Device,
     ModelWork,
     Pass,
@@ -43,55 +40,55 @@ from .model_work import (
     product_seconds,
     with_host,
 )
-from .rates import GpuConstants, Software, hardware_constants, software_of
+from .rates import GpuConstants, Software, constants_of, software_of
 
 COMPUTATION = (
-    Term(
+    StepTerm(
         "matrix_products",
         "products with the layers' weights, forward and backward: FLOPs / (peak * efficiency), which is lower for "
         "small products",
     ),
-    Term("attention", "scores, softmax and values of all layers; fused kernels skip masked scores of causal models"),
-    Term(
+    StepTerm(
+        "attention", "scores, softmax and values of all layers; fused kernels skip masked scores of causal models"
+    ),
+    StepTerm(
         "memory_operations",
         "norms, residuals, activation functions, rotary embeddings and adding gradients: bytes / memory bandwidth",
         label="memory-bound operations",
     ),
-    Term("recomputation", "the second forward pass of recomputed layers"),
-    Term(
+    StepTerm("recomputation", "the second forward pass of recomputed layers"),
+    StepTerm(
         "mlp_recomputation",
         "tiled MLPs compute each tile again before its backward pass and add its gradients",
         label="recomputation of MLP tiles",
     ),
-    Term("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
-    Term(
+    StepTerm("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
+    StepTerm(
         "kernel_launches",
         "time that the device waits while the host launches kernels and runs ZeRO-3 hooks, and host work per micro-"
         "batch",
-        lives_on="host",
     ),
 )
 """Terms that can hide communication, together with `tensor_parallel`."""
 
 _OTHERS = (
-    Term(
+    StepTerm(
         "pipeline_bubble",
         "idle stages: before their first and after their last micro-batch, and while they wait for the slowest stage",
         label="idle stages",
     ),
-    Term(
+    StepTerm(
         "overlap_slowdown",
         "slowdown of computation by concurrent communication, which uses bandwidth and processors",
         label="slowdown by concurrent communication",
     ),
-    Term("optimizer", "the optimizer step: bytes of gradients, states and weights / memory bandwidth"),
-    Term(
+    StepTerm("optimizer", "the optimizer step: bytes of gradients, states and weights / memory bandwidth"),
+    StepTerm(
         "checkpoint_copies",
         "copies of offloaded layer inputs over PCIe that computation does not hide",
-        lives_on="host",
         label="copies of layer inputs over PCIe",
     ),
-    Term("step_overhead", "data loader, scheduler and logging, once per step", lives_on="host"),
+    StepTerm("step_overhead", "data loader, scheduler and logging, once per step"),
 )
 
 TERMS: Mapping[str, Term] = {
@@ -134,27 +131,68 @@ class StepInputs:
     constants: GpuConstants
     device: Device
     work: ModelWork
-    batch: Batch
+    tokens: float
+    """Of a micro-batch on a rank, with sequences split by sequence and context parallelism."""
 
 
 def stage_terms(
     step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
-    layout, job, software = step.layout, step.job, step.software
-    computed = _computation(step, stage, parameters)
-    terms, ahead = computed.terms, computed.ahead
-    recomputed = layout.recomputed_layers(stage.num_layers)
+    layout, job, software, layers = step.layout, step.job, step.software, stage.num_layers
+    full, quantized, element = job.method == "full", job.method == "qlora", job.compute_bytes
+    forward, backward = layer_passes(
+        step.work, step.tokens, job.seq_len_tokens, step.device, software, element, full, quantized
+    )
+    if not full:
+        forward, backward = (
+            replace(one, memory=one.memory + more.memory, kernels=one.kernels + more.kernels)
+            for one, more in zip((forward, backward), _adapter_passes(step), strict=True)
+        )
+    if layout.cp > 1:
+        merged, added = _ring_seconds(step)
+        forward = replace(forward, attention=forward.attention + merged)
+        backward = replace(backward, attention=backward.attention + added)
+    head, head_back = Pass(), Pass()
+    if stage.has_head:
+        chunked = job.loss == "chunked"
+        head, head_back = head_passes(step.work, step.tokens, step.device, software, chunked, full)
+    recomputed = layout.recomputed_layers(layers)
+    again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
+    terms = {
+        "matrix_products": layers * (forward.products + backward.products),
+        "attention": layers * (forward.attention + backward.attention),
+        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, parameters),
+        "recomputation": again,
+        "head_and_loss": head.device + head_back.device,
+    }
+    # Host time to launch the layers' kernels and run their hooks.
+    kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
+    host = kernels * step.constants.launch_seconds
+    if layout.zero_stage == 3:
+        host += _hook_seconds(step, stage)
+    if layout.tiled_mlp:
+        terms["mlp_recomputation"] = layers * _mlp_seconds(step)
+    if job.loss == "chunked" and not has_fused_loss(step.model, layout, job, gpu=step.hardware.gpu != "CPU"):
+        # Tiles compute the logits again in the backward pass.
+        terms["head_and_loss"] += head.device
+    # Device time of the forward pass.
+    ahead = layers * forward.device + head.device
+    for second in job.second_models if stage.has_head else ():
+        if second.planned_placement not in ("cached", "layout"):
+            seconds = _second_model_seconds(step, second)
+            terms[f"{second.role}_forward"] = seconds
+            ahead += seconds
     inside, waiting = exchanges(
         layout,
         step.work,
         step.hardware,
         step.constants,
-        tokens=step.batch.tokens,
-        layers=stage.num_layers,
+        tokens=step.tokens,
+        layers=layers,
         recomputed=recomputed,
         with_head=stage.has_head,
-        element_bytes=job.compute_bytes,
+        element_bytes=element,
     )
     slowed = 0.0
     if layout.tp > 1:
@@ -165,24 +203,28 @@ def stage_terms(
         waiting *= 1 - overlapped
     terms |= inside
     device = sum(terms.values())
-    busy = computed.with_host(device, step.constants)
+    # The head's products are few and long, so they do not hide slow launches elsewhere.
+    head_seconds, products = terms["head_and_loss"], head.products + head_back.products
+    launches = (head.kernels + head_back.kernels) * step.constants.launch_seconds
+    busy = with_host(device - head_seconds, host, step.constants) + products
+    busy += with_host(head_seconds - products, launches, step.constants)
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
     terms["waiting_for_ranks"] = waiting
     if layout.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(
             step.hardware,
             step.constants,
-            tokens=step.batch.tokens / (layout.tp if software.scatters_transfers else 1),
+            tokens=step.tokens / (layout.tp if software.scatters_transfers else 1),
             hidden_size=step.work.whole.hidden_size,
-            element_bytes=job.compute_bytes,
+            element_bytes=element,
         )
     ahead *= busy / device if device else 1.0
-    first, slowed_first = exposed(step, traffic.gathers_forward, ahead)
+    in_forward, slowed_forward = exposed(step, traffic.gathers_forward, ahead)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(step) else 0.0)
-    second, slowed_second = exposed(step, behind, busy - ahead)
+    in_backward, slowed_backward = exposed(step, behind, busy - ahead)
     alone = 0.0 if overlaps_reductions(step) else traffic.reductions_each
-    terms["parameter_gathers"] = first + second + alone
-    terms["overlap_slowdown"] = slowed + slowed_first + slowed_second
+    terms["parameter_gathers"] = in_forward + in_backward + alone
+    terms["overlap_slowdown"] = slowed + slowed_forward + slowed_backward
     terms["checkpoint_copies"] = _checkpoint_copies(step, stage, ahead, busy - ahead)
     copies = 2 + (1 if recomputed else 0)
     terms["host_copies"] = copies * parameter_copy_seconds(
@@ -195,89 +237,13 @@ def stage_terms(
     return terms
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Computation:
-    """One micro-batch of a stage before communication, in seconds."""
-
-    terms: dict[str, float]
-    """Device time by term."""
-    ahead: float
-    """Device time of the forward pass."""
-    head_products: float
-    """Matrix products of the head in both passes."""
-    layers_host: float
-    """Host time to launch the layers' kernels and run their hooks."""
-    head_host: float
-    """Host time to launch kernels of head and loss."""
-
-    def with_host(self, device: float, constants: GpuConstants) -> float:
-        """Return the device time, including exchanges inside the layers and waiting for the host.
-
-        The head's products are few and long, so they do not hide slow launches elsewhere.
-        """
-        head = self.terms["head_and_loss"]
-        around = with_host(head - self.head_products, self.head_host, constants)
-        return with_host(device - head, self.layers_host, constants) + self.head_products + around
-
-
-def _computation(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> _Computation:
-    job, layers, software = step.job, stage.num_layers, step.software
-    full = job.method == "full"
-    forward, backward = layer_passes(
-        step.work, step.batch, step.device, software, job.compute_bytes, full, job.method == "qlora"
-    )
-    if not full:
-        forward, backward = (
-            replace(one, memory=one.memory + more.memory, kernels=one.kernels + more.kernels)
-            for one, more in zip((forward, backward), _adapter_passes(step), strict=True)
-        )
-    if step.layout.cp > 1:
-        merged, added = _ring_seconds(step)
-        forward = replace(forward, attention=forward.attention + merged)
-        backward = replace(backward, attention=backward.attention + added)
-    head, head_back = Pass(), Pass()
-    if stage.has_head:
-        chunked = job.loss == "chunked"
-        head, head_back = head_passes(step.work, step.batch.tokens, step.device, software, chunked, full)
-    recomputed = step.layout.recomputed_layers(layers)
-    again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
-    terms = {
-        "matrix_products": layers * (forward.products + backward.products),
-        "attention": layers * (forward.attention + backward.attention),
-        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(step, parameters),
-        "recomputation": again,
-        "head_and_loss": head.device + head_back.device,
-    }
-    kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
-    host = kernels * step.constants.launch_seconds
-    if step.layout.zero_stage == 3:
-        host += _hook_seconds(step, stage)
-    if step.layout.tiled_mlp:
-        terms["mlp_recomputation"] = layers * _mlp_seconds(step)
-    if job.loss == "chunked" and not has_fused_loss(step.model, step.layout, job, gpu=step.hardware.gpu != "CPU"):
-        # Tiles compute the logits again in the backward pass.
-        terms["head_and_loss"] += head.device
-    ahead = layers * forward.device + head.device
-    for second in job.second_models if stage.has_head else ():
-        if second.planned_placement != "cached":
-            seconds = _second_model_seconds(step, second)
-            terms[f"{second.role}_forward"] = seconds
-            ahead += seconds
-    return _Computation(
-        terms=terms,
-        ahead=ahead,
-        head_products=head.products + head_back.products,
-        layers_host=host,
-        head_host=(head.kernels + head_back.kernels) * step.constants.launch_seconds,
-    )
-
-
 def _second_model_seconds(step: StepInputs, second: SecondModel) -> float:
     """Return the seconds of a second model's forward pass, and of copying its weights from the host."""
     work, element = model_work(second.spec), step.job.compute_bytes
     quantized = second.planned_placement == "quantized"
-    layer, _ = layer_passes(work, step.batch, step.device, step.software, element, False, quantized)
-    head, _ = head_passes(work, step.batch.tokens, step.device, step.software, False, False)
+    seq_len, software = step.job.seq_len_tokens, step.software
+    layer, _ = layer_passes(work, step.tokens, seq_len, step.device, software, element, False, quantized)
+    head, _ = head_passes(work, step.tokens, step.device, software, False, False)
     seconds = work.whole.num_layers * layer.device + head.device
     if second.planned_placement == "offloaded":
         seconds += second.spec.parameter_count * element / step.constants.host_link_bytes_per_s
@@ -289,7 +255,7 @@ def _mlp_seconds(step: StepInputs) -> float:
 
     Each tile's weight gradients are added to those of earlier tiles: two reads and a write.
     """
-    model, batch, device, job = step.model, step.batch, step.device, step.job
+    model, device, job = step.model, step.device, step.job
     tiles = mlp_tiles(model, ceil(step.job.seq_len_tokens / (step.layout.sp * step.layout.cp)))
     layers, routed = max(1, model.dimensions.num_layers), model.dimensions.experts_per_token
     products = weights = 0.0
@@ -298,11 +264,11 @@ def _mlp_seconds(step: StepInputs) -> float:
             continue
         *experts, out, within = parameter.shape
         count = parameter.count / layers * (experts[0] if experts else 1)
-        tokens = batch.tokens * (routed / experts[0] if experts else 1) / tiles
+        tokens = step.tokens * (routed / experts[0] if experts else 1) / tiles
         products += tiles * count * product_seconds(device, tokens, out, within)
         weights += count * out * within
     gradients = 3 * job.compute_bytes * weights * (tiles - 1) if job.method == "full" else 0.0
-    inner = step.software.inner_bytes_forward * batch.tokens * step.work.inner_size * job.compute_bytes / 2
+    inner = step.software.inner_bytes_forward * step.tokens * step.work.inner_size * job.compute_bytes / 2
     return products + (gradients + inner) / device.memory_bytes_per_s
 
 
@@ -314,7 +280,7 @@ def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, beh
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
-    size = count * step.batch.tokens * step.work.whole.hidden_size * width
+    size = count * step.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
@@ -327,7 +293,7 @@ def _ring_seconds(step: StepInputs) -> tuple[float, float]:
     (torch 2.13.0, `_context_parallel/_attention.py`: `_SDPAMerger`, `_templated_ring_attention_backward`).
     """
     steps, work = step.layout.cp, step.work
-    rate = step.device.memory_bytes_per_s / step.batch.tokens
+    rate = step.device.memory_bytes_per_s / step.tokens
     output = 38 * (steps - 1) * work.share.query_size
     gradients = steps * (10 * work.share.query_size + 18 * 2 * work.share.key_value_size)
     return output / rate, gradients / rate
@@ -394,27 +360,27 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
 def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> DataTraffic:
     layout = step.layout
     ranks = layout.data_parallel_size * layout.sp * layout.cp
-    shared = (step.hardware, step.job, step.software, step.constants)
     separate = layout.ep > 1 and parameters.experts
-    parts = [
-        GroupParameters(
-            trainable=parameters.dense if separate else parameters.dense + parameters.experts,
-            frozen_bytes=parameters.frozen_bytes,
-            calls=_sharded_calls(step, stage, "dense" if separate else "all"),
-            ranks=ranks,
-            stride=layout.tp,
-        )
-    ]
-    if separate:
-        experts = GroupParameters(
-            trainable=parameters.experts,
-            frozen_bytes=0.0,
-            calls=_sharded_calls(step, stage, "experts"),
-            ranks=max(1, ranks // layout.ep),
-            stride=layout.tp * layout.ep,
-        )
-        parts.append(experts)
-    return summed_traffic([data_traffic(layout, part, *shared) for part in parts])
+    shared = (layout, step.hardware, step.job, step.software, step.constants)
+    dense = data_traffic(
+        *shared,
+        trainable=parameters.dense if separate else parameters.dense + parameters.experts,
+        frozen_bytes=parameters.frozen_bytes,
+        calls=_sharded_calls(step, stage, "dense" if separate else "all"),
+        ranks=ranks,
+        stride=layout.tp,
+    )
+    if not separate:
+        return dense
+    experts = data_traffic(
+        *shared,
+        trainable=parameters.experts,
+        frozen_bytes=0.0,
+        calls=_sharded_calls(step, stage, "experts"),
+        ranks=max(1, ranks // layout.ep),
+        stride=layout.tp * layout.ep,
+    )
+    return DataTraffic(*map(sum, zip(dense, experts, strict=True)))
 
 
 _Parameters = Literal["all", "dense", "experts"]
@@ -478,7 +444,7 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
     job, constants = step.job, step.constants
     adapted = targeted_linears(step.model, job.lora_targets)
     layers = max(1, step.model.dimensions.num_layers)
-    share = step.batch.tokens * job.compute_bytes / (2 * layers * step.layout.tp)
+    share = step.tokens * job.compute_bytes / (2 * layers * step.layout.tp)
     outputs = share * sum(weight.count * weight.shape[0] for weight in adapted)
     inputs = share * sum(weight.count * weight.shape[1] for weight in adapted)
     casts = 12 if step.layout.engine != "deepspeed" and job.compute_bytes == 2 else 0
@@ -541,7 +507,7 @@ def estimate_step_time(
     Raises:
         UsageError: there are fewer layers than pipeline stages.
     """
-    constants = constants or hardware_constants(hardware)
+    constants = constants or constants_of(hardware.gpu)
     slowest_seconds = 0.0
     if software is None and (plain := without_kernels(job)) != job:
         # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
@@ -559,7 +525,7 @@ def estimate_step_time(
         work=model_work(
             model, layout.tp, layout.ep, divides_head=whole, vocabulary_parallel=software.vocabulary_parallel
         ),
-        batch=Batch(tokens=layout.micro_batch_size * job.seq_len_tokens / shared, seq_len_tokens=job.seq_len_tokens),
+        tokens=layout.micro_batch_size * job.seq_len_tokens / shared,
     )
     layers = model.dimensions.num_layers
     stages: tuple[PipelineStage, ...]
@@ -584,6 +550,11 @@ def estimate_step_time(
     first = _kind(stages[0])
     for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
         terms[name] = terms.get(name, 0.0) + value
+    for second in job.second_models:
+        if second.trained:
+            alone = job.without_second_models()
+            own = estimate_step_time(layout, second.spec, hardware, alone, constants=constants).terms
+            terms[f"{second.role}_step"] = sum(value for name, value in own.items() if name != "step_overhead")
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
     tokens = layout.global_batch_size * job.seq_len_tokens

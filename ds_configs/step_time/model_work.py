@@ -126,16 +126,6 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Tokens of a micro-batch on a rank."""
-
-    tokens: float
-    """Tokens that the rank computes, with sequences split by sequence and context parallelism."""
-    seq_len_tokens: int
-    """Tokens of a complete sequence."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
     """Seconds of a part of the model in one direction."""
 
@@ -195,29 +185,37 @@ def alignment_efficiency(out_features: int, in_features: int, constants: GpuCons
 
 @lru_cache(maxsize=65536)
 def layer_passes(
-    work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int, full: bool, quantized: bool
+    work: ModelWork,
+    tokens: float,
+    seq_len_tokens: int,
+    device: Device,
+    software: Software,
+    element_bytes: int,
+    full: bool,
+    quantized: bool,
 ) -> tuple[Pass, Pass]:
-    """Return the forward and backward pass of one decoder layer."""
+    """Return the forward and backward pass of one decoder layer.
+
+    `tokens` are those that a rank computes, with sequences split by sequence and context parallelism.
+    """
     forward = backward = 0.0
     for product in work.products:
-        ahead, back = _both_passes(product, batch.tokens, device, full=full)
+        ahead, back = _both_passes(product, tokens, device, full=full)
         forward, backward = forward + product.count * ahead, backward + product.count * back
     if work.expert_products:
         # Tokens of all expert-parallel ranks are spread evenly over the experts.
         groups = work.whole.num_experts / max(1, work.local_experts)
-        tokens_per_expert = batch.tokens * groups * work.whole.experts_per_token / work.whole.num_experts
+        tokens_per_expert = tokens * groups * work.whole.experts_per_token / work.whole.num_experts
         for product in work.expert_products:
             ahead, back = _both_passes(product, tokens_per_expert, device, full=full)
             forward += work.local_experts * product.count * ahead
             backward += work.local_experts * product.count * back
-    attention, attention_back, scores = _attention(work, batch, device, software, element_bytes)
+    attention, attention_back, scores = _attention(work, tokens, seq_len_tokens, device, software, element_bytes)
     width = element_bytes / 2
     divided = work.share.query_size / work.whole.query_size if software.sequence_parallel_norms else 1.0
-    hidden = batch.tokens * work.whole.hidden_size * divided * width
-    inner = batch.tokens * work.inner_size * width
-    projected = (
-        batch.tokens * (work.share.query_size + work.share.key_value_size) * software.projected_bytes * width / 2
-    )
+    hidden = tokens * work.whole.hidden_size * divided * width
+    inner = tokens * work.inner_size * width
+    projected = tokens * (work.share.query_size + work.share.key_value_size) * software.projected_bytes * width / 2
     expanded = 2.5 * work.layer_parameters if quantized else 0.0
     constants = device.constants
     traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + projected + expanded
@@ -251,16 +249,16 @@ def _both_passes(product: Product, tokens: float, device: Device, *, full: bool)
 
 
 def _attention(
-    work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int
+    work: ModelWork, tokens: float, seq_len_tokens: int, device: Device, software: Software, element_bytes: int
 ) -> tuple[float, float, float]:
     """Return the seconds of attention forward and backward, and the number of scores that eager attention writes.
 
     Two products of `2 * tokens * seen * query_size`. A fused kernel skips the masked half of causal scores and
     recomputes scores in the backward pass, which has five products (FlashAttention-2, arXiv 2307.08691, section 3.1).
     """
-    seen = min(batch.seq_len_tokens, work.window or batch.seq_len_tokens)
-    # Sequence parallelism splits the heads and context parallelism the tokens; `batch.tokens` is split by both.
-    flops = 4.0 * batch.tokens * seen * work.share.query_size
+    seen = min(seq_len_tokens, work.window or seq_len_tokens)
+    # Sequence parallelism splits the heads and context parallelism the tokens; `tokens` is split by both.
+    flops = 4.0 * tokens * seen * work.share.query_size
     if software.attention != "eager":
         half = 0.5 if work.causal else 1.0
         forward = flops * half / device.attention_flops_per_s
@@ -272,7 +270,7 @@ def _attention(
     inner = (width + depth) / width * (1 + border / seen) ** 2
     outer = (width + border) / width * (1 + border / seen) * (1 + depth / seen)
     forward = flops / 2 * (inner + outer) / device.flops_per_s
-    scores = batch.tokens * seen * heads
+    scores = tokens * seen * heads
     # A product with scores has few FLOPs per score, so it can be limited by memory bandwidth. Two products forward and
     # four backward each read or write all scores once.
     moved = 2 * scores * element_bytes / device.memory_bytes_per_s

@@ -116,10 +116,6 @@ def _generation(name: str) -> dict[str, Any]:
     return _generation(values["like"]) | values if "like" in values else values
 
 
-def hardware_constants(hardware: HardwareSpec) -> GpuConstants:
-    return constants_of(hardware.gpu)
-
-
 def group_bytes_per_s(hardware: HardwareSpec, *, ranks: int, stride: int = 1) -> float:
     """Return the bandwidth of a group of `ranks` with distance `stride`.
 
@@ -136,21 +132,6 @@ def group_bytes_per_s(hardware: HardwareSpec, *, ranks: int, stride: int = 1) ->
 def others(ranks: int) -> float:
     """Return the share of a tensor that comes from other ranks in an all-gather or reduce-scatter, `(n - 1) / n`."""
     return (ranks - 1) / ranks
-
-
-def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers: int, element_bytes: int) -> float:
-    """Return the bytes that a rank communicates for one micro-batch: keys, values and their gradients.
-
-    Keys and values are gathered in the forward pass and passed around again in the backward pass: `n - 1` shards each.
-    Their gradients are passed around in fp32, in `n` steps, after which each rank has its own (Ring Attention,
-    arXiv 2310.01889; torch 2.13.0, `_context_parallel/_attention.py`).
-    """
-    return (2 * (cp - 1) * element_bytes + 4 * cp) * (tokens / cp) * 2 * key_value_size * layers
-
-
-def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:
-    """Return the bytes that a stage sends for one micro-batch: hidden states forward, their gradients backward."""
-    return 2 * tokens * hidden_size * element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

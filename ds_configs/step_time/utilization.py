@@ -7,7 +7,7 @@ from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 from .estimate import StepTime, time_term_name
 from .model_work import model_work
-from .rates import hardware_constants
+from .rates import constants_of
 
 LOW_UTILIZATION = 0.15
 """MFU below which a plan names what takes the time. Published pretraining reaches 30 to 60 %."""
@@ -27,13 +27,15 @@ def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: T
 
 def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> dict[str, float]:
     """Return the seconds of a step at the peak of the accelerators, by term."""
-    peak = hardware.flops_per_s * (hardware_constants(hardware).fp32_share if job.precision == "fp32" else 1.0)
+    peak = hardware.flops_per_s * (constants_of(hardware.gpu).fp32_share if job.precision == "fp32" else 1.0)
     tokens = time.tokens_per_second * time.seconds / (peak * hardware.world_size)
     products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2
     needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
     for second in job.second_models:
-        if second.planned_placement != "cached":
+        if second.trained:
+            needed[f"{second.role}_step"] = passes * sum(_forward_flops(second.spec, job))
+        elif second.planned_placement != "cached":
             needed[f"{second.role}_forward"] = sum(_forward_flops(second.spec, job))
     return {term: tokens * flops for term, flops in needed.items()}
 

@@ -12,7 +12,8 @@ During training they lose their labels (`RepeatedSamples`). An evaluation reads 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from ..launching.messages import note_on_first_rank
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
     from torch.utils.data import DataLoader
     from transformers import Trainer
 
@@ -261,6 +263,29 @@ def _each_sample_once() -> Any:
                 yield [waiting[share * ranks + min(rank, rest - 1)]]
 
     return EachSampleOnce
+
+
+@contextmanager
+def gathered_once(accelerator: Accelerator, group: Callable[[], Any]) -> Iterator[None]:
+    """Make `accelerator.gather` collect from the ranks of a group in the block, because others have the same samples.
+
+    `group` returns it; the engine that creates it may not exist yet.
+    """
+    import torch
+    import torch.distributed as distributed
+    from accelerate.utils import recursively_apply
+
+    def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(distributed.get_world_size(group()))]
+        distributed.all_gather(parts, own, group=group())
+        return torch.cat(parts)
+
+    def gather(data: Any) -> Any:
+        return recursively_apply(gather_tensor, data, error_on_other_type=True)
+
+    with patches.applied("samples-of-a-group-once", lambda _: gather, on=accelerator):
+        yield
 
 
 def kept_rows(*, samples: int, rank: int, rows: int) -> int:

@@ -1,1 +1,1 @@
-"""Engines that start a plan on several machines, one file each; `node_check.py` compares the machines beforehand."""
+"""Starts on several machines in `machines.py`; `node_check.py` compares the machines beforehand."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,9 @@ def layout_differences(
     chosen, errors = (() if scheme is None else tuple(layers)), []
     expected: dict[str, TensorShape] = {}
     if scheme is not None:
-        dtype = _dtype(config)
+        texts: Sequence[Any] = [config, config.get("text_config") or {}]
+        dtypes = (part.get(key) for part in texts for key in ("dtype", "torch_dtype"))
+        dtype = next((value.removeprefix("torch.") for value in dtypes if isinstance(value, str)), "float32")
         for layer in chosen:
             parts = packed_tensors(expert_scheme(scheme) if layer.is_expert else scheme, layer, dtype)
             expected |= {f"{layer.name}.{part}": tensor for part, tensor in parts.items()}
@@ -103,15 +105,6 @@ def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[Lin
         for key in ("format", "quantization_status")
         if stated.get(key) != wanted[key]
     ]
-
-
-def _dtype(config: Mapping[str, Any]) -> str:
-    text: Sequence[Any] = [config, config.get("text_config") or {}]
-    for part in text:
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(part.get(key), str):
-                return str(part[key]).removeprefix("torch.")
-    return "float32"
 
 
 def _described(tensor: TensorShape) -> str:

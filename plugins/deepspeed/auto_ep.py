@@ -21,7 +21,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -246,20 +245,20 @@ def _section_errors(section: Any, model_config: PreTrainedConfig, ep: int) -> li
     return errors
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 def whole_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the names and unsharded shapes of a model's state dict."""
     return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in saved_tensors(model)}
 
 
-def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: bool) -> dict[str, Tensor]:
+def whole_state_dict(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]] | None, *, keep: bool
+) -> dict[str, Tensor]:
     """Gather the state dict of a model that AutoEP has sharded; every rank must call it.
 
     `shapes` is `whole_shapes` before the engine existed, to compare with. Only ranks with `keep` get tensors, on the
     host.
     """
+    import deepspeed
     import torch
 
     layers = moe_layers(model)
@@ -276,7 +275,7 @@ def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: boo
                 tensors[original] = tensors[seen[id(value)]]
             continue
         seen[id(value)] = original
-        with _gathered(value):
+        with deepspeed.zero.GatheredParameters([value]):
             if keep:
                 tensors[original] = value.detach().to("cpu", copy=True)
     for prefix, layer in layers.items():
@@ -292,10 +291,11 @@ def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: boo
 
 def _all_experts(parameter: torch.Tensor, group: ProcessGroup, keep: bool) -> Tensor:
     """Gather the experts of a group, in rank order, on the host of ranks that keep them."""
+    import deepspeed
     import torch
     import torch.distributed as dist
 
-    with _gathered(parameter):
+    with deepspeed.zero.GatheredParameters([parameter]):
         own = parameter.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own, group=group)
@@ -327,12 +327,3 @@ def saved_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         for name, value in (*module._parameters.items(), *saved):
             if value is not None:
                 yield f"{prefix}.{name}" if prefix else name, value
-
-
-def _gathered(value: torch.Tensor) -> AbstractContextManager[None]:
-    if not hasattr(value, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters([value])
-    return context

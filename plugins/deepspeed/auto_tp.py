@@ -10,8 +10,8 @@ These need a correction:
 - `AutoTP.update_mp_params` divides `num_key_value_heads` of an attention whose projections are gathered again.
 - For tied embeddings, transformers adds `embedding_rowwise` to the plan. AutoTP then replaces the loss, and each rank
   keeps only the logits of its vocabulary shard, which a user's own loss or metric receives.
-- `Accelerator.gather_for_metrics` gathers the results of every rank of a group and truncates the last batch by the
-  number of samples that one rank saw: 18 samples on two ranks came back as 34.
+- `Accelerator.gather` collects the results of every rank of a group, and `gather_for_metrics` truncates the last batch
+  by the number of samples that one rank saw: 18 samples on two ranks came back as 34.
 - Accelerate dispatches iterable data sets from the first rank, the same batch to all groups.
 - `AutoTP.register_replicated_grad_hooks` adds hooks to `q_norm` and `k_norm` (Qwen3, Gemma 3), also to frozen ones.
 - Process groups, the mode and the arguments of `tp_model_init` are global: a second model of another size is rejected,
@@ -33,7 +33,6 @@ from .engine import own_part, with_all_columns_and_rows
 
 if TYPE_CHECKING:
     import torch
-    from accelerate import Accelerator
     from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel, Trainer
 
@@ -207,48 +206,6 @@ def _module_regex(pattern: str) -> re.Pattern[str]:
 
 def _starred(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
-
-
-class GroupsOnce:
-    """Replacement of `Accelerator.gather_for_metrics` that gathers over the data-parallel ranks only."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __call__(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Return the data of every data-parallel rank, in the order of the data set, without repeated samples."""
-        import torch
-        import torch.distributed as dist
-        from accelerate.utils import recursively_apply
-        from deepspeed.utils import groups
-
-        group = groups.get_data_parallel_group()
-        ranks = dist.get_world_size(group)
-
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor[None] if tensor.dim() == 0 else tensor
-            parts = [torch.empty_like(own) for _ in range(ranks)]
-            dist.all_gather(parts, own.contiguous(), group=group)
-            return torch.cat(parts)
-
-        if not use_gather_object:
-            try:
-                # Raises TypeError if the data contain anything but tensors.
-                recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-            except TypeError:
-                use_gather_object = True
-        if use_gather_object:
-            parts: list[Any] = [None] * ranks
-            dist.all_gather_object(parts, input_data, group=group)
-            objects = [item for part in parts for item in part]
-            return objects[: self._count(len(objects))]
-        return recursively_apply(
-            lambda tensor: tensor[: self._count(len(tensor))], recursively_apply(gathered, input_data)
-        )
-
-    def _count(self, all_samples: int) -> int:
-        state = self._accelerator.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else all_samples
 
 
 def gather_heads_for_losses() -> None:

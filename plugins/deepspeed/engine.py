@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.check import effect_errors
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
-from ..launching.background import BackgroundTask
-from ..transformers.sound_model import gathered
+from ..launching.background import FirstRank
 from ..transformers.training_arguments import deepspeed_configuration
-from .compiled_operators import break_abandoned_locks
+from .compiled_operators import remove_abandoned_locks
 
 if TYPE_CHECKING:
     import torch
@@ -28,46 +27,54 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
 
-def restore_optimizer_states_from_nvme() -> None:
-    """Make every DeepSpeed engine of this process restore its complete optimizer from an NVMe checkpoint."""
+def _around_loads(around: Callable[[DeepSpeedEngine, Path, Callable[[Path], Any]], Any]) -> patches.Wrapper:
+    """Return a wrapper of `DeepSpeedEngine.load_checkpoint`, in which `around` gets calls that load optimizer states.
 
-    def restoring(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        loads_optimizer = _loads_optimizer(load_checkpoint)
+    Its arguments are the engine, the directory of the states, and a function that loads from such a directory.
+    """
+
+    def loading(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(load_checkpoint)
 
         @wraps(load_checkpoint)
         def load(
             engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
         ) -> Any:
-            if not (loads_optimizer(engine, load_dir, tag, *args, **kwargs) and engine.zero_nvme_offload_optimizer()):
+            arguments = signature.bind(engine, load_dir, tag, *args, **kwargs).arguments
+            loads = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False)
+            latest = Path(load_dir) / "latest"
+            if tag is None and latest.is_file() and not engine.load_universal_checkpoint():
+                tag = latest.read_text(encoding="utf-8").strip()
+            if not loads or tag is None or not (Path(load_dir) / tag).is_dir():
                 return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            import torch.distributed as dist
 
-            _create_nvme_states(engine.optimizer)
-            path, client_state = load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            if path is not None:
-                rank = dist.get_rank(group=engine.optimizer.dp_process_group)
-                shards = engine._get_all_zero_checkpoints(load_dir, tag or _latest_tag(Path(load_dir)))
-                _restore_nvme_states(engine.optimizer, shards[rank])
-            return path, client_state
+            def load_from(source: Path) -> Any:
+                return load_checkpoint(engine, str(source.parent), source.name, *args, **kwargs)
+
+            return around(engine, Path(load_dir) / tag, load_from)
 
         return load
 
-    patches.apply("nvme-optimizer-states", restoring)
+    return loading
 
 
-def _loads_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., bool]:
-    """Return a function of the arguments of `load_checkpoint`: whether the call loads optimizer states."""
-    signature = inspect.signature(load_checkpoint)
+def restore_optimizer_states_from_nvme() -> None:
+    """Make every DeepSpeed engine of this process restore its complete optimizer from an NVMe checkpoint."""
 
-    def loads_optimizer(*args: object, **kwargs: object) -> bool:
-        arguments = signature.bind(*args, **kwargs).arguments
-        return bool(arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False))
+    def restoring(engine: DeepSpeedEngine, source: Path, load: Callable[[Path], Any]) -> Any:
+        if not engine.zero_nvme_offload_optimizer():
+            return load(source)
+        import torch.distributed as dist
 
-    return loads_optimizer
+        _create_nvme_states(engine.optimizer)
+        path, client_state = load(source)
+        if path is not None:
+            rank = dist.get_rank(group=engine.optimizer.dp_process_group)
+            shards = engine._get_all_zero_checkpoints(str(source.parent), source.name)
+            _restore_nvme_states(engine.optimizer, shards[rank])
+        return path, client_state
 
-
-def _latest_tag(load_dir: Path) -> str:
-    return (load_dir / "latest").read_text(encoding="utf-8").strip()
+    patches.apply("nvme-optimizer-states", _around_loads(restoring))
 
 
 def _create_nvme_states(zero: Any) -> None:
@@ -166,7 +173,7 @@ def prepare_nvme_offload(arguments: TrainingArguments) -> None:
     """
     configuration = deepspeed_configuration(arguments) or {}
     if configuration:
-        break_abandoned_locks()
+        remove_abandoned_locks()
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     if not any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections):
@@ -298,31 +305,15 @@ def load_from_other_ranks() -> None:
     conversion.
     """
 
-    def converting(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        loads_optimizer = _loads_optimizer(load_checkpoint)
+    def converting(engine: DeepSpeedEngine, source: Path, load: Callable[[Path], Any]) -> Any:
+        # 0: the ranks did not shard the optimizer states.
+        if _saving_ranks(source) in (0, engine.seq_dp_world_size):
+            return load(source)
+        _check_conversion(engine, source)
+        with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
+            return load(converted)
 
-        @wraps(load_checkpoint)
-        def load(
-            engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
-        ) -> Any:
-            directory = Path(load_dir)
-            name = _latest_tag(directory) if tag is None and (directory / "latest").is_file() else tag
-            source = directory / name if name else None
-            if (
-                not loads_optimizer(engine, load_dir, tag, *args, **kwargs)
-                or source is None
-                or not source.is_dir()
-                # 0: the ranks did not shard the optimizer states.
-                or _saving_ranks(source) in (0, engine.seq_dp_world_size)
-            ):
-                return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            _check_conversion(engine, source)
-            with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
-                return load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
-
-        return load
-
-    patches.apply("checkpoints-of-other-ranks", converting)
+    patches.apply("checkpoints-of-other-ranks", _around_loads(converting))
 
 
 def _saving_ranks(source: Path) -> int:
@@ -358,28 +349,22 @@ def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
 
     directory = source.parent.with_name(f".universal-{source.parent.name}")
     target = directory / source.name
-    first = distributed.get_rank() == 0
-    conversion = BackgroundTask(
-        (lambda: _convert(source, target)) if first else None, f"conversion of {source.parent.name}"
-    )
-    conversion.ended_everywhere(engine.device, wait=True)
     configuration = engine._config
     before = configuration.load_universal_checkpoint
-    try:
-        failure = None
+    with FirstRank() as first:
         try:
-            conversion.result()
-        except Exception as error:
-            failure = repr(error)
-        if failure := next(filter(None, gathered(failure)), None):
-            raise ShardwrightError(f"{source.parent.name} cannot be converted to another number of ranks: {failure}")
-        configuration.load_universal_checkpoint = True
-        yield target
-    finally:
-        configuration.load_universal_checkpoint = before
-        distributed.barrier()
-        if first:
-            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                first.does(lambda: _convert(source, target))
+            except Exception as error:
+                rule = f"{source.parent.name} cannot be converted to another number of ranks"
+                raise ShardwrightError(f"{rule}: {error!r}") from error
+            configuration.load_universal_checkpoint = True
+            yield target
+        finally:
+            configuration.load_universal_checkpoint = before
+            distributed.barrier()
+            if first.is_here:
+                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _convert(source: Path, target: Path) -> None:

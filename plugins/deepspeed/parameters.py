@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
+from ...ds_configs.specs.errors import ConfigError
+from ..launching.background import is_first_rank
 from ..transformers.training_arguments import deepspeed_configuration
 from .auto_ep import moe_layers, saved_tensors, whole_state_dict
 from .engine import own_part, with_all_columns_and_rows
@@ -16,11 +15,7 @@ from .engine import own_part, with_all_columns_and_rows
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel, TrainingArguments
-
-_LONGEST_WORK = timedelta(hours=12)
-"""How long ranks wait for the first rank; NCCL's default of ten minutes is shorter than a large model's export."""
 
 
 def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | None]]:
@@ -59,64 +54,6 @@ def training_device(model: PreTrainedModel) -> Any:
                 return torch.device("cuda", torch.cuda.current_device())
             return device
     return torch.device("cpu")
-
-
-def is_first_rank() -> bool:
-    """Return whether this process is rank 0 or the only one."""
-    import torch
-
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
-class FirstRank:
-    """Runs work on the first rank while the others wait for the result."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.is_here = is_first_rank()
-
-    def does(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the first rank and return its result on every rank.
-
-        Raises:
-            ShardwrightError: on all ranks if `work` raises; on the other ranks with the text of the error.
-        """
-        if self._group is None:
-            return work()
-        import torch
-
-        answer: list[Any] = [None, None]
-        failure = None
-        if self.is_here:
-            try:
-                answer[0] = work()
-            except Exception as error:
-                # Otherwise the other ranks would wait for hours.
-                failure = error
-                text = str(error) if isinstance(error, ShardwrightError) else repr(error)
-                known = isinstance(error, InputError)
-                answer[1] = error if known else ShardwrightError(f"the first rank failed: {text}")
-        torch.distributed.broadcast_object_list(answer, src=0, group=self._group)
-        if failure is not None:
-            raise failure
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]
-
-
-@contextmanager
-def first_rank() -> Iterator[FirstRank]:
-    """Return a `FirstRank` with its own process group; every rank must enter the block."""
-    import torch
-
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        yield FirstRank(None)
-        return
-    group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WORK)
-    try:
-        yield FirstRank(group)
-    finally:
-        torch.distributed.destroy_process_group(group)
 
 
 def _gathered(tensor: torch.Tensor, *, keep: bool) -> Tensor | None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _STOCK_MODULE = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-_DATA_GROUPS: dict[tuple[int, int], Any] = {}
 
 
 class SharedSequence:
@@ -48,6 +47,7 @@ class SharedSequence:
         self.attention: Any = None
         """DeepSpeed's module, once Accelerate has registered it."""
         self.exchanges = 0
+        self._data_group: Any = None
 
     @property
     def group(self) -> Any:
@@ -64,23 +64,15 @@ class SharedSequence:
         return int(dist.get_rank()) % self.size
 
     @property
-    def data_ranks(self) -> int:
-        """Number of sequences that are processed concurrently."""
-        import torch.distributed as dist
-
-        return int(dist.get_world_size()) // self.size
-
-    @property
     def data_group(self) -> Any:
         """The ranks with the same shard of different sequences; the first access must happen on every rank."""
         import torch.distributed as dist
 
-        world = dist.get_world_size()
-        key = (id(dist.group.WORLD), self.size)
-        if key not in _DATA_GROUPS:
+        if self._data_group is None:
+            world = dist.get_world_size()
             groups = [dist.new_group(list(range(shard, world, self.size))) for shard in range(self.size)]
-            _DATA_GROUPS[key] = groups[self.rank]
-        return _DATA_GROUPS[key]
+            self._data_group = groups[self.rank]
+        return self._data_group
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -201,7 +193,6 @@ class _ChosenAttention:
 
 def forget_sequence_parallelism() -> None:
     """Clear groups and attention of an earlier run, so that another run of this process can create its own."""
-    _DATA_GROUPS.clear()
     if "deepspeed.runtime.sequence_parallel.parallel_state_sp" in sys.modules:
         from deepspeed.runtime.sequence_parallel import parallel_state_sp
         from deepspeed.utils import groups

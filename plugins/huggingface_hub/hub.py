@@ -170,20 +170,25 @@ def _read_local(path: Path) -> ModelSource:
             else "pass a model directory or a config.json"
         )
         raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
-    try:
-        config = parse_config_json(_read_config(file), source=str(path))
-        count = None
-        if path.is_dir() and checkpoint_files(path):
-            count = sum(tensor.elements for tensor in read_checkpoint(path).values())
-    except OSError as error:
-        where = error.filename or str(file)
-        raise UsageError(ConfigError(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
+    config, count = read_config(file, source=str(path)), None
+    if path.is_dir() and checkpoint_files(path):
+        count = sum(tensor.elements for tensor in read_checkpoint(path).values())
     return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
 
 
-def _read_config(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return stream.read(LARGEST_CONFIG_BYTES + 1)
+def read_config(file: Path, *, source: str) -> dict[str, Any]:
+    """Return a `config.json`.
+
+    Raises:
+        UsageError: it cannot be read.
+        RefusedInputError: it is not a configuration.
+    """
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
+    return parse_config_json(content, source=source)
 
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
@@ -202,7 +207,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
             commit, count = commit_of(file), None
         else:
             file, commit, count = within_limit(request, f"model {model}")
-        config = parse_config_json(_read_config(file), source=model)
+        config = read_config(file, source=model)
     except ShardwrightError:
         raise
     except hub_errors() as error:

@@ -1,13 +1,18 @@
-"""Background work of one rank, for which other ranks wait without exceeding the time limits of collectives."""
+"""Work of one rank, for which other ranks wait without exceeding the time limits of collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+from ...ds_configs.specs.errors import InputError, ShardwrightError
 
 _WAIT_SECONDS = 20.0
 """Interval at which a working rank answers the waiting ones."""
+_LONGEST_WORK = timedelta(hours=12)
+"""How long ranks wait for the first rank; NCCL's default of ten minutes is shorter than a large model's export."""
 
 Result = TypeVar("Result")
 
@@ -53,3 +58,59 @@ class BackgroundTask(Generic[Result]):
         if self._failure is not None:
             raise self._failure
         return self._result
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 or the only one."""
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+class FirstRank:
+    """Runs work on the first rank while the others wait for the result, inside a block that every rank must enter."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self.is_here = is_first_rank()
+
+    def __enter__(self) -> Self:
+        import torch
+
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WORK)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        import torch
+
+        if self._group is not None:
+            torch.distributed.destroy_process_group(self._group)
+
+    def does(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the first rank and return its result on every rank.
+
+        Raises:
+            ShardwrightError: on all ranks if `work` raises; on the other ranks with the text of the error.
+        """
+        if self._group is None:
+            return work()
+        import torch
+
+        answer: list[Any] = [None, None]
+        failure = None
+        if self.is_here:
+            try:
+                answer[0] = work()
+            except Exception as error:
+                # Otherwise the other ranks would wait for hours.
+                failure = error
+                text = str(error) if isinstance(error, ShardwrightError) else repr(error)
+                known = isinstance(error, InputError)
+                answer[1] = error if known else ShardwrightError(f"the first rank failed: {text}")
+        torch.distributed.broadcast_object_list(answer, src=0, group=self._group)
+        if failure is not None:
+            raise failure
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]

@@ -1,18 +1,32 @@
-"""Failures of ranks, as torch's elastic launcher collects them: a rank records its exception, its launcher reads it.
+"""torch's elastic launcher and its ranks: failures that its launcher reads, their network interfaces, and their end.
 
 `recorded` wraps the main function of a rank. Run as a module, this file is `accelerate` or `torchrun`, and stores the
 failures of its ranks: with torch 2.13.0, `ChildFailedError` has exit codes, signals and error files, but only its text
 outlives the process.
+
+gloo listens on the address of the host's own name, which is 127.0.1.1 in Debian's `/etc/hosts`, so that ranks of two
+such nodes cannot connect. NCCL uses the first interface, which may be a container's. Ranks therefore use loopback on a
+single node, else the interface of the route to the other nodes.
+
+Ranks of a killed launcher continue to train as orphans and write checkpoints. On Linux
+`PR_SET_PDEATHSIG` of prctl ends them. A launcher on another machine only has its standard input: a signal to `ssh` ends
+the connection but not the remote process. The remote process therefore reads its standard input. At its end it stops as
+after SIGTERM, so that ranks save a checkpoint; after the word "end" it stops immediately.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +34,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.specs.errors import ShardwrightError
-from .lifetime import signal_at_parent_death
+import psutil
+
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .messages import LAUNCH_TOKEN
-from .network import main_address, meet, stay_on_loopback
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the file for a process's failure; torchrun sets it for each rank."""
@@ -121,6 +135,114 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+_MAIN_ADDRESS = ("--main_process_ip", "--master-addr")
+"""Flags of Accelerate and torchrun for several nodes."""
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables with the interface of a backend."""
+
+
+def main_address(command: Sequence[str]) -> str | None:
+    """Return the main address in a launch command; `None` for one node.
+
+    >>> main_address(["torchrun", "--nnodes=2", "--master-addr", "node-1", "script.py"])
+    'node-1'
+    """
+    # Words after `-m` belong to the module.
+    end = command.index("-m") if "-m" in command else len(command)
+    flags = [index for index, word in enumerate(command[:end]) if word in _MAIN_ADDRESS]
+    return command[flags[0] + 1] if flags else None
+
+
+def meet(main: str | None) -> None:
+    """Make this launcher and its ranks listen on the interface to the other nodes; call it before they start.
+
+    Raises:
+        UsageError: the main node's name cannot be resolved, or there is no route to it.
+    """
+    if main is None:
+        # torchrun's `--local-addr`, where ranks connect.
+        os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
+        stay_on_loopback()
+        return
+    address = own_address(main)
+    os.environ.setdefault("PET_LOCAL_ADDR", address)
+    interfaces = psutil.net_if_addrs().items()
+    interface = next((name for name, entries in interfaces for entry in entries if entry.address == address), None)
+    if interface is not None:
+        for name in _INTERFACES:
+            os.environ.setdefault(name, interface)
+
+
+def own_address(main: str) -> str:
+    """Return this node's address on the route to another.
+
+    Raises:
+        UsageError: the other node's name cannot be resolved, or there is no route to it.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(main, 9, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket only reads the routing table; nothing is sent.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        rule, fix = f"cannot be reached from {socket.gethostname()} ({error.strerror})", "name the main node's address"
+        raise UsageError(ConfigError(where="main_address", value=main, rule=rule, fix=fix)) from None
+
+
+def stay_on_loopback() -> None:
+    """On a single node, make collectives of this rank listen on loopback only; call it before ranks connect."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        for name in _INTERFACES:
+            os.environ.setdefault(name, "lo")
+
+
+# `PR_SET_PDEATHSIG` of linux/prctl.h.
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def signal_at_parent_death(number: signal.Signals) -> Callable[[], object] | None:
+    """Return a function that makes a process get a signal when its parent dies; `None` on unsupported systems."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_SET_PARENT_DEATH_SIGNAL, number)
+
+
+_END = b"end\n"
+_STANDARD_INPUT = 0
+_SECONDS_TO_END = 10.0
+"""Time for the other machine to kill its ranks, which occupy accelerator memory."""
+_SECONDS_BETWEEN_SIGNALS = 0.5
+
+
+def tell_to_end(launcher: subprocess.Popen[bytes]) -> None:
+    """Make a launcher on another machine kill its ranks, and wait some seconds for it."""
+    assert launcher.stdin is not None, "its standard input is a pipe"
+    with contextlib.suppress(OSError, ValueError):
+        launcher.stdin.write(_END)
+        launcher.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        launcher.wait(timeout=_SECONDS_TO_END)
+
+
+def stop_with_stdin() -> None:
+    """Stop this process when its standard input, the connection that started it, ends."""
+
+    def read_to_end() -> None:
+        # Unbuffered: a thread that holds the lock of a buffer keeps Python from exiting.
+        received = b""
+        while chunk := os.read(_STANDARD_INPUT, 4096):
+            received += chunk
+        os.kill(os.getpid(), signal.SIGTERM)
+        if _END in received:
+            # After the first signal ranks save a checkpoint; the second one stops that.
+            time.sleep(_SECONDS_BETWEEN_SIGNALS)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=read_to_end, daemon=True, name="standard input").start()
 
 
 def main(command: Sequence[str]) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 LAUNCH_TOKEN = "SHARDWRIGHT_LAUNCH_TOKEN"  # noqa: S105
 """Environment variable that identifies every process of a launch; if it is set, a launcher reads messages."""
@@ -22,16 +23,6 @@ NOTE = "note: "
 _START = '{"type": "shardwright.'
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
-    """A sentence for the user."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,41 +64,44 @@ class Progress:
         return ", ".join(part for part in (f"{self.what} {self.done} of {self.total}", str(self.figures)) if part)
 
 
-Message = Note | Progress
+Message = str | Progress
+"""A sentence for the user, or progress."""
 
 
 def send(message: Message) -> None:
-    """Send a message to the process that launched this rank; without a launcher, print notes and drop progress."""
+    """Send a message to the process that launched this rank; without a launcher, print sentences and drop progress."""
     if LAUNCH_TOKEN not in os.environ:
-        if isinstance(message, Note):
+        if isinstance(message, str):
             print(f"{NOTE}{message}", file=sys.stderr, flush=True)
         return
-    line = {"type": f"shardwright.{type(message).__name__.lower()}"} | asdict(message)
+    line: dict[str, Any] = {"type": "shardwright.note", "text": message}
+    if isinstance(message, Progress):
+        line = {"type": "shardwright.progress"} | asdict(message)
     # Ranks share one output, where a progress bar may have left its line unfinished.
     print(f"\n{json.dumps(line, ensure_ascii=False)}", flush=True)
 
 
 def note_on_first_rank(text: str) -> None:
-    """Send a note, on the first rank only."""
+    """Send a sentence, on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        send(Note(text=" ".join(text.splitlines())))
+        send(" ".join(text.splitlines()))
 
 
 def read_message(line: str) -> Message | None:
     """Return the message in a line that a rank printed; `None` for other lines.
 
     >>> read_message('{"type": "shardwright.note", "text": "a sentence"}')
-    Note(text='a sentence')
+    'a sentence'
     """
     if line.startswith(NOTE):
         # From a process without the variables of a launch, for example on another machine.
-        return Note(text=line.removeprefix(NOTE))
+        return line.removeprefix(NOTE)
     if not line.startswith(_START):
         return None
     try:
         values = json.loads(line)
         if values.pop("type") == "shardwright.note":
-            return Note(**values)
+            return str(values["text"])
         return Progress(**values | {"figures": Figures(**values["figures"])})
     except (ValueError, TypeError, KeyError):
         # Another rank wrote into the same line.
@@ -127,7 +121,7 @@ def log_progress(what: str, done: int, total: int) -> None:
 class _Forwarding(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         progress: Progress | None = getattr(record, "progress", None)
-        send(progress or Note(text=" ".join(record.getMessage().splitlines())))
+        send(progress or " ".join(record.getMessage().splitlines()))
 
 
 @contextmanager

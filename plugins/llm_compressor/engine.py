@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.layers import config_group
@@ -15,15 +15,18 @@ from ..activation_ranges import ActivationHistogram, activation_range
 from ..compressed_tensors.compressed_model import CompressedModel
 from ..launching.messages import log_progress
 from ..transformers.quantized_model import QuantizationSource
-from ..transformers.sound_model import check_config, loading_errors, nonfinite_errors, refused_by_name
+from ..transformers.sound_model import load_causal_lm, nonfinite_errors, refused_by_name
 from .autoround import exact_autoround, head_errors
 from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
 
 if TYPE_CHECKING:
+    import torch
     from torch.utils.data import DataLoader
     from transformers import PreTrainedModel
 
 _OBSERVER = "shardwright_searched"
+VisitLayer = Callable[[str, Any, Any], Any]
+"""Takes a layer's name, weight and mean of `x xᵀ` (`None` for a layer without input), and returns its new weight."""
 
 
 @functools.cache
@@ -276,6 +279,74 @@ def run_oneshot(
     model.eval()
 
 
+def visit_layers(
+    model: PreTrainedModel,
+    names: Collection[str],
+    *,
+    calibration: Sequence[Mapping[str, Sequence[int]]],
+    batch_size: int,
+    visit: VisitLayer,
+) -> None:
+    """Replace the weights of linear layers, one decoder layer after another; inputs come from changed layers.
+
+    `oneshot` accepts a modifier of any class, runs the model one decoder layer at a time, calls
+    `on_sequential_epoch_end` when a layer has seen all samples, and then passes the samples through the changed layer.
+
+    Args:
+        model: Transformers model; changed in place.
+        names: Modules to visit.
+        calibration: Samples with `input_ids`.
+        batch_size: Samples per forward pass.
+        visit: Returns the new weight of a layer.
+    """
+    import_upstream()
+    import torch
+    from compressed_tensors.utils import get_execution_device, update_offload_parameter
+    from llmcompressor.modifiers import Modifier
+
+    layers = {name: model.get_submodule(name) for name in names}
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    steps = Steps(model, [True])
+
+    def summing(name: str) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            inputs_TI = arguments[0].detach().flatten(0, -2).float()
+            if name not in sums:
+                size, device = inputs_TI.shape[-1], get_execution_device(module)
+                sums[name], counts[name] = torch.zeros(size, size, device=device), 0
+            sums[name].addmm_(inputs_TI.t(), inputs_TI)
+            counts[name] += len(inputs_TI)
+
+        return hook
+
+    class VisitModifier(Modifier):
+        requires_calibration_data: bool = True
+
+        def on_initialize(self, state: Any, **kwargs: object) -> bool:
+            return True
+
+        def on_calibration_start(self, state: Any, event: Any, **kwargs: object) -> None:
+            for name, module in layers.items():
+                self.register_hook(module, summing(name), "forward")
+            steps.report("calibrating")
+
+        def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: object) -> None:
+            here = {id(module) for module in modules}
+            visited = tuple(name for name, module in layers.items() if id(module) in here)
+            steps.report("quantizing")
+            for name in visited:
+                module, count = layers[name], counts.pop(name, 0)
+                hessian_II = sums.pop(name).div_(count) if count else None
+                update_offload_parameter(module, "weight", visit(name, module.weight.detach(), hessian_II))
+            steps.finish()
+
+        def on_calibration_end(self, state: Any, event: Any, **kwargs: object) -> None:
+            self.remove_hooks()
+
+    run_oneshot(model, [VisitModifier()], calibration, batch_size)
+
+
 def calibration_loader(calibration: Sequence[Mapping[str, Sequence[int]]], batch_size: int) -> DataLoader:
     """Return a DataLoader over batches of equal length, because padding would count as text in Hessians and ranges."""
     import torch
@@ -301,20 +372,16 @@ def load_for_quantization(source: QuantizationSource) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
-    directory, info = str(source.directory), {}
-    check_config(directory)
-    with refused_by_name(source.name):
-        if any(layer.is_expert for layer in source.layers):
-            import_upstream()
-            from llmcompressor.utils import load_context
+    if not any(layer.is_expert for layer in source.layers):
+        return load_causal_lm(source.name, revision=source.revision, dtype="auto").eval()
+    import_upstream()
+    from llmcompressor.utils import load_context
 
-            # llmcompressor 0.14.0.1 does not support `output_loading_info` (AttributeError on the pair).
-            with torchvision_is_not_needed(), kept_conversion_mappings(), load_context(AutoModelForCausalLM):
-                model = AutoModelForCausalLM.from_pretrained(directory, **options)
-        else:
-            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, info = AutoModelForCausalLM.from_pretrained(directory, **options)
-    if errors := [*loading_errors(info, source.name), *nonfinite_errors(model, source.name)]:
+    # llmcompressor 0.14.0.1 does not support `output_loading_info` (AttributeError on the pair).
+    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
+    loading = load_context(AutoModelForCausalLM)
+    with refused_by_name(source.name), torchvision_is_not_needed(), kept_conversion_mappings(), loading:
+        model = AutoModelForCausalLM.from_pretrained(str(source.directory), **options)
+    if errors := nonfinite_errors(model, source.name):
         raise RefusedInputError(errors)
     return model.eval()

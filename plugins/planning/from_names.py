@@ -23,7 +23,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import JobSettings, TrainingJob, adapter_errors
+from ...ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ..releases import transformers_release
@@ -59,8 +59,8 @@ def plan(
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
         notify: Function that receives warnings.
-        **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; the teacher may be
-            a name. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
+        **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; second models may
+            be names. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
     Raises:
         UsageError: A name, value or combination is invalid.
@@ -89,7 +89,12 @@ def plan(
     if errors:
         raise UsageError(errors)
     with collecting(errors):
-        cluster = _cluster(hardware, sizes)
+        if isinstance(hardware, HardwareSpec):
+            cluster, rule, fix = hardware, "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
+            stated = {name: value for name, value in sizes.items() if value is not None}
+            errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]
+        else:
+            cluster = read_hardware(str(hardware), **sizes)
     with collecting(errors):
         job = checked_job(job, fields, tell)
     if errors or job is None:
@@ -130,18 +135,8 @@ def plan(
     )
 
 
-def _cluster(hardware: str | Path | HardwareSpec, sizes: Mapping[str, Any]) -> HardwareSpec:
-    if not isinstance(hardware, HardwareSpec):
-        return read_hardware(str(hardware), **sizes)
-    rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
-    stated = {name: value for name, value in sizes.items() if value is not None}
-    if errors := [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in stated.items()]:
-        raise UsageError(errors)
-    return hardware
-
-
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
-    """Return `job`, or the job with these fields, of which the teacher may be a name.
+    """Return `job`, or the job with these fields, of which second models may be names.
 
     Raises:
         UsageError: A field is unknown, invalid, combined with a job, or requires another field.
@@ -154,17 +149,21 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
     rule, fix = "is not part of a plan: memory and time do not depend on it", "omit it, and pass it to train"
     errors += [ConfigError(where=name, value=fields[name], rule=rule, fix=fix) for name in _UNPLANNED if name in fields]
     errors += adapter_errors(values, values.get("method", "full"))
-    if values.get("teacher") is None and values.get("teacher_placement", "auto") != "auto":
-        rule, fix = "requires a teacher", "pass --teacher too"
-        errors.append(ConfigError(where="teacher_placement", value=values["teacher_placement"], rule=rule, fix=fix))
+    for role in ROLES:
+        name = f"{role}_placement"
+        if values.get(role) is None and values.get(name, "auto") != "auto":
+            rule, fix = f"requires a {role}", f"pass --{role} too"
+            errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
     made = job
     with collecting(errors):
-        if isinstance(values.get("teacher"), str):
-            teacher = load_model_spec(values["teacher"], packaged=True)
-            for note in teacher.notes:
-                tell(f"teacher: {note}")
-            values["teacher"] = teacher.spec
+        for role in ROLES:
+            if isinstance(values.get(role), str):
+                second = load_model_spec(values[role], packaged=True)
+                for note in second.notes:
+                    tell(f"{role}: {note}")
+                values[role] = second.spec
         made = job or TrainingJob(**values)
+        errors += job_errors(made)
     if errors or made is None:
         raise UsageError(errors)
     return made

@@ -16,9 +16,11 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import patches
+from ..safetensors.reading import read_headers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,16 +102,10 @@ def stored_precision() -> Iterator[None]:
 def stored_types(files: Iterable[str]) -> dict[str, tuple[Any, bool]]:
     """Return each tensor's type, `None` unless it has 16 bits, and whether it is a matrix."""
     import torch
-    from safetensors import safe_open
 
     types = {"BF16": torch.bfloat16, "F16": torch.float16}
-    stored = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                header = tensors.get_slice(name)
-                stored[name] = types.get(header.get_dtype()), len(header.get_shape()) > 1
-    return stored
+    stored = read_headers(map(Path, files))
+    return {name: (types.get(tensor.dtype), len(tensor.shape) > 1) for name, tensor in stored.items()}
 
 
 def _parameters(model: Module) -> list[tuple[Module, str, str, Any]]:

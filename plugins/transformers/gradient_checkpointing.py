@@ -1,13 +1,33 @@
-"""Gradient checkpointing of a model's first decoder layers."""
+"""Gradient checkpointing of a model's first decoder layers, whose inputs may wait in host memory.
+
+`torch.autograd.graph.saved_tensors_hooks` around the checkpoint function of a layer sees exactly the input that the
+checkpoint saves, in every release of Transformers and under every engine. Three packages have activation offloading,
+and none fits: DeepSpeed 0.19.8 (`CheckpointHiddenStatesOffload`) keeps every input that it copied back until the step
+ends, copies it only when the backward pass already waits, and does nothing on CPU ranks; TRL 1.16.0
+(`OffloadActivations`) and torch 2.13.0 (`offload_wrapper`) offload whatever autograd saves, not `k` layers' inputs.
+
+A copy to the host runs on its own stream beside the layer that uses the input; at the end of the layer the compute
+stream waits for it, so that the input's memory is free from then on. In the backward pass, the copy of a layer's input
+runs beside the backward pass of the layer after it: two inputs are on the device at a time.
+"""
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.units import gigabytes, pinned_block_bytes
+from .. import patches
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+_OFFLOADED = "offloaded_checkpoints"
 
 
 def checkpoint_first_layers(model: nn.Module, count: int) -> int:
@@ -52,3 +72,157 @@ def in_backward_pass() -> bool:
     import torch
 
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def offload_checkpoints(model: nn.Module, count: int) -> None:
+    """Move the inputs of the first `count` recomputed layers to host memory; 0 undoes it.
+
+    Call it after `gradient_checkpointing_enable` and after other code that replaces a layer's checkpoint function.
+
+    Raises:
+        UsageError: the model has fewer recomputed layers.
+    """
+    layers = decoder_layers(model)
+    recomputed = [layer for layer in layers if layer.gradient_checkpointing]
+    if count > len(recomputed):
+        rule = f"must be at most {len(recomputed)}, the layers that {type(model).__name__} recomputes"
+        fix = "lower it" if recomputed else "set gradient_checkpointing in TrainingArguments, or omit it"
+        raise UsageError(ConfigError(where=_OFFLOADED, value=count, rule=rule, fix=fix))
+    for layer in layers:
+        patches.remove("offloaded-checkpoints", on=layer)
+    offload = _Offload(count)
+    for index, layer in enumerate(recomputed[:count]):
+        patches.apply("offloaded-checkpoints", partial(partial, offload.run, index), on=layer)
+
+
+class _Offload:
+    """State of the offloaded layers of one model."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._latest: weakref.ref[_Checkpoint] | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._checked_bytes = 0
+
+    def run(self, index: int, checkpoint: Callable[..., Any], layer: Any, *inputs: Any) -> Any:
+        """Call the checkpoint function of a layer; `inputs[0]` are its hidden states."""
+        import torch
+
+        if not inputs or not torch.is_tensor(inputs[0]):
+            rule, fix = "finds no hidden states: layers get them by keyword", "omit it for this model"
+            raise UsageError(ConfigError(where=_OFFLOADED, value=self._layers, rule=rule, fix=fix))
+        # Autograd keeps the hooks, which therefore must not refer to the input.
+        address, shape = inputs[0].data_ptr(), inputs[0].shape
+        saved: list[_Checkpoint] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            if tensor.data_ptr() != address or tensor.shape != shape:
+                return tensor
+            if not saved:
+                previous = self._latest() if index and self._latest is not None else None
+                saved.append(self._to_host(tensor, previous))
+                self._latest = weakref.ref(saved[0])
+            return saved[0]
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed.restored() if isinstance(packed, _Checkpoint) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            result = checkpoint(layer, *inputs)
+        if saved:
+            saved[0].release()
+        return result
+
+    def _to_host(self, tensor: torch.Tensor, previous: _Checkpoint | None) -> _Checkpoint:
+        import torch
+
+        self._check_host_memory(tensor)
+        if tensor.is_cuda and tensor.device not in self._streams:
+            self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+        try:
+            return _Checkpoint(tensor.detach(), previous, self._streams.get(tensor.device))
+        except RuntimeError as error:
+            # torch.OutOfMemoryError is of the device; a pinned allocation raises the driver's error.
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
+                raise
+            raise self._too_small(tensor) from error
+
+    def _check_host_memory(self, tensor: torch.Tensor) -> None:
+        """Reject inputs that this machine's memory cannot hold, where the kernel would kill the process."""
+        needed = self._needed(tensor)
+        if needed > self._checked_bytes and needed > _free_host_bytes():
+            raise self._too_small(tensor)
+        self._checked_bytes = max(needed, self._checked_bytes)
+
+    def _needed(self, tensor: torch.Tensor) -> int:
+        block = pinned_block_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+        return self._layers * block * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _too_small(self, tensor: torch.Tensor) -> UsageError:
+        rule = (
+            f"needs {gigabytes(self._needed(tensor))} GB of host memory for inputs {tuple(tensor.shape)} of that many "
+            f"layers on this machine's ranks, and {gigabytes(_free_host_bytes())} GB are free"
+        )
+        fix = "lower it, shorten the sequences, or use a machine with more memory"
+        return UsageError(ConfigError(where=_OFFLOADED, value=self._layers, rule=rule, fix=fix))
+
+
+def _free_host_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+class _Checkpoint:
+    """One layer's input in host memory, and its copy on the device while either pass needs it."""
+
+    def __init__(self, tensor: torch.Tensor, previous: _Checkpoint | None, stream: torch.cuda.Stream | None) -> None:
+        import torch
+
+        from ..metering import host_memory
+
+        self._previous, self._stream, self._device = previous, stream, tensor.device
+        self._on_device: torch.Tensor | None = tensor
+        with host_memory():
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
+        self._copy(tensor, self._host)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        import torch
+
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        self._copied = self._stream.record_event()
+
+    def release(self) -> None:
+        """Drop the device's copy once the compute stream has waited for the copy to the host."""
+        self._wait()
+        self._on_device = None
+
+    def restored(self) -> torch.Tensor:
+        """Return the input on the device, and start to copy the input of the layer before."""
+        self.fetch()
+        self._wait()
+        tensor, self._on_device = self._on_device, None
+        if self._previous is not None:
+            self._previous.fetch()
+        assert tensor is not None, "fetch has set it"
+        return tensor
+
+    def fetch(self) -> None:
+        """Start to copy the input to the device."""
+        import torch
+
+        if self._on_device is None:
+            self._on_device = torch.empty_like(self._host, device=self._device, pin_memory=False)
+            self._copy(self._host, self._on_device)
+
+    def _wait(self) -> None:
+        import torch
+
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)

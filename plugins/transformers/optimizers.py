@@ -1,14 +1,22 @@
-"""Optimizers that need more than a name in `TrainingArguments.optim`: Muon, and optimizers on FSDP2's DTensors.
+"""Optimizers that need more than a name in `TrainingArguments.optim`: Muon, those on DTensors, and those of scripts.
 
 Observed with transformers 5.17.0 to 5.24.0 and torch 2.13.0: no name of `optim` is Muon. `Adafactor` creates its rows
 and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be
 saved or restored under FSDP2. States of GaLore and APOLLO contain an object of their package, which
 `torch.load(weights_only=True)` rejects when a run resumes.
+
+A script's own optimizer and scheduler: `deepspeed_init` silently replaces `Trainer(optimizers=...)` by an optimizer of
+`args.optim`, and the Trainer rejects the argument under FSDP2. But both engines train any optimizer that the Trainer
+creates later: they replace the parameters in its groups by flat pieces (DeepSpeed) or DTensors (FSDP2). So the script's
+optimizer is inserted where the Trainer would create its own. Whether an optimizer computes the same steps on such
+tensors is tested on small tensors of both kinds, instead of being inferred from its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -16,11 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DummyOptim
 
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from .. import patches
+from ..launching.messages import note_on_first_rank
+from .training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from torch import Tensor
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 _STATE_CLASSES = {
     "galore-torch": (("galore_torch.galore_projector", "GaLoreProjector"),),
@@ -30,6 +43,16 @@ _STATE_CLASSES = {
     ),
 }
 """Classes in the states of optimizers, by package."""
+_ROWS, _COLUMNS, _STEPS = 8, 6, 3
+_SPLIT = 20
+"""Index at which the small matrix is split into flat pieces: within a row."""
+_LEARNING_RATE = 1e-2
+_SAME = 1e-6
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def prepare_optimizer(trainer: Trainer) -> None:
@@ -174,3 +197,247 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for used, optimizer in self._parts.items():
             optimizer.state, optimizer.param_groups = self.state, self._groups_with(used)
             optimizer.step()
+
+
+def replaces_optimizers(columns: Iterable[str]) -> bool:
+    """Return whether a layout replaces an optimizer's parameters by other tensors.
+
+    >>> replaces_optimizers(["ddp"]), replaces_optimizers(["zero1", "tp"])
+    (False, True)
+    """
+    return bool({*columns} - {"ddp", "single"})
+
+
+def optimizer_errors(
+    optimizer: torch.optim.Optimizer, scheduler: LRScheduler, arguments: TrainingArguments, columns: Sequence[str]
+) -> list[ConfigError]:
+    """Return why a script's optimizer and scheduler would not train as in one process; called on every rank.
+
+    Args:
+        optimizer: `None` if the script only creates a scheduler.
+        scheduler: `None` for the Trainer's own.
+        arguments: The Trainer's.
+        columns: Columns of the run's layout in the table of combinations.
+    """
+    where = "optimizers"
+    if optimizer is None:
+        rule = "has a scheduler without its optimizer, so the Trainer's optimizer would ignore its learning rate"
+        return [ConfigError(where=where, rule=rule, fix="pass both, or set lr_scheduler_type")]
+    driven = getattr(scheduler, "optimizer", optimizer)
+    errors = []
+    if driven is not optimizer and getattr(driven, "optimizer", None) is not optimizer:
+        rule, fix = "has a scheduler of another optimizer", "create the scheduler with the optimizer that you pass"
+        errors.append(ConfigError(where=where, value=type(scheduler).__name__, rule=rule, fix=fix))
+    if not replaces_optimizers(columns):
+        return errors
+    sections = ("optimizer",) if scheduler is None else ("optimizer", "scheduler")
+    return errors + _engine_errors(optimizer, arguments, columns, where, sections)
+
+
+def optimizer_class_errors(
+    named: tuple[Any, Mapping[str, Any]], arguments: TrainingArguments, columns: Sequence[str]
+) -> list[ConfigError]:
+    """Return why `optimizer_cls_and_kwargs` would not train as in one process; called on every rank."""
+    kind, keywords = named
+    where = "optimizer_cls_and_kwargs"
+    if not replaces_optimizers(columns):
+        return []
+    parameter = torch.nn.Parameter(torch.zeros(_ROWS, _COLUMNS, device=arguments.device))
+    own = {name: value for name, value in keywords.items() if name not in ("params", "model", "optimizer_dict")}
+    name = str(getattr(kind, "__name__", type(kind).__name__))
+    try:
+        optimizer = kind([parameter], **own)
+    except Exception as error:
+        rule = f"cannot be tested on a small matrix before training starts: {type(error).__name__}: {error}"
+        return [ConfigError(where=where, value=name, rule=rule, fix="pass an optimizer class, or train with DDP")]
+    return _engine_errors(optimizer, arguments, columns, where)
+
+
+def model_errors(optimizer: torch.optim.Optimizer, model: PreTrainedModel, columns: Sequence[str]) -> list[ConfigError]:
+    """Return why the groups of a script's optimizer do not match the parameters of the model."""
+    trained = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name = type(optimizer).__name__
+    fix = "create it with the parameters of the model that you pass, after the model has its final layers"
+    if not held & trained.keys():
+        rule = "has no trainable parameter of the model"
+        return [ConfigError(where="optimizers", value=name, rule=rule, fix=fix)]
+    if not replaces_optimizers(columns):
+        return []
+    errors = []
+    if strange := held - {id(parameter) for parameter in model.parameters()}:
+        rule = f"has {len(strange)} parameters that are not the model's, which the engine would not shard"
+        errors.append(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
+    missing = [trained[identity] for identity in trained if identity not in held]
+    if missing and any(column.startswith("zero") for column in columns):
+        rule = f"lacks {missing[0]}, whose gradients DeepSpeed would neither clip nor clear"
+        fix = "set requires_grad_(False) on parameters that are not trained"
+        errors.append(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
+    return errors
+
+
+def note_hidden_shapes(optimizer: torch.optim.Optimizer) -> None:
+    """Warn that groups cannot depend on the shapes of parameters that ZeRO-3 partitioned during loading."""
+    if any(hasattr(parameter, "ds_shape") for group in optimizer.param_groups for parameter in group["params"]):
+        note_on_first_rank(
+            "optimizers: ZeRO-3 has partitioned the parameters, so parameter.ndim is 1 for all of them. If the "
+            "optimizer's groups depend on it, use len(parameter.ds_shape) or names"
+        )
+
+
+class OwnOptimizer:
+    """A script's optimizer and scheduler, for a Trainer that would create its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
+        self.scheduler = scheduler
+        self._optimizer = optimizer
+        self._parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def for_engine(self) -> Any:
+        """Return the optimizer as an engine trains it.
+
+        Raises:
+            UsageError: an earlier training run has replaced its parameters.
+        """
+        weights = (weight for group in self._optimizer.param_groups for weight in group["params"])
+        if any(id(weight) not in self._parameters for weight in weights):
+            rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
+            name = type(self._optimizer).__name__
+            raise UsageError(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
+        return _engine_optimizer(self._optimizer)
+
+
+def _engine_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an optimizer with a separate list of the same groups, without groups in which nothing trains.
+
+    Engines drop and add groups, but a scheduler keeps one learning rate for each group that it was created with. The
+    group objects are shared, so the engine's optimizer uses the values that the scheduler sets.
+    """
+    engines = object.__new__(type(optimizer))
+    # A scheduler replaces `step` by a function that steps the original, and checks whether the original has stepped.
+    vars(engines).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name in _HOOKS:
+        setattr(engines, name, OrderedDict(getattr(optimizer, name)))
+    kept = [
+        index
+        for index, group in enumerate(optimizer.param_groups)
+        if any(weight.requires_grad for weight in group["params"])
+    ]
+    engines.param_groups = [optimizer.param_groups[index] for index in kept]
+
+    def note_step(*_: object) -> None:
+        optimizer._opt_called = True
+
+    def share_groups(loaded: Any) -> None:
+        # Loading states creates new groups; Accelerate also does this when it wraps an optimizer.
+        for index, group in zip(kept, loaded.param_groups, strict=False):
+            optimizer.param_groups[index] = group
+
+    engines.register_step_post_hook(note_step)
+    engines.register_load_state_dict_post_hook(share_groups)
+    return engines
+
+
+def _engine_errors(
+    optimizer: torch.optim.Optimizer,
+    arguments: TrainingArguments,
+    columns: Sequence[str],
+    where: str,
+    sections: Sequence[str] = ("optimizer",),
+) -> list[ConfigError]:
+    """Return errors if an engine would not use an optimizer, or steps its tensors differently from whole matrices."""
+    name = type(optimizer).__name__
+    configuration = deepspeed_configuration(arguments) or {}
+    rule = "conflicts with the {} of the DeepSpeed configuration, which DeepSpeed would use instead"
+    errors = [
+        ConfigError(where=where, rule=rule.format(section), fix=f"remove the section {section!r}, or omit {where}")
+        for section in sections
+        if section in configuration
+    ]
+    if any(optimizer.state.values()):
+        rule = "already has states before the engine replaces the parameters that they belong to"
+        fix = "pass an optimizer that has not stepped and creates its states in its first step"
+        errors.append(ConfigError(where=where, value=name, rule=rule, fix=fix))
+    if errors:
+        return errors
+    offload = (configuration.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    device = offload.get("device", "none")
+    if getattr(device, "value", device) != "none" and configuration.get("zero_force_ds_cpu_optimizer", True):
+        # Accelerate replaces it by DeepSpeed's CPU Adam and keeps the groups with their settings
+        # (accelerate/utils/deepspeed.py, `map_pytorch_optim_to_deepspeed`).
+        plain = not any(group.get(key) for group in optimizer.param_groups for key in ("amsgrad", "maximize"))
+        if type(optimizer) is not torch.optim.AdamW or not plain:
+            rule = "would be replaced by DeepSpeed's CPU Adam, because the optimizer is offloaded"
+            fix = "use torch.optim.AdamW, or set zero_force_ds_cpu_optimizer: false in the DeepSpeed configuration"
+            return [ConfigError(where=where, value=name, rule=rule, fix=fix)]
+    if {"fsdp2", "cp"} & set(columns):
+        kind, split = "DTensors, which FSDP2 trains", _as_dtensor
+    else:
+        kind, split = "flat pieces of matrices, which DeepSpeed trains", _as_pieces
+    try:
+        expected = _stepped(optimizer, lambda matrix: ([matrix.clone()], lambda parts: parts[0]), arguments.device)
+    except Exception as error:
+        rule = f"cannot step plain matrices: {type(error).__name__}: {error}"
+        return [ConfigError(where=where, value=name, rule=rule, fix="use an optimizer whose step() takes no arguments")]
+    fix = "use optim, another optimizer (such as torch.optim.AdamW), or DDP"
+    try:
+        stepped = _stepped(optimizer, split, arguments.device)
+    except Exception as error:
+        rule = f"cannot step {kind}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return [ConfigError(where=where, value=name, rule=rule, fix=fix)]
+    if all(float((own - whole).abs().max()) <= _SAME for own, whole in zip(stepped, expected, strict=True)):
+        return []
+    rule = f"computes different steps on {kind}, because its arithmetic reads the shape of matrices"
+    return [ConfigError(where=where, value=name, rule=rule, fix=fix)]
+
+
+if TYPE_CHECKING:
+    Parts = tuple[list[Tensor], Callable[[list[Tensor]], Tensor]]
+    """Tensors that represent a matrix, and a function that joins them again."""
+
+
+def _as_pieces(matrix: Tensor) -> Parts:
+    flat = matrix.flatten()
+    return [flat[:_SPLIT].clone(), flat[_SPLIT:].clone()], lambda parts: torch.cat(parts).reshape(matrix.shape)
+
+
+def _as_dtensor(matrix: Tensor) -> Parts:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(matrix.device.type, (dist.get_world_size(),))
+    return [distribute_tensor(matrix.clone(), mesh, [Shard(0)])], lambda parts: parts[0].full_tensor()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], Parts], device: torch.device) -> list[Tensor]:
+    """Return a small matrix for each group of an optimizer, after a copy of it has stepped the matrix's parts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> Tensor:
+        return torch.randn(_ROWS, _COLUMNS, generator=generator).to(device)
+
+    # The copy has an empty tensor for each of the model's parameters.
+    copy = object.__new__(type(optimizer))
+    memo: dict[int, object] = {id(optimizer): copy}
+    for group in optimizer.param_groups:
+        memo |= {id(weight): torch.nn.Parameter(torch.zeros(1)) for weight in group["params"]}
+    # A scheduler replaces `step` by a function that steps the original.
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
+    attributes |= {name: OrderedDict() for name in _HOOKS if name in attributes}
+    vars(copy).update(deepcopy(attributes, memo))
+    joins = []
+    for group in copy.param_groups:
+        parts, join = split(drawn())
+        group["params"] = [torch.nn.Parameter(part) for part in parts]
+        joins.append(join)
+        if "lr" in group:
+            # A warm-up begins with 0, which would hide every difference.
+            group["lr"] = torch.tensor(_LEARNING_RATE) if torch.is_tensor(group["lr"]) else _LEARNING_RATE
+    for _ in range(_STEPS):
+        for group in copy.param_groups:
+            for parameter, part in zip(group["params"], split(drawn())[0], strict=True):
+                parameter.grad = part
+        copy.step()
+    groups = zip(copy.param_groups, joins, strict=True)
+    return [join([weight.detach() for weight in group["params"]]) for group, join in groups]

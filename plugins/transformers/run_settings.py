@@ -35,7 +35,7 @@ def run_errors(
         settings: Further settings of the run, by the table's names.
         pipeline: Whether the model is trained in pipeline stages.
         stage_tensor_ranks: Tensor-parallel ranks of each stage, which no argument of the Trainer contains.
-        has_own_optimizer: Whether the Trainer received an optimizer, which `own_optimizers.py` checks.
+        has_own_optimizer: Whether the Trainer received an optimizer, which `optimizers.py` checks.
     """
     named = [name for callback in callbacks for name in getattr(callback, "combined_settings", ())]
     rows = [*named, *settings, *stated_settings(arguments, model, has_own_optimizer=has_own_optimizer)]

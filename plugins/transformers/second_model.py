@@ -152,6 +152,8 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
     Raises:
         UsageError: the placement needs stored outputs instead of a model.
     """
+    import torch
+
     model.requires_grad_(False)
     model.eval()
     if placement == "cached":
@@ -169,25 +171,18 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
         return PlacedModel(model.to(accelerator.device))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
-        _fully_shard(model, accelerator, offloaded=offloaded)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offloaded else OffloadPolicy()
+        layers = set(getattr(model, "_no_split_modules", None) or ())
+        # Each layer is one unit; embeddings, norm and head are the last.
+        for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
         return PlacedModel(model)
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, config=_zero3_configuration(model.dtype, offloaded=offloaded))
     engine.eval()
     return PlacedModel(model, engine)
-
-
-def _fully_shard(model: PreTrainedModel, accelerator: Accelerator, *, offloaded: bool) -> None:
-    """Shard each layer as one FSDP2 unit, and embeddings, norm and head as the last unit."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offloaded else OffloadPolicy()
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    for module in list(model.modules()):
-        if type(module).__name__ in names:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, offload_policy=policy)

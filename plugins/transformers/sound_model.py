@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, code_errors, parse_config_json
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
-from ..huggingface_hub.hub import model_directory
+from ...ds_configs.models.model_config import code_errors
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
+from ..huggingface_hub.hub import model_directory, read_config
 from ..launching.messages import note_on_first_rank
 from ..safetensors.reading import StoredTensor, read_checkpoint
 from .checkpoint_tensors import checkpoint_tensors
@@ -126,8 +126,8 @@ _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
 _DOWNLOAD = "download it again, or save it again with save_pretrained"
 
 
-def check_config(model: str) -> None:
-    """Check that the configuration of a local model is valid and names no code; skip a name without a local file.
+def check_config(model: str) -> dict[str, Any]:
+    """Return the configuration of a local model, which must be valid and name no code; empty without a local file.
 
     Raises:
         UsageError: it cannot be read.
@@ -136,13 +136,10 @@ def check_config(model: str) -> None:
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        return
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(LARGEST_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
-    refuse_code(parse_config_json(content, source=str(file)), str(file))
+        return {}
+    config = read_config(file, source=str(file))
+    refuse_code(config, str(file))
+    return config
 
 
 def refuse_code(config: Mapping[str, Any], source: str) -> None:
@@ -273,9 +270,8 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     directory = model_directory(name, revision=revision)
-    check_config(str(directory))
+    config = check_config(str(directory))
     if directory.is_dir():
-        config = parse_config_json((directory / "config.json").read_bytes(), source=name)
         check_weights(directory, quantized=bool(config.get("quantization_config")))
     # The other ranks of a node get their weights later.
     later = loads_on_first_rank()

@@ -23,7 +23,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.optimizers import OPTIMIZERS
 from .. import patches
 from ..launching.messages import note_on_first_rank
-from ..safetensors.writing import named_write_errors
+from ..safetensors.writing import named_write_errors, save_tensors
 from .sound_model import refuse_nonfinite_weights
 
 if TYPE_CHECKING:
@@ -131,19 +131,13 @@ def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
     """Return an error for each package that the keys of `TrainingArguments` need and that is not installed."""
     name = str(settings.get("optim"))
     package = OPTIMIZERS[name].package if name in OPTIMIZERS else ""
+    missing = {"optim": package} if package and find_spec(OPTIMIZER_MODULES[package]) is None else {}
     errors = []
-    if package and find_spec(OPTIMIZER_MODULES[package]) is None:
-        rule = f"needs the package {package}, which is not installed"
-        errors.append(_argument_error("optim", name, rule, f"pip install {package}"))
-    return errors + [
-        _argument_error(
-            key,
-            settings[key],
-            f"needs the package {package}, which is not installed",
-            f"pip install {package} ({PACKAGES[key][2]})",
-        )
-        for key, package in missing_packages(settings).items()
-    ]
+    for key, package in (missing | missing_packages(settings)).items():
+        rule, fix = f"needs the package {package}, which is not installed", f"pip install {package}"
+        fix += f" ({PACKAGES[key][2]})" if key in PACKAGES else ""
+        errors.append(_argument_error(key, settings[key], rule, fix))
+    return errors
 
 
 def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
@@ -231,7 +225,6 @@ def _convert_to_stored_types(directory: Path, starting: Path) -> None:
     """Convert saved fp32 weights to the 16-bit types that the starting model stores them in, one file at a time."""
     import torch
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     from .first_rank_loading import stored_types
 
@@ -250,9 +243,7 @@ def _convert_to_stored_types(directory: Path, starting: Path) -> None:
         saved_bytes += sum(tensor.nbytes for tensor in tensors.values())
         converted |= {tensor.dtype for tensor in changed.values()}
         if changed:
-            unfinished = file.with_suffix(".unfinished")
-            save_file(tensors, unfinished, metadata)
-            unfinished.replace(file)
+            save_tensors(tensors, file, metadata)
     if len(converted) != 1:
         return
     dtype = str(converted.pop()).removeprefix("torch.")

@@ -88,6 +88,7 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
         return
     model, args = trainer.model, trainer.args
     if trainer.is_deepspeed_enabled:
+        import deepspeed
         from deepspeed.utils import z3_leaf_module
 
         engine = trainer.model_wrapped
@@ -98,7 +99,12 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
             GradientOrder(zero)
         offload = getattr(zero, "parameter_offload", None)
         if offload is not None and not args.torch_compile:
-            _gather_selections(choosing)
+            # A parameter is gathered when it is read: ranks that read others, such as those of the active adapter of
+            # PEFT, would mix their weights.
+            for module in choosing:
+                for child in filter(_is_selection, module.children()):
+                    for parameter in child.parameters():
+                        deepspeed.zero.register_external_parameter(module, parameter)
             # ZeRO-3 traces modules without parameters too. It gathers those of leaf modules together, and generation
             # removes its hooks.
             choosing = {module for module in choosing if not z3_leaf_module(module)}
@@ -108,20 +114,6 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
         if not args.torch_compile:
             gathering = {each for each in model.modules() if any(isinstance(m, FSDPModule) for m in each.modules())}
             EqualForwards(model, gathering, choosing, args)
-
-
-def _gather_selections(choosing: set[Any]) -> None:
-    """Let ZeRO-3 gather all parts of a selection with the module around it, which reads the parameters of some.
-
-    ZeRO-3 gathers a parameter when it is read. Ranks that read others, as PEFT reads those of the active adapter, would
-    mix their weights.
-    """
-    import deepspeed
-
-    for module in choosing:
-        for child in filter(_is_selection, module.children()):
-            for parameter in child.parameters():
-                deepspeed.zero.register_external_parameter(module, parameter)
 
 
 class GradientOrder:

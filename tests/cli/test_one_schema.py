@@ -11,7 +11,7 @@ import pytest
 from commands import Shell, shell_in
 from paths import CONFIGS
 
-LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
+LLAMA, QWEN = str(CONFIGS / "meta-llama--Llama-3.1-8B"), str(CONFIGS / "Qwen--Qwen2.5-0.5B")
 
 PROGRAM = """
 import importlib.util, json, os, sys
@@ -24,6 +24,11 @@ source = Path(spec.origin).read_text()
 first = "    group: ClassVar[str] = \\"Training\\"\\n"
 line = "    dummy_size: Annotated[int | None, Count(9), _option(\\"Size\\", hugging_face=(\\"dummy\\",))] = None\\n"
 assert first in source
+teacher = "    teacher: Annotated[ModelSpec | None, _option(\\"Frozen teacher model for distillation\\")] = None\\n"
+reward = teacher.replace("teacher", "reward")
+reward += "    reward_placement: Annotated[PlacementOption, _option(\\"Where it is\\")] = \\"auto\\"\\n"
+assert teacher in source
+source = source.replace(teacher, teacher + reward)
 module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 exec(compile(source.replace(first, first + line, 1), spec.origin, "exec"), module.__dict__)
@@ -54,19 +59,38 @@ found["plan.json"] = [json.loads((directory / "p" / "plan.json").read_text())["j
 found["flags"] = shardwright.TrainingJob(dummy_size=6).flags(shardwright.TrainingJob())
 text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
 found["commands"] = [line.split() for line in text.splitlines() if line.startswith("    shardwright plan ")]
-from shardwright.cli.page.app import NAMES, command_of, settings_from
+from shardwright.cli.page.app import NAMES, command_of, settings_from, term_rows
 on_page = settings_from({"model": "a/b", "hardware": "8xT4", "dummy_size": "7"})
 found["page"] = ["dummy_size" in NAMES, on_page.dummy_size, "--dummy-size 7" in command_of(on_page)]
 try:
     shardwright.plan(model, "8xA100-80GB", dummy_size=10, seq_len="x")
 except UsageError as error:
     found["errors"] = str(error).splitlines()
+# A second model: its own flags, keys, fields, lines, terms and errors.
+(directory / "job.yaml").write_text("reward: a/b\\nreward_placement: sharded\\n")
+own = settings("plan", model, "--config", str(directory / "job.yaml"))
+found["second model"] = [own.second_models(), own.reward_placement]
+words = ["plan", model, "--hardware", "8xA100-80GB", "--reward", sys.argv[3], "--reward-placement", "sharded"]
+assert run([*words, "--output-dir", str(directory / "second")]) == 0
+plan = Plan.load(directory / "second")
+chosen = json.loads((directory / "second" / "plan.json").read_text())["chosen"]
+found["second plan"] = [chosen["teacher"], chosen["reward"]["placement"], *(one.role for one in plan.job.second_models)]
+found["second flags"] = plan.job.flags(shardwright.TrainingJob())
+text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
+found["second commands"] = [line.split() for line in text.splitlines() if line.startswith("    shardwright plan ")]
+found["second terms"] = [group for group, title, *_ in term_rows(plan) if "reward" in title]
+on_page = settings_from({"model": "a/b", "hardware": "8xT4", "reward": "c/d", "reward_placement": "sharded"})
+found["second page"] = ["reward" in NAMES, command_of(on_page)]
+try:
+    shardwright.plan(model, "8xA100-80GB", reward_placement="sharded")
+except UsageError as error:
+    found["second error"] = str(error)
 print(json.dumps(found))
 """
 
 
-def test_a_new_field_of_a_job_needs_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, LLAMA, str(tmp_path)]
+def test_a_new_field_of_a_job_and_a_new_second_model_are_declared_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, LLAMA, str(tmp_path), QWEN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -79,33 +103,29 @@ def test_a_new_field_of_a_job_needs_one_line(tmp_path: Path) -> None:
         "dummy_size = 10: must be an integer from 1 to 9, or auto",
         "seq_len = 'x': must be an integer from 1 to 100,000,000",
     ]
+    placed = ["--reward-placement", "sharded"]
+    assert found["second model"] == [{"reward": "a/b"}, "sharded"]
+    assert found["second plan"] == [None, "sharded", "reward"]
+    assert {QWEN, "--reward", *placed} <= set(found["second flags"])
+    assert all(QWEN in words and "--reward-placement" in words for words in found["second commands"])
+    assert {"accelerator memory", "step"} <= set(found["second terms"])
+    assert found["second page"][0] and "--reward c/d" in found["second page"][1]
+    assert found["second error"] == "reward_placement = 'sharded': requires a reward; pass --reward too"
+    for line in ("Reward", "Memory includes the reward", "reward weights"):
+        assert line in done.stdout or line in (tmp_path / "second" / "launch.sh").read_text(), line
 
 
-def test_errors_of_all_sources_name_flag_variable_file_and_line(
+def test_options_that_conflict_name_the_variable_and_the_line_that_set_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text("# a job\nofload: cpu\n\nstrategy: zero9\nteacher_placement: sharded\n")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "many")
-    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RNK", "8")
-    wrong = shell(LLAMA, "--hardware", "8xA100-80GB", "--config", "job.yaml", "--micro-batch-size", "x", "--zero", "3")
-    assert wrong.code == 2
-    assert [line.partition(":")[0] if line[0] in "-S" else line.partition(" =")[0] for line in wrong.errors] == [
-        "SHARDWRIGHT_PLAN_LORA_RNK",
-        "ofload (from job.yaml:2): is not a setting; did you mean offload?",
-        "micro_batch_size (from --micro-batch-size)",
-        "lora_rank (from SHARDWRIGHT_PLAN_LORA_RANK)",
-        "strategy (from job.yaml:4)",
-        "--zero",
-    ]
-    monkeypatch.delenv("SHARDWRIGHT_PLAN_LORA_RNK")
     monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_RANK", "8")
-    Path("job.yaml").write_text("# a job\nteacher_placement: sharded\n")
+    Path("job.yaml").write_text("# a job\nteacher_placement: sharded\noptimizer: adamww\n")
     conflict = shell(LLAMA, "--hardware", "8xA100-80GB", "--config", "job.yaml", "--method", "full", "--format", "json")
     assert [error["where"] for error in json.loads(conflict.out)["error"]["errors"]] == [
         "lora_rank (from SHARDWRIGHT_PLAN_LORA_RANK)",
         "teacher_placement (from job.yaml:2)",
+        "optimizer (from job.yaml:3)",
     ]
 
 
@@ -119,11 +139,17 @@ def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together_with_their_lin
     explain: Shell = shell_in(tmp_path, "explain", capsys, monkeypatch)
     data["job"] |= {"seq_len": "x", "dummy_size": 3}
     data["rejected"][1]["gpu_memory"]["peak_bytes"] = "much"
+    data["chosen"] |= {"dummy_speed": 4}
+    data |= {"dummy_key": 5}
     text = json.dumps(data, indent=2)
     file.write_text(text)
     (error,) = explain(tmp_path / "p").errors
-    first, second, third = (1 + text[: text.index(key)].count("\n") for key in ('"x"', '"dummy_size"', '"much"'))
+    line = {
+        key: 1 + text[: text.index(f'"{key}"')].count("\n")
+        for key in ("x", "much", *(f"dummy_{each}" for each in ("size", "speed", "key")))
+    }
     assert error.startswith(f"{file}: is not a plan that this version wrote")
-    assert f"line {first}: job.seq_len must be an integer" in error
-    assert f"line {second}: job.dummy_size is not a key of this version" in error
-    assert f"line {third}: rejected.1.gpu_memory.peak_bytes must be an integer" in error
+    assert f"line {line['x']}: job.seq_len must be an integer" in error
+    for key in ("job.dummy_size", "chosen.dummy_speed", "dummy_key"):
+        assert f"line {line[key.rpartition('.')[2]]}: {key} is not a key of this version" in error
+    assert f"line {line['much']}: rejected.1.gpu_memory.peak_bytes must be an integer" in error

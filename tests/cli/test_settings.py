@@ -14,9 +14,6 @@ from unittest.mock import patch
 import pytest
 import yaml
 from cyclopts.argument import Argument
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.specs.settings import Settings
@@ -55,28 +52,20 @@ def members(annotation: Any) -> list[Any]:
     return [one for item in inner for one in members(item)]
 
 
-def texts(argument: Argument) -> st.SearchStrategy[str]:
-    choices: list[st.SearchStrategy[str]] = []
-    for kind in members(argument.hint):
-        origin, inner = get_origin(kind), get_args(kind)
-        if origin is Literal:
-            choices.append(st.sampled_from(inner))
-        elif kind is bool:
-            choices.append(st.sampled_from(["true", "false", "yes", "no", "on", "off", "1", "0", "True", "FALSE"]))
-        elif kind is int:
-            choices.append(st.sampled_from(["2", "7", "64", "007", "1_000"]))
-        elif kind is float:
-            choices.append(st.sampled_from(["0.5", "5e-1", ".25", "0.125"]))
-        elif origin in (tuple, list) and inner[0] in (int, float):
-            choices.append(st.sampled_from(["3", "1,2", " 4 , 5 ", "[1, 2]"]))
-        elif origin in (tuple, list):
-            choices.append(st.sampled_from(["one", "re:.*(q,k){1,2}_proj", "0123", "[a, b]"]))
-        elif origin is dict:
-            choices.append(st.sampled_from(["a=1", "b=[1, 2]", "c=", "d=on", "e=x=y"]))
-        else:
-            assert kind in (str, Path), (argument.name, kind)
-            choices.append(st.sampled_from(["plain", "1.10", "0123", "on", "1e-5", "2024-01-01", "a b", "x: y", "#1"]))
-    return st.one_of(choices)
+SAMPLES = {bool: ["on", "no", "1"], int: ["007", "1_000", "2"], float: ["5e-1", ".25", "0.125"]}
+LISTED = {int: ["1,2", "[3]", " 4 , 5 "], float: ["0.5", "[1, 2]", "3"], Path: ["a,b", "[c]", "d"]}
+TEXTS = ["1e-5", "x: y", "0123"]
+
+
+def texts(argument: Argument) -> list[str]:
+    """Return three texts that an option accepts, written as people write them."""
+    kind = members(argument.hint)[0]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return [str(inner[index % len(inner)]) for index in range(3)]
+    if origin in (tuple, list):
+        return LISTED.get(inner[0], ["one", "re:.*(q,k){1,2}_proj", "[a, b]"])
+    return ["a=1", "b=[1, 2]", "e=x=y"] if origin is dict else SAMPLES.get(kind, TEXTS)
 
 
 def resolved(command: tuple[str, ...], **stated: Mapping[str, str]) -> dict[str, Any]:
@@ -108,33 +97,34 @@ def resolved(command: tuple[str, ...], **stated: Mapping[str, str]) -> dict[str,
     return found
 
 
-def values_of(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if not name.endswith(" from")}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@hypothesis_settings(max_examples=3, deadline=None)
-@given(data=st.data())
-def test_a_text_is_the_same_value_from_every_source_and_the_highest_source_wins(
-    command: tuple[str, ...], data: st.DataObject
-) -> None:
+def test_a_text_is_the_same_value_from_every_source_and_the_highest_source_wins(command: tuple[str, ...]) -> None:
     options = OPTIONS[command]
-    needed = {name for name, argument in options.items() if argument.required}
-    if command in (("cache-teacher",), ("quantize",)):
-        # A dry run does without.
-        needed.add("output_dir")
-    stated: dict[str, dict[str, str]] = {rank: {} for rank in RANKS}
-    winner: dict[str, str] = {}
-    for name, argument in options.items():
-        chosen = data.draw(st.sets(st.sampled_from(RANKS), min_size=1 if name in needed else 0))
-        for rank in sorted(chosen, key=RANKS.index):
-            stated[rank][name] = winner[name] = data.draw(texts(argument))
-    found = resolved(command, **stated)
-    assert values_of(found) == values_of(resolved(command, flag=winner))
-    for name in options:
-        expected = next((rank for rank in reversed(RANKS) if name in stated[rank]), "default")
-        assert found.get(f"{name} from", expected) == expected, name
+    samples = {name: texts(argument) for name, argument in options.items()}
+    needed = {
+        name: samples[name][0]
+        for name in ("output_dir", *samples)
+        if name in options
+        and (options[name].required or (name == "output_dir" and command in (("cache-teacher",), ("quantize",))))
+    }
+    for index, rank in enumerate(RANKS):
+        # Each source sets the options of the sources below it too, and loses to those above it.
+        stated = {
+            lower: {name: both[position] for name, both in samples.items()}
+            for position, lower in enumerate(RANKS[: index + 1])
+        }
+        found = resolved(command, **stated)
+        assert {found.get(f"{name} from", rank) for name in samples} == {rank}
+        values = {name: both[index] for name, both in samples.items()}
+        alone = {source: resolved(command, **{source: needed | values}) for source in RANKS}
+        plain = [
+            {name: value for name, value in each.items() if not name.endswith(" from")}
+            for each in (found, *alone.values())
+        ]
+        assert all(each == plain[0] for each in plain), rank
+    unset = resolved(command, flag=needed)
+    assert {unset.get(f"{name} from", "default") for name in samples.keys() - needed.keys()} <= {"default"}
 
 
 @pytest.fixture(autouse=True)
@@ -156,11 +146,8 @@ def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 TRIED = {
     "plan": ("plan", "m", "--hardware", "8xA100-80GB"),
-    "distill": ("distill", "t", "s", "--output-dir", "out"),
-    "qat": ("qat", "m", "--output-dir", "out"),
     "quantize": ("quantize", "m", "--dry-run"),
     "cache-teacher": ("cache-teacher", "t", "--dry-run"),
-    "evaluate": ("evaluate", "m"),
 }
 """Commands that have `seq_len`, with what they need."""
 FILES = [

@@ -79,8 +79,11 @@ TASKS = "--tasks tiny_choice --include-path {root}/tasks"
         "merge {tuned} --output-dir {out}",
         f"evaluate {{root}}/model --baseline {{root}}/model --seq-len 32 --num-samples 4 --device cpu {TASKS}",
         "quantize {root}/model --scheme W8A16 --method rtn --group-size 16 --no-evaluate --output-dir {out}",
-        "quantize {root}/model --scheme W4A16 --method gptq --group-size 16 --seq-len 32 --num-samples 4 --no-evaluate "
-        "--dataset python-help --output-dir {out}",
+        pytest.param(
+            "quantize {root}/model --scheme W4A16 --method gptq --group-size 16 --seq-len 32 --num-samples 4 "
+            "--no-evaluate --dataset python-help --output-dir {out}",
+            marks=pytest.mark.needs("llmcompressor"),
+        ),
         "serve {root}/model --hardware 1xA100-80GB --dry-run",
     ],
 )

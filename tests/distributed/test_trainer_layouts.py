@@ -135,7 +135,11 @@ def records(
 
 @pytest.mark.parametrize(
     "case",
-    marked([*EQUAL, *CELLS], lambda case: (case.trainer, case.layout, case.family, *case.options)),
+    marked(
+        [*EQUAL, *CELLS],
+        lambda case: (case.trainer, case.layout, case.family, *case.options),
+        lambda case: (case.trainer, case.full_layout.engine),
+    ),
     ids=lambda case: case.name,
 )
 def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[str, Any]]) -> None:
@@ -146,6 +150,7 @@ def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[s
     assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=NORM_TOLERANCE)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", marked(REJECTED, lambda case: (case.trainer, case.layout)), ids=lambda case: case.name)
 def test_unequal_trainers_are_rejected_before_a_step(case: TrainerCase, records: dict[str, dict[str, Any]]) -> None:
     record = records[case.name]

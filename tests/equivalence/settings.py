@@ -375,7 +375,7 @@ def _between_codes(trainer: Any) -> None:
 
 def _pruned(share: float = 0.5, **options: Any) -> Change:
     def make() -> Any:
-        from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
+        from shardwright.trainers.sparsity import MagnitudePruningCallback
 
         return MagnitudePruningCallback(share, **({"start_step": 0, "end_step": 1, "every": 1} | options))
 
@@ -383,7 +383,7 @@ def _pruned(share: float = 0.5, **options: Any) -> Change:
 
 
 def _l1() -> Any:
-    from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
+    from shardwright.trainers.sparsity import L1SparsityCallback
 
     return L1SparsityCallback(0.05)
 

@@ -177,6 +177,8 @@ CASES = [
 
 _PLAIN_FAMILIES = ("gemma", "gemma2", "mistral", "qwen2")
 """Families whose layers tensor parallelism shards like those of another one here."""
+OF_RELEASES = {"bf16", "distillation", "evaluated", "lora", "resumed", "streams", "tiled", "workers"}
+"""Settings that other code of the libraries runs; the others differ in samples, losses or sizes."""
 
 
 def _marked(cases: list[Case]) -> list[Any]:
@@ -184,7 +186,7 @@ def _marked(cases: list[Case]) -> list[Any]:
         uneven = (case,) if case in _UNEVEN else ()
         return () if case.model in _PLAIN_FAMILIES else (case.layout, case.family, *case.settings, *uneven)
 
-    return marked(cases, values_of)
+    return marked(cases, values_of, lambda case: (case.layout, case.family, *OF_RELEASES.intersection(case.settings)))
 
 
 _COLUMN_LAYOUTS = {
@@ -267,6 +269,7 @@ REJECTED: dict[Case, str] = {
 """Runs that would compute something else or fail late, and words of the reason."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", marked(REJECTED, lambda case: case.settings), ids=_named)
 def test_runs_that_would_differ_are_rejected_before_a_step(case: Case, records: dict[str, Record]) -> None:
     record = records[case.name]
@@ -301,7 +304,11 @@ STAGED = [
 ]
 
 
-@pytest.mark.parametrize("case", marked(STAGED, lambda case: (case.columns, *case.settings)), ids=_named)
+@pytest.mark.parametrize(
+    "case",
+    marked(STAGED, lambda case: (case.columns, *case.settings), lambda case: (case.full_layout.engine,)),
+    ids=_named,
+)
 def test_evaluations_and_training_runs_in_any_order_match_one_process(case: Case, records: dict[str, Record]) -> None:
     """One Trainer evaluates first, trains several times and is interrupted."""
     record, expected = records[case.name], records[reference_of(case).name]
@@ -345,6 +352,7 @@ FORMULAS = [
 ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", FORMULAS, ids=_named)
 def test_one_process_trains_as_the_formulas_say(case: Case, records: dict[str, Record], directory: Path) -> None:
     record, expected = records[case.name], computed(case)

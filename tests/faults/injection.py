@@ -1,27 +1,20 @@
 """One fault in a rank, at a step and a phase, read from `SHARDWRIGHT_FAULT`, which launchers pass on to ranks.
 
-`KIND@PHASE:step=3,rank=1` with a phase of `step`, `save`, `mark` (all files of a
-checkpoint are written, its record is not) or `load`. Kinds: `exception`, `sigterm`, `sigint`,
-`sigkill`, `sigstop`, `hang`, `nan-loss`, `inf-gradient`, `nan-weight`, and within a save `file-kill`, `file-enospc`,
-`file-eio` with `at=N` for the n-th file operation (`at=0` only logs them to `SHARDWRIGHT_FAULT_LOG`).
+`KIND@PHASE:step=3,rank=1` with a phase of `step`, `mark` (all files of a checkpoint are written, its record is not) or
+`load`. Kinds: `exception`, `sigterm`, `sigint`, `sigkill`, `sigstop`, `hang`, `nan-loss`, `inf-gradient`, `nan-weight`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-VARIABLE, LOG = "SHARDWRIGHT_FAULT", "SHARDWRIGHT_FAULT_LOG"
+VARIABLE = "SHARDWRIGHT_FAULT"
 SIGNALS = {"sigterm": signal.SIGTERM, "sigint": signal.SIGINT, "sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP}
-FILE_ERRORS = {"file-kill": 0, "file-enospc": errno.ENOSPC, "file-eio": errno.EIO}
-PHASES = ("step", "save", "mark", "load")
+PHASES = ("step", "mark", "load")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +23,10 @@ class Fault:
     phase: str
     step: int = 1
     rank: int = 0
-    at: int = 0
 
     @property
     def text(self) -> str:
-        return f"{self.kind}@{self.phase}:step={self.step},rank={self.rank},at={self.at}"
+        return f"{self.kind}@{self.phase}:step={self.step},rank={self.rank}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -130,32 +122,10 @@ def _callback(fault: Fault) -> type:
                 else:
                     happen(fault)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if fault.phase != "save" or state.global_step != fault.step:
-                return
-            if fault.kind not in FILE_ERRORS:
-                happen(fault)
-                return
-            log = os.environ.get(LOG, os.devnull)
-            directory = str(Path(args.output_dir).absolute()).encode()
-            arm = ctypes.CDLL(None).fault_arm
-            assert not arm(directory, ctypes.c_long(fault.at), FILE_ERRORS[fault.kind], log.encode()), "not armed"
-
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if fault.phase == "mark" and state.global_step == fault.step:
                 happen(fault)
 
-    if fault.kind in FILE_ERRORS:
-
-        def disarmed(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == fault.step + 1:
-                # A save ends beside the next step, in a thread of its own.
-                for thread in threading.enumerate():
-                    if thread.name == f"checkpoint-{fault.step}":
-                        thread.join()
-                ctypes.CDLL(None).fault_disarm()
-
-        FaultCallback.on_step_begin = disarmed  # type: ignore[assignment, method-assign]
     return FaultCallback
 
 

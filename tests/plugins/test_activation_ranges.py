@@ -18,7 +18,6 @@ from shardwright.plugins.activation_ranges import (
     l2_range,
     minmax_range,
     percentile_range,
-    rounded_values,
 )
 
 
@@ -126,24 +125,6 @@ def test_percentiles_are_those_of_numpy(heavy_tailed, percentile):
     outside = (100 - percentile) / 2
     assert abs(low - numpy.percentile(values, outside)) <= histogram.bin_width
     assert abs(high - numpy.percentile(values, 100 - outside)) <= histogram.bin_width
-
-
-@given(st.floats(-50, 0), st.floats(0, 50), st.integers(2, 8), st.booleans())
-@settings(max_examples=25, deadline=None)
-def test_rounding_is_that_of_compressed_tensors(low, high, bits, symmetric):
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    if max(-low, high) < 1e-3:
-        return
-    values = torch.linspace(-60, 60, 257, dtype=torch.float64)
-    arguments = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="tensor")
-    bound = [torch.tensor([edge], dtype=torch.float64) for edge in (low, high)]
-    scale, zero = calculate_qparams(*bound, arguments)
-    expected = fake_quantize(values, scale, zero, arguments)
-    found = rounded_values(values, *bound, static(bits, symmetric=symmetric))[0]
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

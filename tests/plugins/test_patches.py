@@ -10,7 +10,6 @@ import inspect
 import io
 import re
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -352,8 +351,7 @@ READ = {
         ("transformers.modeling_layers", "self._gradient_checkpointing_func"),
     ),
     "metered-backward": ("transformers.trainer", "self.accelerator.backward"),
-    "sequence-parallel-gather": ("accelerate.accelerator", "self.gather"),
-    "tensor-parallel-gather": ("transformers.trainer", "self.accelerator.gather_for_metrics"),
+    "samples-of-a-group-once": ("accelerate.accelerator", "self.gather"),
     "expert-parallel-state-dict": ("transformers.trainer", "self.accelerator.get_state_dict"),
     "pipeline-data-loader": ("accelerate.accelerator", "self.prepare_data_loader"),
     "metered-instructions": ("deepspeed.runtime.pipe.engine", "self._INSTRUCTION_MAP"),
@@ -503,21 +501,6 @@ def test_deepspeed_fixes_the_shapes_of_attention() -> None:
     kind = patches.upstream_value(next(patch for patch in PATCHES if patch.name == "ulysses-shapes"))
     assert kind.__module__ == ulysses_sp.__name__
     assert "assert query.shape == self.required_query_shape" in inspect.getsource(kind.forward)
-
-
-def test_torch_waits_for_an_abandoned_lock(tmp_path: Path) -> None:
-    from torch.utils.file_baton import FileBaton
-
-    lock = tmp_path / "lock"
-    lock.touch()
-    stock = patches.upstream_value(next(patch for patch in PATCHES if patch.name == "abandoned-locks"))
-    waiting = threading.Thread(target=stock, args=(FileBaton(str(lock), wait_seconds=0.01),), daemon=True)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    lock.unlink()
-    waiting.join(10)
-    assert not waiting.is_alive()
 
 
 def test_ring_attention_names_no_operator_of_the_cpu() -> None:

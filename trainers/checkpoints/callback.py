@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ShardwrightError, UsageError
 from ...plugins.deepspeed.engine import load_from_other_ranks
 from ...plugins.launching.background import BackgroundTask
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import check_first_of_its_kind
-from ..exact import StepEvents, make_exact
+from ..exact import StepEvents, check_attached, make_exact
 from .record import (
     flush_tree,
     flushed_records,
@@ -35,8 +35,7 @@ from .resume import (
     Selection,
     checkpoints,
     compared,
-    finished_errors,
-    is_finished,
+    finished,
     named_checkpoint,
     newest_whole,
     rotate,
@@ -140,13 +139,13 @@ class CheckpointCallback(StepEvents, TrainerCallback):
         def selected() -> tuple[str, bool]:
             selection = choose()
             errors, warnings = compared(selection.record.facts, facts)
-            errors += finished_errors(selection, facts, self._trainer.args.max_steps)
-            if errors:
+            is_done, further = finished(selection, facts, self._trainer.args.max_steps)
+            if errors := errors + further:
                 raise UsageError(errors)
             for line in (*(f"skipped: {skipped}" for skipped in selection.skipped), *warnings):
                 note_on_first_rank(line)
             note_on_first_rank(f"resuming from {selection.path.name}")
-            if is_finished(selection, facts, self._trainer.args.max_steps):
+            if is_done:
                 note_on_first_rank(f"all {selection.record.step} steps are done: only the rest of the command runs")
             return str(selection.path), selection.record.facts.get("world_size") != facts["world_size"]
 
@@ -168,9 +167,7 @@ class CheckpointCallback(StepEvents, TrainerCallback):
         Raises:
             UsageError: the callback was not attached.
         """
-        if self._trainer is None:
-            fix = "write CheckpointCallback().attach(trainer) instead of callbacks=[CheckpointCallback()]"
-            raise UsageError(ConfigError(where="CheckpointCallback", rule="is not attached to a Trainer", fix=fix))
+        check_attached(self, self._trainer)
         self._facts = None
         self._run_facts()
         self._is_done = 0 < state.max_steps <= state.global_step

@@ -347,31 +347,21 @@ def _as_model(path: Path, names: Collection[str]) -> str:
     return f"run `{extracts}` in {path} and start a new run from these weights"
 
 
-def is_finished(selection: Selection, facts: Mapping[str, object], max_steps: int) -> bool:
-    """Return whether a checkpoint was saved after the last step of its run, and the run that resumes has as many steps.
+def finished(selection: Selection, facts: Mapping[str, object], max_steps: int) -> tuple[bool, list[ConfigError]]:
+    """Return whether the run that resumes has no further step, and the errors of one with fewer steps.
 
-    The arguments are those of `finished_errors`.
-    """
-    saved, steps = _saved_and_wanted_steps(selection, facts, max_steps)
-    return saved == steps == selection.record.step
-
-
-def finished_errors(selection: Selection, facts: Mapping[str, object], max_steps: int) -> list[ConfigError]:
-    """Return the error of a run that has fewer steps than the checkpoint, which used the schedule of a longer run.
+    The checkpoint of a longer run used its schedule.
 
     Args:
         selection: The checkpoint.
         facts: The facts of the run that resumes.
         max_steps: Its optimizer steps; 0 or less if only its epochs are known.
     """
-    saved, steps = _saved_and_wanted_steps(selection, facts, max_steps)
-    if not 0 < steps <= selection.record.step or saved == steps == selection.record.step:
-        return []
+    state = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))
+    saved, step = state["max_steps"], selection.record.step
+    steps = saved if selection.record.facts.get("max_steps") == facts.get("max_steps") else max_steps
+    if saved == steps == step or not 0 < steps <= step:
+        return saved == steps == step, []
     fix = "raise the steps or epochs, or start a new run from the weights of the checkpoint"
     rule = f"all {steps} steps are done, in a run of {saved} steps"
-    return [ConfigError(where="resume", value=selection.path.name, rule=rule, fix=fix)]
-
-
-def _saved_and_wanted_steps(selection: Selection, facts: Mapping[str, object], max_steps: int) -> tuple[int, int]:
-    saved = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
-    return saved, saved if selection.record.facts.get("max_steps") == facts.get("max_steps") else max_steps
+    return False, [ConfigError(where="resume", value=selection.path.name, rule=rule, fix=fix)]

@@ -167,16 +167,23 @@ class Evaluation:
 
 
 class Counting:
-    """Counts of one Trainer's steps. Arguments: see `exact.count_as_one_process`."""
+    """Counts of one Trainer's steps.
+
+    Args:
+        trainer: The Trainer.
+        ranks_of_a_sample: Ranks that read the same samples.
+        weighs_means: Whether to weigh losses that are means over their own batch.
+        weighs_own_losses: See `exact.count_as_one_process`.
+    """
 
     def __init__(
-        self, trainer: Trainer, ranks_of_a_sample: int = 1, *, evaluates: bool = True, weighs_own_losses: bool = False
+        self, trainer: Trainer, ranks_of_a_sample: int, *, weighs_means: bool, weighs_own_losses: bool
     ) -> None:
-        self._trainer, self._ranks_of_a_sample, self.evaluates = trainer, ranks_of_a_sample, evaluates
+        self._trainer, self._ranks_of_a_sample = trainer, ranks_of_a_sample
         # Ranks of a sequence hold parts of it, and a balance loss inside the model's is not a mean over labels.
-        shares = ranks_of_a_sample > 1 or getattr(trainer.accelerator, "parallelism_config", None) is not None
-        is_plain = not shares and not balances_experts(trainer.model)
-        own, weighs = own_losses.own_loss_of(trainer), weighs_own_losses and evaluates and is_plain
+        shares_sequences = getattr(trainer.accelerator, "parallelism_config", None) is not None
+        is_plain = weighs_means and not shares_sequences and not balances_experts(trainer.model)
+        own, weighs = own_losses.own_loss_of(trainer), weighs_own_losses and is_plain and ranks_of_a_sample == 1
         self.own_loss = own if weighs and own_losses.is_loss_of_rows(trainer) else None
         """Loss of the user that is weighed as what it is of its batch, `kind`; `None` if no such loss."""
         self.kind = own_losses.requested_kind(trainer)

@@ -196,13 +196,12 @@ def _rewritten_span(
     start, stop = part
     question, opening = [{"role": "user", "content": "a"}], ""
     with suppress(UsageError):
-        asked = str(render(question))
-        opening = str(render(question, add_generation_prompt=True)).removeprefix(asked)
+        opening = str(render(question, add_generation_prompt=True)).removeprefix(str(render(question)))
     if opening and (header := text.rfind(opening, first, start)) >= 0:
         start = header + len(opening)
     for end in ends:
-        if (found := text.find(end, stop, last)) >= 0:
-            stop = found + len(end)
+        if (position := text.find(end, stop, last)) >= 0:
+            stop = position + len(end)
     return start, stop
 
 

@@ -1,10 +1,11 @@
-"""Load the model that training or evaluation starts from: its configuration, weights and tokenizer.
+"""Load the model that training or evaluation starts from: its configuration, weights, tokenizer and other files.
 
 Weights are read only from safetensors, and code in a model repository never runs.
 """
 
 from __future__ import annotations
 
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,27 @@ from ...plugins.transformers.sound_model import (
 )
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from .sources import DataSettings
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a chat template, which takes precedence over one in `tokenizer_config.json`."""
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    CHAT_TEMPLATE,
+    "processor_config.json",
+    "preprocessor_config.json",
+    "generation_config.json",
+)
+"""Tokenizer, processors and generation settings."""
+
+PROBE_TEXT = "Ünïcode, 日本語 and 🤗: x = {'a': 1};\n\tif x != 0:  return [3.14, -2]\n"
 
 Kind = TypeVar("Kind", bound=DataSettings)
 
@@ -112,6 +134,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy tokenizer, processors and generation settings."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     """Return the model's tokenizer, or a byte tokenizer if a local model has none.
 
@@ -132,6 +161,39 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
         rule = f"its ids must be below the model's vocab_size = {vocab_size}, but the largest is {largest}"
         raise UsageError(ConfigError(where="tokenizer", value=str(path), rule=rule))
     return tokenizer
+
+
+def agreed_vocab_size(
+    own_tokenizer: Any,
+    other_tokenizer: Any,
+    *,
+    roles: tuple[str, str] = ("student", "teacher"),
+    fix: str = "use models of one family",
+) -> int:
+    """Return the number of ids of two equal tokenizers, one more than the largest id.
+
+    Models may have wider heads, whose further rows belong to no token.
+
+    Args:
+        own_tokenizer: Tokenizer of the first role.
+        other_tokenizer: Tokenizer of the second role.
+        roles: Names of the two models in an error.
+        fix: Fix in an error.
+
+    Raises:
+        UsageError: the tokenizers differ; reports the first difference.
+    """
+    tokenizers = (own_tokenizer, other_tokenizer)
+    own, other = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in tokenizers)
+    first = next((index for index in sorted(own.keys() | other.keys()) if own.get(index) != other.get(index)), None)
+    split = [tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
+    if first is not None:
+        rule = f"token {first} is {own.get(first)!r} for the {roles[0]} and {other.get(first)!r} for the {roles[1]}"
+    elif split[0] != split[1]:
+        rule = f"{roles[0]} and {roles[1]} split a text differently, into {len(split[0])} and {len(split[1])} tokens"
+    else:
+        return int(max(own)) + 1
+    raise UsageError(ConfigError(where="tokenizer", rule=rule, fix=fix))
 
 
 def with_positions(settings: Kind, *configs: Any) -> Kind:

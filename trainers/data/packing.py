@@ -119,7 +119,9 @@ def packed_row(documents: Sequence[Sample]) -> Sample:
 def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: str | None, seq_len: int) -> str | None:
     """Return why conversations cannot be packed; `None` if they can.
 
-    A small model of the same classes is run on the CPU to see that its documents do not read each other.
+    A small model of the same classes is run on the CPU to see that its documents do not read each other: the gradient
+    of one document's logits is exactly zero for the embeddings of another, in both directions, because masked attention
+    weights are exactly zero; and its logits are those of the document alone.
 
     Args:
         layout: The layout that trains.
@@ -134,17 +136,6 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
         return f"{attention} separates documents only with --micro-batch-size 1"
     if config.get("output_router_logits"):
         return "the balance loss of the router (output_router_logits) would count padding"
-    return _reads_other_documents(config, layout, attention=attention, seq_len=seq_len)
-
-
-def _reads_other_documents(
-    config: Mapping[str, Any], layout: Layout, *, attention: str | None, seq_len: int
-) -> str | None:
-    """Return how a small model of these classes mixes documents of a packed row; `None` if it does not.
-
-    The gradient of one document's logits is exactly zero for the embeddings of another, in both directions, because
-    masked attention weights are exactly zero; and its logits are those of the document alone.
-    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

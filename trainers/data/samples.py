@@ -149,7 +149,12 @@ def load_samples(
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = _kind_of(source, rows)
     filled = [(index, row) for index, row in enumerate(rows) if _has_text(row, kind)]
-    _check_one_format(source, rows, kind)
+    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
+    for index, row in enumerate(rows):
+        if not _has_text(row, kind) and (other := next((name for name in kinds if _has_text(row, name)), None)):
+            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
+            fix = "convert the rows, or train on one file per format"
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
@@ -249,16 +254,6 @@ def _has_text(row: Row, kind: Kind) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _check_one_format(source: str, rows: Sequence[Row], kind: Kind) -> None:
-    """Raise a `UsageError` if rows have text in the columns of another kind."""
-    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
-    for index, row in enumerate(rows):
-        if not _has_text(row, kind) and (other := next((name for name in kinds if _has_text(row, name)), None)):
-            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
-            fix = "convert the rows, or train on one file per format"
-            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
-
-
 def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
     """Return the prompt and the completion of a row, both texts or both lists of messages.
 
@@ -283,20 +278,6 @@ def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tupl
         fix = "write both as text, or both as lists of messages"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     return prompt, completion
-
-
-def _tools_of(row: Row, where: str) -> list[Any] | None:
-    """Return the functions that a row offers to the assistant; datasets store them as a list or as JSON text."""
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UsageError(ConfigError(where=where, rule=f"its tools are not valid JSON ({error})")) from None
-    if tools and not isinstance(tools, list):
-        rule = f"its tools must be a list, not {type(tools).__name__}"
-        raise UsageError(ConfigError(where=where, rule=rule))
-    return tools or None
 
 
 def _split_rows(
@@ -363,9 +344,18 @@ def _made_samples(
         if turns is None:
             ids, labels = encode_completion(tokenizer, prompt, completion)
         else:
-            tools = _tools_of(row, where)
+            tools = row.get("tools")
+            if isinstance(tools, str) and tools.strip():
+                try:
+                    tools = json.loads(tools)
+                except ValueError as error:
+                    rule = f"its tools are not valid JSON ({error})"
+                    raise UsageError(ConfigError(where=where, rule=rule)) from None
+            if tools and not isinstance(tools, list):
+                rule = f"its tools must be a list, not {type(tools).__name__}"
+                raise UsageError(ConfigError(where=where, rule=rule))
             ids, labels = encode_chat(
-                tokenizer, turns, first_labelled=first_labelled, tools=tools, where=where, counts=chats
+                tokenizer, turns, first_labelled=first_labelled, tools=tools or None, where=where, counts=chats
             )
         counts["cut"] += len(ids) > seq_len
         ids, labels = ids[:seq_len], labels[:seq_len]

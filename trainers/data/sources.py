@@ -153,14 +153,10 @@ def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
     """
     if revision is not None and source.is_local:
         raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
-    return islice(_rows(source, split=split, revision=revision), source.limit)
-
-
-def _rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
     if source.name == PYTHON_HELP:
-        return ({"text": text} for text in read_documents(None))
+        return islice(({"text": text} for text in read_documents(None)), source.limit)
     if not source.is_local:
-        return _hub_rows(source, split=split, revision=revision)
+        return islice(_hub_rows(source, split=split, revision=revision), source.limit)
     path = Path(source.name)
     files = [path]
     if path.is_dir():
@@ -171,7 +167,7 @@ def _rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
     elif path.suffix not in SUFFIXES:
         rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
         raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule))
-    return (row for file in files for row in _file_rows(file))
+    return islice((row for file in files for row in _file_rows(file)), source.limit)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

@@ -19,9 +19,8 @@ from ...plugins.transformers.sound_model import (
     refuse_code,
     refuse_other_formats,
 )
-from ..data.models import StartingModel, has_tokenizer, load_tokenizer
+from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
 from ..data.sources import one_line
-from ..data.tokenizers import agreed_vocab_size
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ class EvalModel:
     @property
     def longest(self) -> int | None:
         """Number of token positions; `None` if the configuration has none."""
-        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return positions if isinstance(positions, int) and positions > 0 else None
+        return positions_of(self.config) or None
 
     @property
     def vocab_size(self) -> int:

@@ -25,10 +25,9 @@ from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
-from ..data.models import StartingModel, load_config, load_model
+from ..data.models import StartingModel, copy_companions, load_config, load_model
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
-from .model_directory import copy_companions
 
 SCHEMA_VERSION = 1
 """Version of `merge --format json`."""
@@ -134,7 +133,18 @@ def merge(
                 # The tokenizer of the adapter has the chat template that it was trained with.
                 copy_companions(directory, unfinished)
                 copy_companions(read.directory, unfinished)
-                write_files({CARD_FILE: _card(report)}, unfinished, force=True)
+                into = "its base model, dequantized from the NF4 weights of QLoRA" if qlora else "its base model"
+                lead = f"{code(shown_name(name))}, a LoRA adapter, merged into {into}."
+                rounding = f"Rounding to {report.dtype} changed the merged matrices by {rounding_error:.1e} (relative)."
+                card = card_text(
+                    f"{title_of(report.base)} with {title_of(name)}",
+                    [f"{lead} {rounding}", usage()],
+                    f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
+                    base=report.base,
+                    relation="finetune",
+                    tags=("merged",),
+                )
+                write_files({CARD_FILE: card}, unfinished, force=True)
         return report
 
 
@@ -170,16 +180,3 @@ def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_rev
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
     return source
-
-
-def _card(report: MergeReport) -> str:
-    into = "its base model, dequantized from the NF4 weights of QLoRA" if report.qlora else "its base model"
-    rounding = f"Rounding to {report.dtype} changed the merged matrices by {report.rounding_error:.1e} (relative)."
-    return card_text(
-        f"{title_of(report.base)} with {title_of(report.adapter)}",
-        [f"{code(shown_name(report.adapter))}, a LoRA adapter, merged into {into}. {rounding}", usage()],
-        f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
-        base=report.base,
-        relation="finetune",
-        tags=("merged",),
-    )

@@ -120,10 +120,16 @@ class BalanceOverRanks:
     """
 
     def __init__(self, trainer: Trainer, records: Callable[[], Sequence[RoutedTokens]] | None = None) -> None:
+        from transformers import Trainer as Stock
+
         self._trainer, self._records = trainer, records
         self._is_checked = False
         kind = own_class(trainer)
-        self.is_added_by_trainer = getattr(kind, "adds_balance_loss", False) or _reads_aux_loss(kind)
+        above = takewhile(lambda base: base is not Stock, kind.__mro__)
+        methods = [method for base in above for method in vars(base).values() if inspect.isfunction(method)]
+        codes = [inspect.unwrap(method).__code__ for method in methods]
+        reads = any("aux_loss" in (*code.co_names, *code.co_consts) for code in codes)
+        self.is_added_by_trainer = getattr(kind, "adds_balance_loss", False) or reads
         self._latest: Any = None
         self._factor = 1.0
         self._kept: KeptPart | None = None
@@ -271,16 +277,6 @@ def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:
             selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
         layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
     return layers
-
-
-def _reads_aux_loss(kind: type) -> bool:
-    """Return whether a method that a subclass of Trainer defines reads `aux_loss`."""
-    from transformers import Trainer
-
-    own = takewhile(lambda base: base is not Trainer, kind.__mro__)
-    methods = [method for base in own for method in vars(base).values() if inspect.isfunction(method)]
-    codes = [inspect.unwrap(method).__code__ for method in methods]
-    return any("aux_loss" in (*code.co_names, *code.co_consts) for code in codes)
 
 
 def _unknown_formula(model: Any) -> UsageError:

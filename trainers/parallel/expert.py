@@ -13,7 +13,7 @@ from ...plugins import patches
 from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
+from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, loads, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class ExpertParallelCallback(TrainerCallback):
             raise UsageError(ConfigError(where="expert_parallel_size", value=expert_parallel_size, rule=rule, fix=fix))
         self.expert_parallel_size = expert_parallel_size
         self._axis = ExpertAxis(expert_parallel_size)
-        self._shapes: auto_ep.Shapes | None = None
-        self._trainer: Trainer | None = None
+        self._shapes: Mapping[str, tuple[int, ...]] | None = None
+        self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and write the DeepSpeed section; call it before the Trainer is created.
@@ -98,10 +98,7 @@ class ExpertParallelCallback(TrainerCallback):
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        count_as_one_process(trainer)
-        exact = make_exact(trainer)
-        # The model cannot balance the routing of experts on other ranks.
-        exact.rank_balance, exact.shared_axis = None, self._axis
+        count_as_one_process(trainer, self._axis)
         shapes = self._shapes
 
         def with_all_experts(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,18 +120,14 @@ class ExpertParallelCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called, or the Trainer's settings do not combine with expert parallelism.
         """
-        if self._trainer is None:
-            rule, fix = "was not attached", "call attach(trainer) before trainer.train()"
-            raise UsageError(ConfigError(where="ExpertParallelCallback", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
         if errors := trainer_errors(self._trainer):
             raise UsageError(errors)
-        engine = self._trainer.deepspeed
-        if not engine.zero_optimization():
-            auto_ep.clip_by_the_whole_norm(engine)
         if self._axis.watch is not None:
             self._axis.watch.remove()
-        self._axis.watch = RouterWatch(auto_ep.moe_layers(engine.module))
-        make_exact(self._trainer).rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
+        self._axis.watch = RouterWatch(auto_ep.moe_layers(self._trainer.deepspeed.module))
+        # The model cannot balance the routing of experts on other ranks.
+        self._trainer.rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
 
 
 class ExpertAxis(Axis):
@@ -148,6 +141,11 @@ class ExpertAxis(Axis):
     def group_parameters(self, trainer: ExactTrainer, optimizer: Any) -> None:
         """Mark the groups of experts; the Trainer groups parameters by weight decay."""
         auto_ep.mark_expert_groups(optimizer, trainer.model, self._size)
+
+    def correct_clipping(self, engine: Any) -> None:
+        """Clip by the norm over all ranks' experts; ZeRO does so itself."""
+        if not engine.zero_optimization():
+            auto_ep.clip_by_the_whole_norm(engine)
 
     @contextmanager
     def computing_loss(self, trainer: ExactTrainer, model: Any, inputs: Any) -> Iterator[None]:

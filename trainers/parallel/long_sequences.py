@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
+from ...plugins.transformers.gradient_checkpointing import offload_checkpoints
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.tiled_compute import (
     IGNORED_LABEL,
@@ -24,7 +24,7 @@ from ...plugins.transformers.tiled_compute import (
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..counting.own_losses import computes_own_loss
-from ..exact import make_exact
+from ..exact import check_attached, make_exact
 from ..losses.fused_loss import HeadReplacement
 from .sequence.shards import shifted_labels
 
@@ -64,7 +64,7 @@ class LongSequenceCallback(TrainerCallback):
     ) -> None:
         self.tiled_mlp, self.tiled_loss = tiled_mlp, tiled_loss
         self.offloaded_checkpoints = offloaded_checkpoints or 0
-        self._attached = False
+        self._trainer: Any = None
 
     def errors(self, trainer: Trainer) -> list[ConfigError]:
         """Return why the model, the arguments or the class of a Trainer do not support it."""
@@ -122,7 +122,7 @@ class LongSequenceCallback(TrainerCallback):
         if self.tiled_loss and not _liger_replaces(trainer.args, _LIGER_LOSSES[:1]):
             loss = TiledLoss(model, _tile_count(self.tiled_loss))
             make_exact(trainer).tiled_loss = loss
-        self._attached = True
+        self._trainer = trainer
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -138,9 +138,7 @@ class LongSequenceCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called, or fewer layers are recomputed.
         """
-        if not self._attached:
-            rule, fix = "callback.attach(trainer) was not called", "call it right after Trainer(...)"
-            raise UsageError(ConfigError(where="LongSequenceCallback", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
         if model is not None:
             share_tiled_mlps(base_model(model))
             offload_checkpoints(model, self.offloaded_checkpoints)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -11,10 +13,8 @@ from transformers import TrainerCallback
 from ...ds_configs.legality.axes import tensor_parallel_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
-from ...ds_configs.specs.model import ModelTraits
-from ...plugins import patches
+from ...plugins.accelerate.repeated_samples import gathered_once
 from ...plugins.deepspeed.auto_tp import (
-    GroupsOnce,
     align_random_state,
     allow_frozen_norms,
     forget_tensor_parallel,
@@ -29,7 +29,8 @@ from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_siz
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..exact import Axis, ExactTrainer, count_as_one_process, make_exact
+from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
+from .sequence.checks import traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -120,7 +121,7 @@ class TensorParallelCallback(TrainerCallback):
             )
         self.tensor_parallel_size = tensor_parallel_size
         self._prepared: TrainingArguments | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and write the `tensor_parallel` section.
@@ -135,21 +136,11 @@ class TensorParallelCallback(TrainerCallback):
             self._prepared = training_arguments
             return
         configuration = deepspeed_configuration(training_arguments)
-        text = model.config.get_text_config()
         zero = (configuration or {}).get("zero_optimization", {})
         experts = (configuration or {}).get("expert_parallel") or {}
         axes = training_arguments.parallelism_config
-        # The model family's rule covers configurations that lack a size.
-        heads = getattr(text, "num_attention_heads", None) or size
         errors = tensor_parallel_errors(
-            ModelTraits(
-                model_type=model.config.model_type,
-                num_attention_heads=heads,
-                num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-                intermediate_size=getattr(text, "intermediate_size", None) or size,
-                vocab_size=text.vocab_size,
-                num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
-            ),
+            replace(traits_of(model, size), model_type=model.config.model_type),
             Layout(
                 engine="ddp" if configuration is None else "deepspeed",
                 zero_stage=None if configuration is None else zero.get("stage", 0),
@@ -218,11 +209,7 @@ class TensorParallelCallback(TrainerCallback):
             raise UsageError(errors)
         # Dispatching from the first rank would give every group the same batch.
         trainer.accelerator.dataloader_config.dispatch_batches = False
-        once = GroupsOnce(trainer.accelerator)
-        patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
-        trainer.gather_function = once
-        count_as_one_process(trainer, ranks_of_a_sample=size)
-        make_exact(trainer).shared_axis = TensorAxis(size)
+        count_as_one_process(trainer, TensorAxis(size))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -232,9 +219,7 @@ class TensorParallelCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called, or AutoTP did not shard some layers.
         """
-        if self._trainer is None:
-            rule, fix = "was not called", "call callback.attach(trainer) right after the Trainer is created"
-            raise UsageError(ConfigError(where="TensorParallelCallback.attach", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
         if self.tensor_parallel_size == 1:
             return
         errors = trainer_errors(self._trainer)
@@ -265,3 +250,9 @@ class TensorAxis(Axis):
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Seed data workers by group."""
         seed_workers_by_group(trainer, loader, self.ranks_of_a_sample)
+
+    def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
+        """Gather results from one rank of each group."""
+        from deepspeed.utils import groups
+
+        return gathered_once(trainer.accelerator, groups.get_data_parallel_group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -28,15 +28,16 @@ from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_re
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
-from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
-from ...plugins.transformers.own_optimizers import (
+from ...plugins.transformers.optimizers import (
     OwnOptimizer,
     model_errors,
     note_hidden_shapes,
     optimizer_class_errors,
     optimizer_errors,
+    prepare_optimizer,
     replaces_optimizers,
 )
+from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
 from ..checkpoints.resume import checked_checkpoint
@@ -167,7 +168,8 @@ class PlannedParallelism:
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
-            count_as_one_process(trainer, weighs_own_losses=not self.layout.axes)
+            if not self.callbacks:
+                count_as_one_process(trainer, weighs_own_losses=True)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
@@ -186,8 +188,6 @@ class PlannedParallelism:
         trainer.repeated_samples = RepeatedSamples()
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
-        from ...plugins.transformers.optimizers import prepare_optimizer
-
         prepare_optimizer(trainer)
         return trainer
 
@@ -220,7 +220,14 @@ class PlannedParallelism:
             errors += [ConfigError(where=name, rule=rule, fix=fix) for name, is_set in rejects.items() if is_set]
         errors += parameter_errors(names, columns)
         rejected = {error.where for error in errors}
-        errors += self._unknown_parameters(kind, [name for name in names if name not in rejected])
+        parameters = inspect.signature(kind).parameters
+        accepted = {*parameters, *(_PIPELINE_PARAMETERS if self.is_pipeline else ())}
+        takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        for name in names:
+            if name not in rejected and name not in accepted and not takes_all:
+                near = get_close_matches(name, accepted, n=1)
+                fix = f"did you mean {near[0]}?" if near else f"pass one of {', '.join(parameters)}, or omit it"
+                errors.append(ConfigError(where=name, rule=f"is not a parameter of {kind.__name__}", fix=fix))
         if model is None and "model_init" not in names:
             errors.append(ConfigError(where="model", rule="is missing", fix="pass model=..., or model_init=..."))
         if self.callbacks and isinstance(model, str):
@@ -243,19 +250,6 @@ class PlannedParallelism:
                         f"Shardwright has not verified the parameter {name} of {kind.__name__} under this layout. "
                         "It is passed on unchanged: compare a few steps with one process before you rely on it"
                     )
-        return errors
-
-    def _unknown_parameters(self, kind: type, names: Sequence[str]) -> list[ConfigError]:
-        parameters = inspect.signature(kind).parameters
-        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-            return []
-        accepted = {*parameters, *(_PIPELINE_PARAMETERS if self.is_pipeline else ())}
-        errors = []
-        for name in names:
-            if name not in accepted:
-                near = get_close_matches(name, accepted, n=1)
-                fix = f"did you mean {near[0]}?" if near else f"pass one of {', '.join(parameters)}, or omit it"
-                errors.append(ConfigError(where=name, rule=f"is not a parameter of {kind.__name__}", fix=fix))
         return errors
 
 

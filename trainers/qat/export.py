@@ -24,7 +24,8 @@ from ...ds_configs.specs.errors import ConfigError, RefusedInputError, Shardwrig
 from ...plugins import patches
 from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from ...plugins.compressed_tensors.layout import layout_differences
-from ...plugins.deepspeed.parameters import first_rank, gathered_parameters, training_device
+from ...plugins.deepspeed.parameters import gathered_parameters, training_device
+from ...plugins.launching.background import FirstRank
 from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import appearing_directory, save_checkpoint
 from ...plugins.transformers.checkpoint_tensors import (
@@ -35,7 +36,7 @@ from ...plugins.transformers.checkpoint_tensors import (
     plain_linear,
     stays_in_fp32,
 )
-from ..formats.model_directory import copy_companions
+from ..data.models import copy_companions
 from ..verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from .rounding.attach import Attachment, checkpoint_name
 from .rounding.experts import fake_quantize_experts, is_fused_experts
@@ -115,10 +116,14 @@ def export(
     """
     import torch
     from accelerate.utils import extract_model_from_parallel
+    from transformers import PreTrainedModel
 
     output = Path(output_dir)
     model = extract_model_from_parallel(model, keep_torch_compile=False)
-    root = _transformers_model(model)
+    root: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if root is None:
+        rule = "contains no Transformers model, so that its checkpoint would have no configuration"
+        raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule))
 
     def check() -> None:
         errors, weights = [], attachment.scheme.weights
@@ -137,7 +142,7 @@ def export(
         if errors:
             raise UsageError(errors)
 
-    with first_rank() as ranks:
+    with FirstRank() as ranks:
         ranks.does(check)
         tensors = {name: tensor for name, tensor in gathered_parameters(model) if tensor is not None}
 
@@ -153,13 +158,20 @@ def export(
                 write_companions(root, staging, tokenizer=tokenizer, source=source)
                 write_config(root, attachment, staging, layers)
                 save_checkpoint(contents, staging)
+                notes = []
+                if collected.dropped:
+                    notes.append(f"inactive adapters were omitted: {', '.join(collected.dropped[:3])}")
+                if verify and not _reads_tokens(root):
+                    notes.append("only weights were compared: the model needs more inputs than the tokens of one text")
+                elif verify and root.get_output_embeddings() is None:
+                    notes.append("the outputs of the model's own head were compared, on single rows without padding")
                 result = ExportResult(
                     output_dir=output,
                     quantized_layers=len(layers),
                     stored_bytes=sum(tensor.nbytes for tensor in contents.values()),
                     largest_weight_difference=None,
                     verification=None,
-                    notes=_notes(collected, verify=verify),
+                    notes=tuple(notes),
                 )
                 contents.clear()
                 if verify:
@@ -170,7 +182,20 @@ def export(
                             f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}"
                         )
                     result = replace(result, largest_weight_difference=difference, verification=verification)
-                _write_report(attachment, result, staging, time.perf_counter() - started)
+                config, measured = attachment.config, asdict(result)
+                del measured["output_dir"]
+                report = {
+                    "schema_version": 1,
+                    "scheme": attachment.scheme.name,
+                    "weight_rule": config.weight_rule,
+                    "ranges": config.ranges if attachment.scheme.activations_are_static else None,
+                    "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
+                    "trained_steps": attachment.state.trained_steps,
+                    **measured,
+                    "seconds": round(time.perf_counter() - started, 3),
+                    "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+                }
+                write_files({REPORT: json.dumps(report, indent=2) + "\n"}, staging, force=True)
             discard_failed(output)
             return result
 
@@ -347,18 +372,6 @@ def write_config(root: PreTrainedModel, attachment: Attachment, directory: Path,
     write_files({"config.json": json.dumps(content, indent=2) + "\n"}, directory, force=True)
 
 
-def _notes(collected: Collected, *, verify: bool) -> tuple[str, ...]:
-    """Return warnings about omitted parts and limits of the verification."""
-    notes = []
-    if collected.dropped:
-        notes.append(f"inactive adapters were omitted: {', '.join(collected.dropped[:3])}")
-    if verify and not _reads_tokens(collected.root):
-        notes.append("only weights were compared: this model needs inputs other than the tokens of one text")
-    elif verify and collected.root.get_output_embeddings() is None:
-        notes.append("the outputs of the model's own head were compared, on single rows without padding")
-    return tuple(notes)
-
-
 def verified(
     collected: Collected,
     directory: Path,
@@ -465,30 +478,3 @@ def largest_weight_difference(collected: Collected, directory: Path) -> float:
 def _reads_tokens(root: PreTrainedModel) -> bool:
     """Return whether the tokens of one text are a complete input of a model."""
     return root.main_input_name == "input_ids" and not root.config.is_encoder_decoder
-
-
-def _write_report(attachment: Attachment, result: ExportResult, directory: Path, seconds: float) -> None:
-    config, measured = attachment.config, asdict(result)
-    del measured["output_dir"]
-    report = {
-        "schema_version": 1,
-        "scheme": attachment.scheme.name,
-        "weight_rule": config.weight_rule,
-        "ranges": config.ranges if attachment.scheme.activations_are_static else None,
-        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
-        "trained_steps": attachment.state.trained_steps,
-        **measured,
-        "seconds": round(seconds, 3),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-    }
-    write_files({REPORT: json.dumps(report, indent=2) + "\n"}, directory, force=True)
-
-
-def _transformers_model(model: Any) -> Any:
-    from transformers import PreTrainedModel
-
-    root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if root is None:
-        rule = "contains no Transformers model, so that its checkpoint would have no configuration"
-        raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule))
-    return root

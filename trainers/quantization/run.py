@@ -22,9 +22,9 @@ from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import QuantizedModel
+from ..data.models import CHAT_TEMPLATE, copy_companions
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
-from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html

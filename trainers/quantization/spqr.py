@@ -69,29 +69,8 @@ def quantize_to_small_format(
         UsageError: unknown options, values out of range, or no samples.
         RefusedInputError: weights or inputs contain NaN or infinity.
     """
-    from ...plugins.llm_compressor.layer_visits import visit_layers
+    from ...plugins.llm_compressor.engine import visit_layers
 
-    selected = _options(scheme, method, options)
-    if not calibration:
-        rule, fix = f"{method} needs text for calibration", "pass --dataset, such as python-help"
-        raise UsageError(ConfigError(where="dataset", rule=rule, fix=fix))
-    matrices: dict[str, SmallMatrix] = {}
-
-    def visit(name: str, weight_OI: Any, hessian_II: Any) -> Any:
-        if isinstance(selected, SpQROptions):
-            matrices[name] = spqr_quantize(weight_OI, hessian_II, selected)
-        else:
-            matrices[name] = low_rank_residual(weight_OI, hessian_II, selected)
-        return matrices[name].dequantize()
-
-    visit_layers(model, layers, calibration=calibration, batch_size=batch_size, visit=visit)
-    return SmallFormatModel(model=model, matrices={name: matrices[name] for name in layers})
-
-
-def _options(
-    scheme: QuantizationScheme, method: MethodName, options: Mapping[str, Any]
-) -> SpQROptions | LowRankOptions:
-    """Return the options of a method, from the scheme and `method_options`."""
     weights = scheme.weights
     kind: type[SpQROptions] | type[LowRankOptions] = LowRankOptions
     from_scheme = {"bits": weights.bits, "group_size": weights.group_size or -1, "symmetric": weights.symmetric}
@@ -108,4 +87,17 @@ def _options(
         selected = settings_of(kind, {**options, **from_scheme})
     if errors:
         raise UsageError(errors)
-    return selected
+    if not calibration:
+        rule, fix = f"{method} needs text for calibration", "pass --dataset, such as python-help"
+        raise UsageError(ConfigError(where="dataset", rule=rule, fix=fix))
+    matrices: dict[str, SmallMatrix] = {}
+
+    def visit(name: str, weight_OI: Any, hessian_II: Any) -> Any:
+        if isinstance(selected, SpQROptions):
+            matrices[name] = spqr_quantize(weight_OI, hessian_II, selected)
+        else:
+            matrices[name] = low_rank_residual(weight_OI, hessian_II, selected)
+        return matrices[name].dequantize()
+
+    visit_layers(model, layers, calibration=calibration, batch_size=batch_size, visit=visit)
+    return SmallFormatModel(model=model, matrices={name: matrices[name] for name in layers})

@@ -1,4 +1,8 @@
-"""Create the files of a rehearsal from a plan's files: the same keys and values, but scaled sizes and CPU ranks."""
+"""A plan's files with scaled sizes and substitutes on CPU ranks, and the launches of a rehearsal.
+
+Substitutes replace what needs a GPU, a network or hours; each is reported. Where and when a run saves and logs is the
+rehearsal's own matter and not reported. Seen with transformers 5.17.0, accelerate 1.15.0 and bitsandbytes 0.50.2.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import io
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,21 +19,29 @@ import yaml
 from pydantic import Field
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration
-from ...ds_configs.shrink.config import Change, Rewriting, rehearsed_sequence, shrink_model_config
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration
+from ...ds_configs.shrink.config import (
+    Change,
+    changes_between,
+    rehearsed_sequence,
+    section_of,
+    shrink_model_config,
+)
 from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_layout,
     shrink_zero_options,
 )
-from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.errors import ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import parse_hardware
 from ...ds_configs.specs.job import without_kernels
 from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.texts import strict_json
+from ...plugins.launching.launch import LaunchFailedError
+from ...plugins.launching.messages import Message, Progress, log_message
+from ..runs.launch import launch_job
 from ..runs.settings import RankJob
-from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 
 SCRIPT_STAGE = "script"
 """Name of the records of a script's ranks."""
@@ -144,37 +157,41 @@ def scale_plan(
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, layout)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
-    loss = plan.job.loss if plan.job.teacher is None else "eager"
-    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
+    loss = "eager" if plan.job.second_models else plan.job.loss
+    job = without_kernels(plan.job).without_second_models()
+    job = replace(job, seq_len_tokens=seq_len, precision=precision, loss=loss)
     for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
-    if plan.job.teacher is not None:
-        changes.append(Change(where="job: teacher", before=plan.job.teacher.name, after=None))
+    for second in plan.job.second_models:
+        changes.append(Change(where=f"job: {second.role}", before=second.spec.name, after=None))
     offload: dict[str, Any] = {}
     deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
     nvme.mkdir()
     if files.deepspeed is not None:
-        deepspeed = Rewriting(files.deepspeed, path="ds_config.json: ")
+        own = {name: value for name, value in files.deepspeed.items() if name != HEADER}
+        deepspeed = deepcopy(own)
         shrink_deepspeed_config(deepspeed, zero=zero, nvme_path=str(nvme), before=planned, after=layout)
         cpu_deepspeed(deepspeed)
-        changes += deepspeed.changes
-        offload = deepspeed.values.get("zero_optimization", {}).get("offload_optimizer") or {}
-        deepspeed_file.write_text(json.dumps(deepspeed.values, indent=1), encoding="utf-8")
-    accelerate = Rewriting(files.accelerate, path="accelerate.yaml: ")
+        changes += changes_between(own, deepspeed, "ds_config.json: ")
+        offload = deepspeed.get("zero_optimization", {}).get("offload_optimizer") or {}
+        deepspeed_file.write_text(json.dumps(deepspeed, indent=1), encoding="utf-8")
+    accelerate = deepcopy(files.accelerate)
     shrink_accelerate_config(accelerate, ranks=ranks, deepspeed_config_file=str(deepspeed_file))
     cpu_accelerate(accelerate)
-    (work / "accelerate.yaml").write_text(yaml.safe_dump(accelerate.values, sort_keys=False), encoding="utf-8")
+    (work / "accelerate.yaml").write_text(yaml.safe_dump(accelerate, sort_keys=False), encoding="utf-8")
     if layout.engine == "fsdp2":
         layout = replace(layout, offload_optimizer="none", offload_param="none")
-    arguments = Rewriting(files.arguments, path="training_arguments.json: ")
-    cpu_arguments(arguments, layout=layout, steps=steps, save_step=steps // 2)
-    changes += [*accelerate.changes, *arguments.changes]
+    arguments = dict(files.arguments)
+    cpu_arguments(arguments, layout=layout, steps=steps)
+    changes += changes_between(files.accelerate, accelerate, "accelerate.yaml: ")
+    changes += changes_between(files.arguments, arguments, "training_arguments.json: ")
+    arguments |= {**OWN_ARGUMENTS, "save_steps": steps // 2}
     if plan.job.precision == "fp8":
-        arguments.values["bf16"] = True
+        arguments["bf16"] = True
     worker = RehearsalJob(
-        training_arguments=arguments.values,
+        training_arguments=arguments,
         samples=layout.micro_batch_size * layout.gradient_accumulation_steps * ranks * steps,
         save_step=steps // 2,
     )
@@ -183,7 +200,7 @@ def scale_plan(
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     return Rehearsed(
         plan=small,
-        accelerate=accelerate.values,
+        accelerate=accelerate,
         worker=worker,
         offloads_optimizer=offload.get("device", "none") != "none",
         changes=tuple(changes),
@@ -207,3 +224,154 @@ def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             model.save_pretrained(work / "model")
     return model
+
+
+LEARNING_RATES: Mapping[str, float] = {
+    "sgd": 0.5,
+    "lion": 1e-3,
+    "adagrad": 2e-2,
+    "rmsprop": 2e-3,
+    "adafactor": 1e-2,
+}
+"""Rates with which each optimizer visibly learns in a few steps, by the start of its name."""
+ADAM_LEARNING_RATE = 5e-3
+
+_GPU_OPTIMIZERS = ("bnb", "8bit", "paged", "32bit", "_4bit", "apex", "fused_npu", "galore", "torchao")
+_NEUTRAL: Mapping[str, Any] = {
+    "tf32": None,
+    "torch_compile": False,
+    "use_liger_kernel": False,
+    "ddp_backend": "gloo",
+    "use_cpu": True,
+    "no_cuda": None,
+    "warmup_steps": 0,
+    "warmup_ratio": None,
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "resume_from_checkpoint": None,
+    "dataloader_num_workers": 0,
+    "group_by_length": False,
+    "neftune_noise_alpha": None,
+    "save_total_limit": None,
+    "save_only_model": False,
+    "logging_dir": None,
+    "liger_kernel_config": None,
+    "deepspeed": None,
+}
+"""Keys that are replaced when they are present with another value; `None` removes the key."""
+
+
+def cpu_arguments(scaled: dict[str, Any], *, layout: Layout, steps: int) -> None:
+    """Make training arguments those of a few steps of a layout on CPU ranks."""
+    scaled["per_device_train_batch_size"] = layout.micro_batch_size
+    scaled["gradient_accumulation_steps"] = layout.gradient_accumulation_steps
+    for key, neutral in _NEUTRAL.items():
+        if neutral is None:
+            scaled.pop(key, None)
+        elif scaled.get(key) is not None:
+            scaled[key] = neutral
+    if scaled.get("fp16"):
+        scaled["fp16"] = False
+        scaled["bf16"] = True
+    optimizer = str(scaled.get("optim", "adamw_torch_fused"))
+    if any(part in optimizer for part in _GPU_OPTIMIZERS):
+        optimizer = "adamw_torch"
+        scaled["optim"] = optimizer
+    rates = (rate for name, rate in LEARNING_RATES.items() if optimizer.startswith(name))
+    scaled["learning_rate"] = next(rates, ADAM_LEARNING_RATE)
+    scaled["max_steps"] = steps
+
+
+OWN_ARGUMENTS: Mapping[str, Any] = {
+    "save_strategy": "steps",
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_nan_inf_filter": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""What a rehearsal saves and logs."""
+
+
+def cpu_deepspeed(scaled: dict[str, Any]) -> None:
+    """Replace fp16, which CPU ranks do not train, by bf16 in a DeepSpeed configuration."""
+    section = scaled.get("fp16")
+    if isinstance(section, dict) and section.get("enabled") is not False:
+        scaled.pop("fp16", None)
+        scaled["bf16"] = {"enabled": section.get("enabled", True)}
+
+
+def cpu_accelerate(scaled: dict[str, Any]) -> None:
+    """Make an Accelerate configuration name no GPUs and compute in bf16 instead of fp16 or fp8.
+
+    FSDP2 offloads into pinned memory, which torch 2.13.0 has only beside an accelerator; on CPU ranks its shards are
+    on the host already.
+    """
+    fsdp = section_of(scaled, "fsdp_config")
+    if fsdp is not None and fsdp.get("fsdp_offload_params"):
+        fsdp["fsdp_offload_params"] = False
+    if scaled.get("mixed_precision") in ("fp16", "fp8"):
+        scaled["mixed_precision"] = "bf16"
+    for key in ("gpu_ids", "fp8_config", "dynamo_config", "enable_cpu_affinity"):
+        if scaled.get(key):
+            scaled.pop(key, None)
+
+
+STAGES = {"train": "training", "resume": "resuming from the checkpoint"}
+"""The two launches of a rehearsal without a script, and what the log calls them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchSettings:
+    """Settings that all launches of a rehearsal share."""
+
+    directory: Path
+    """Of the plan's files."""
+    work: Path
+    """Temporary directory of launchers and ranks."""
+    ranks: int
+    steps: int
+    """Optimizer steps."""
+    time_limit_seconds: float
+    """Hard limit of one launch."""
+
+    def log_progress(self, what: str, done: int = 0) -> None:
+        """Log the activity with the optimizer steps of both launches."""
+        log_message(Progress(what=what, done=done, total=len(STAGES) * self.steps))
+
+
+def launch_rehearsal(
+    job: RankJob, rehearsed: Rehearsed, settings: LaunchSettings, what: str, *, steps_before: int = 0
+) -> None:
+    """Run a job on the ranks of a rehearsal.
+
+    `what` describes the job in the log, and `steps_before` counts the optimizer steps of earlier launches.
+
+    Raises:
+        ShardwrightError: a rank failed or was killed, or the time limit passed; or an operator cannot be compiled.
+    """
+    settings.log_progress(f"{what}: starting {settings.ranks} ranks", steps_before)
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Progress):
+            settings.log_progress(what, steps_before + message.done)
+        else:
+            log_message(message)
+
+    work, limit = settings.work, settings.time_limit_seconds
+    # The plan's own launcher. Accelerate has none for CPU ranks of MULTI_CPU and other types.
+    launcher = ["torchrun", "--standalone", f"--nproc_per_node={settings.ranks}"]
+    if rehearsed.accelerate.get("distributed_type") in ("DEEPSPEED", "FSDP", "MULTI_GPU", "NO"):
+        launcher = ["accelerate", "launch", "--config_file", str(work / "accelerate.yaml")]
+    try:
+        launch_job(job, rehearsed.plan, work, work, launcher=launcher, timeout_seconds=limit, on_message=on_message)
+    except LaunchFailedError as error:
+        stopped = error.launcher_exit_code is None
+        hint = f"stopped after {limit:g} s; raise --time-limit if the machine is slow\n" if stopped else ""
+        raise ShardwrightError(f"{hint}{error}") from None
+
+
+def rank_records(work: Path, stage: str, ranks: int) -> list[dict[str, Any]]:
+    files = [work / f"{stage}-rank{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]

@@ -19,7 +19,13 @@ from ...ds_configs.step_time.estimate import TERMS
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ..training.script import script_errors
 from .checks import (
+    OFFLOADED,
+    PHASES,
+    REPORT_FILE,
+    ROLES,
     Check,
+    PredictedPhase,
+    Rehearsal,
     check_checkpoint,
     check_export,
     check_files,
@@ -30,17 +36,18 @@ from .checks import (
     failed,
     passed,
     with_unreached,
-)
-from .files import PlanFiles, Rehearsed, choose_ranks, make_model, scale_plan
-from .launch import STAGES, LaunchSettings, launch_rehearsal, rank_records
-from .report import (
-    OFFLOADED,
-    PHASES,
-    REPORT_FILE,
-    ROLES,
-    PredictedPhase,
-    Rehearsal,
     write_report,
+)
+from .files import (
+    STAGES,
+    LaunchSettings,
+    PlanFiles,
+    Rehearsed,
+    choose_ranks,
+    launch_rehearsal,
+    make_model,
+    rank_records,
+    scale_plan,
 )
 from .script import rehearse_script
 

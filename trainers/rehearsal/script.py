@@ -14,8 +14,16 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
-from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob, make_model
-from .launch import LaunchSettings, launch_rehearsal, rank_records
+from .files import (
+    SCRIPT_STAGE,
+    LaunchSettings,
+    PlanFiles,
+    Rehearsed,
+    RehearsedScriptJob,
+    launch_rehearsal,
+    make_model,
+    rank_records,
+)
 
 MOST_FILES, MOST_BYTES = 20_000, 4 * 2**30
 """Maximum of a copied directory."""

@@ -57,10 +57,27 @@ def plan_report(plan: Plan) -> Report:
         ],
         f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s).",
     )
+    phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
+    memory = []
+    for place, caption in (
+        ("accelerator", f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."),
+        ("host", "Host memory of a node."),
+    ):
+        sizes = [(term, term.bytes) for term in chosen.terms if term.bytes is not None and term.lives_on == place]
+        rows = [(term.title, gb(count), term.meaning) for term, count in sorted(sizes, key=lambda item: -item[1])]
+        memory.append(Table(("term", "size", "meaning"), rows, caption))
+    others = []
+    for other in plan.rejected:
+        name, peak = display_name(other.layout), other.memory.gpu
+        size = f"{other.layout.micro_batch_size}{' recomputed' if other.layout.gradient_checkpointing else ''}"
+        size_range = f"{gb(peak.peak_bytes)} ({interval(peak.low_bytes, peak.high_bytes, gb)})"
+        speed = significant(other.time.tokens_per_second)
+        others.append((name, size, size_range, speed, other.reason.removeprefix(name).strip()))
+    headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
     sections += [
-        Section("Memory", tables=_memory_tables(plan)),
+        Section("Memory", tables=memory),
         Section("Time of a step", tables=(step,)),
-        Section("Other layouts", tables=_other_layouts(plan)),
+        Section("Other layouts", tables=(Table(headings, others, "Other layouts; those that fit come first."),)),
     ]
     return Report(
         kind="Plan",
@@ -89,30 +106,3 @@ def trial_rows(trials: Sequence[Trial]) -> tuple[tuple[str, ...], list[tuple[str
         memory = measured, gb(trial.predicted_allocated_bytes)
         rows.append((trial.name, size, result, seconds, predicted, varies, *memory))
     return headings, rows
-
-
-def _memory_tables(plan: Plan) -> list[Table]:
-    gpu = plan.chosen.memory.gpu
-    phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
-    captions = {
-        "accelerator": f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}.",
-        "host": "Host memory of a node.",
-    }
-    tables = []
-    for place, caption in captions.items():
-        terms = [(term, term.bytes) for term in plan.chosen.terms if term.bytes is not None and term.lives_on == place]
-        rows = [(term.title, gb(count), term.meaning) for term, count in sorted(terms, key=lambda item: -item[1])]
-        tables.append(Table(("term", "size", "meaning"), rows, caption))
-    return tables
-
-
-def _other_layouts(plan: Plan) -> list[Table]:
-    rows = []
-    for other in plan.rejected:
-        layout, gpu, name = other.layout, other.memory.gpu, display_name(other.layout)
-        size = f"{layout.micro_batch_size}{' recomputed' if layout.gradient_checkpointing else ''}"
-        memory = f"{gb(gpu.peak_bytes)} ({interval(gpu.low_bytes, gpu.high_bytes, gb)})"
-        speed = significant(other.time.tokens_per_second)
-        rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
-    headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
-    return [Table(headings, rows, "Other layouts; those that fit come first.")]

@@ -47,11 +47,17 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
     kind = data["kind"]
     title = " to ".join(short_name(data[name]) for name in ("teacher", "student")) if kind == "distill" else ""
+    measures = data["measures"]
+    caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
+    if any("±" in cell for row in measures["rows"] for cell in row):
+        caption += "; ± is one standard error, over samples."
+    else:
+        caption += ". They have no standard error; `shardwright evaluate` measures one."
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
         subtitle=f"on {data['dataset']['source']}; {data['layout']}, {data['hardware']}",
-        summary=(_results(data), figures(_speeds(data, metrics, plan))),
+        summary=(Table(measures["headings"], measures["rows"], caption), figures(_speeds(data, metrics, plan))),
         charts=_training_charts(data, metrics, plan),
         sections=(
             *([_exported(data)] if kind == "qat" else []),
@@ -61,15 +67,6 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         versions=data["versions"],
         files=("report.json", "metrics.jsonl", "plan/plan.json"),
     )
-
-
-def _results(data: Data) -> Table:
-    caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
-    if any("±" in cell for row in data["measures"]["rows"] for cell in row):
-        caption += "; ± is one standard error, over samples."
-    else:
-        caption += ". They have no standard error; `shardwright evaluate` measures one."
-    return Table(data["measures"]["headings"], data["measures"]["rows"], caption)
 
 
 def _exported(data: Data) -> Section:

@@ -17,7 +17,7 @@ from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints.record import Reader, read_complete, read_whole
-from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
+from ..checkpoints.resume import Selection, checkpoints, compared, finished, newest_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
@@ -217,21 +217,25 @@ def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -
         UsageError: the run has fewer steps than the checkpoint, or its settings are incompatible with it.
         RefusedInputError: there are checkpoints, but none is valid.
     """
+
+    def judged(read: Reader) -> tuple[Selection | None, bool, list[ConfigError]]:
+        newest = newest_checkpoint(directory, read)
+        if newest is None:
+            return None, False, []
+        is_done, errors = finished(newest, facts, steps)
+        return newest, is_done, compared(newest.record.facts, facts)[0] + errors
+
     # Read every byte only before rejecting the run: ranks would skip a corrupt checkpoint.
     try:
-        newest = newest_checkpoint(directory, read_complete)
-        is_rejected = bool(_errors(newest, facts, steps))
+        newest, is_done, errors = judged(read_complete)
+        is_rejected = bool(errors)
     except (OSError, ValueError):
         is_rejected = True
     if is_rejected:
-        newest = newest_checkpoint(directory, read_whole)
-        if errors := _errors(newest, facts, steps):
+        newest, is_done, errors = judged(read_whole)
+        if errors:
             raise UsageError(errors)
-    return newest if newest is not None and is_finished(newest, facts, steps) else None
-
-
-def _errors(newest: Selection | None, facts: Mapping[str, Any], steps: int) -> list[ConfigError]:
-    return [] if newest is None else compared(newest.record.facts, facts)[0] + finished_errors(newest, facts, steps)
+    return newest if is_done else None
 
 
 def run_output_errors(request: RunRequest, sources: Mapping[str, str | None]) -> list[ConfigError]:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.second_models import SecondModelRole
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
@@ -44,6 +45,8 @@ from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
 from ..data.templates import with_turn_end
+from ..parallel.trainer_for import planned_parallelism
+from .clock import MetricsWriter, ProgressSender
 from .inputs import job_options, newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
@@ -203,7 +206,6 @@ class TrainingTask(LaunchedJob, RankTask):
     def _train(self, context: RankContext) -> None:
         import torch
 
-        from .clock import MetricsWriter, ProgressSender
         from .plan_callback import PlanCallback
 
         output_dir, settings, plan = Path(self.output_dir), self.settings, context.plan
@@ -296,6 +298,39 @@ def trained_model(
     return model
 
 
+def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, random_weights: bool) -> Any:
+    """Return a Trainer of the plan's model, method and layout, which reports its progress.
+
+    Args:
+        plan: The plan.
+        arguments: `TrainingArguments`.
+        engine: Engine of the ranks.
+        samples: Samples of one length, without padding.
+        random_weights: Whether the model's weights are random.
+    """
+    from transformers import default_data_collator
+
+    job, parallelism = plan.job, planned_parallelism(plan)
+    source = StartingModel(
+        model=plan.model.name, revision=plan.model.revision, random_weights=random_weights, method=job.method
+    )
+    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
+    stages = parallelism.is_pipeline
+    model = load_model(source, load_config(source), dtype, arguments.seed, engine=engine, for_stages=stages)
+    if job.method != "full":
+        targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
+        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32)
+    trainer = parallelism.make_trainer(
+        model=model,
+        args=arguments,
+        revision=plan.model.revision,
+        train_dataset=samples,
+        data_collator=default_data_collator,
+    )
+    trainer.add_callback(ProgressSender())
+    return trainer
+
+
 def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:
     """Return the directory of the weights that full training starts from; `None` for an adapter or random weights."""
     if settings.method != "full" or Path(name).is_file():
@@ -303,8 +338,10 @@ def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:
     return model_directory(name, revision=settings.revision)
 
 
-def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: RankContext) -> Any:
-    """Return a frozen teacher with the plan's placement, in the compute type."""
+def loaded_second_model(
+    role: SecondModelRole, name: str, revision: str | None, job: LaunchedJob, context: RankContext
+) -> Any:
+    """Return a frozen second model, loaded for the plan's placement in the compute type."""
     import torch
 
     from ...plugins.transformers.second_model import load_second_model
@@ -312,11 +349,12 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
-    teacher = load_second_model(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
-    if context.plan.chosen.layout.tiled_mlp and not untiled_experts(teacher):
-        tile_mlps(teacher, None)
-        share_tiled_mlps(teacher)
-    return teacher
+    placement = job.placements[role]
+    model = load_second_model(name, revision=revision, placement=placement, dtype=dtype, engine=engine)
+    if context.plan.chosen.layout.tiled_mlp and not untiled_experts(model):
+        tile_mlps(model, None)
+        share_tiled_mlps(model)
+    return model
 
 
 def trained_tokens(global_batch_size: int, steps: int, samples: int, tokens: int) -> int:

@@ -17,9 +17,8 @@ from ...plugins.metering import Meter, start_meter
 from ...plugins.transformers.sound_model import gathered
 from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import PlanCallback
-from ..runs.ranks import rank_arguments, write_json
+from ..runs.ranks import rank_arguments, synthetic_trainer, write_json
 from ..runs.settings import RESULT_FILE, RankTask
-from ..runs.synthetic import synthetic_trainer
 
 _NO_OUTPUT: dict[str, Any] = {
     "save_strategy": "no",

@@ -65,22 +65,6 @@ def test_a_checkpoint_loads_and_describes_its_quantization(model, tmp_path, caps
     assert {path.name for path in tmp_path.iterdir()} == {"q"}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "method", "reason", "bits"),
-    [
-        pytest.param("NVFP4A16", "rtn", "no calibration text", 4.5, marks=pytest.mark.needs("llmcompressor")),
-        ("NF4", "bitsandbytes", "is a format of bitsandbytes", 4.55),
-    ],
-)
-def test_a_dry_run_writes_nothing(model, tmp_path, capsys, scheme, method, reason, bits):
-    assert run(["quantize", str(model), "--scheme", scheme, "--dry-run", "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["method"] == method and reason in found["method_reason"]
-    assert found["bits_per_weight"] == pytest.approx(bits, abs=0.01)
-    assert found["memory"]["peak_host_bytes"] > found["dense_bytes"]
-    assert not list(tmp_path.iterdir())
-
-
 def refused(model: Path, tmp_path: Path, capsys, code: int, *more: str, output: str = "q") -> str:
     """Run a command that must fail with a code, one line for each error, and nothing written."""
     before = contents(model) if model.is_dir() else {}

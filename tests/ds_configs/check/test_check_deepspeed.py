@@ -146,6 +146,18 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
     (deepspeed(compile={"deepcompile": True}, expert_parallel={"enabled": True, "autoep_size": 2}),
      W, "compile.deepcompile", "torch.compile is not supported with expert parallelism (AutoEP)"),
     (deepspeed(bf16=None, tensor_parallel={"autotp_size": 2}), W, "tensor_parallel.autotp_size", '"bf16": {"enabled"'),
+    # axes
+    (deepspeed(tensor_parallel={"autotp_size": 3}), E, "tensor_parallel.autotp_size", "must divide the 8 ranks"),
+    (deepspeed(tensor_parallel={"autotp_size": 2}, zero_optimization={"stage": 3}),
+     E, "tensor_parallel.autotp_size", "requires ZeRO stage 0 to 2; the stage is 3"),
+    (deepspeed(tensor_parallel={"autotp_size": 2}, expert_parallel={"enabled": True, "autoep_size": 2}),
+     E, "expert_parallel.autoep_size", "AutoTP does not support mixtures of experts"),
+    (deepspeed(expert_parallel={"enabled": True, "autoep_size": 16}),
+     E, "expert_parallel.autoep_size", "must divide the 8 ranks"),
+    (deepspeed(expert_parallel={"autoep_size": 2}), W, "expert_parallel.autoep_size", "AutoEP is not enabled"),
+    (deepspeed(expert_parallel={"enabled": True, "autoep_size": 2},
+               zero_optimization={"stage": 3, "zero_hpz_partition_size": 4}),
+     E, f"{ZERO}.zero_hpz_partition_size", "is not supported with AutoEP at stage 3"),
     # auto
     (zero(stage=3, stage3_max_live_parameters="auto"), E, f"{ZERO}.stage3_max_live_parameters", "its default instead"),
     (deepspeed(steps_per_print="auto"), E, "steps_per_print", "receives the word itself"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from checking import FSDP2, PLAIN, ZERO, E, found
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
 
 fuzz = settings(max_examples=60, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +38,20 @@ def _schema_values(node: dict[str, Any]) -> st.SearchStrategy[Any]:
     return odd | st.lists(st.sampled_from(sorted(optional)), max_size=8, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: optional[name] for name in names})
     )
+
+
+_VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+_TREES = st.recursive(_VALUES | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@fuzz
+@given(tree=st.dictionaries(st.text(), _TREES), indent=st.sampled_from([1, "\t"]), ascii_only=st.booleans())
+def test_json_is_what_the_library_reads_with_the_lines_of_its_keys(tree: Any, indent: Any, ascii_only: bool) -> None:
+    text = json.dumps(tree, indent=indent, ensure_ascii=ascii_only)
+    root = parse(text, "a.json").root
+    assert root.plain() == json.loads(text)
+    first = [number for number, line in enumerate(text.split("\n"), 1) if re.match('[ \t]"', line)]
+    assert [entry.line for entry in root.entries] == first
 
 
 @fuzz

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_rules import rule_errors
 from planning import llama, public_model
-from shardwright.ds_configs.check import check_text
 from shardwright.ds_configs.legality.axes import context_parallel_errors, sequence_parallel_errors
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
@@ -30,25 +26,10 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
 @pytest.mark.parametrize(
     ("settings_", "expected"),
     [
-        ({"model": MIXTRAL, "expert_parallel_size": 2, "method": "qlora"}, "ep = 2: is not supported with qlora"),
         ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "with ep requires fp32"),
         ({"pipeline_parallel_size": 3}, "pp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
         ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "for pp, nearest legal value: 2"),
-        ({"tensor_parallel_size": 3}, "tp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
-        (
-            {"model": replace(LLAMA, model_type="qwen3_next"), "sequence_parallel_size": 2},
-            "qwen3_next layers carry a state",
-        ),
-        (
-            {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "context_parallel_size": 2},
-            "requires full causal attention, but the model has linear_attention layers",
-        ),
-        ({"model": replace(LLAMA, rope_type="dynamic"), "sequence_parallel_size": 2}, "rope_type = 'dynamic'"),
-        ({"pipeline_parallel_size": 2, "strategy": "zero3"}, "nearest legal value: 1"),
-        ({"pipeline_parallel_size": 2, "sequence_parallel_size": 2}, "sp = 2: cannot be combined with pp = 2"),
         ({"context_parallel_size": 2, "sequence_parallel_size": 2}, "cannot be combined with cp = 2"),
-        ({"tensor_parallel_size": 2, "method": "lora"}, "is not supported with lora"),
-        ({"sequence_parallel_size": 2, "strategy": "ddp"}, "requires DeepSpeed"),
         ({"pipeline_parallel_size": 2, "precision": "fp16"}, "pp = 2: is not supported in fp16"),
         ({"pipeline_parallel_size": 2, "loss": "chunked"}, "pp = 2: is not supported with a chunked loss"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0: must be an integer from 1"),
@@ -62,7 +43,7 @@ def test_planning_rejects_illegal_sizes(settings_, expected):
 @given(
     tp=st.integers(1, 12), sp=st.integers(1, 12), pp=st.integers(1, 6), batch=st.one_of(st.none(), st.integers(1, 40))
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_planning_never_changes_fixed_sizes(tp, sp, pp, batch):
     job = TrainingJob(
         tensor_parallel_size=tp,
@@ -79,41 +60,6 @@ def test_planning_never_changes_fixed_sizes(tp, sp, pp, batch):
     assert (layout.tp, layout.sp, layout.pp) == (tp, sp, pp)
     assert layout.world_size == 12
     assert batch is None or layout.global_batch_size == batch
-
-
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        ({"tensor_parallel": {"autotp_size": 3}}, "must divide the 8 ranks"),
-        (
-            {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
-            "requires ZeRO stage 0 to 2; the stage is 3",
-        ),
-        (
-            {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
-            "AutoTP does not support mixtures of experts",
-        ),
-        ({"expert_parallel": {"enabled": True, "autoep_size": 16}}, "must divide the 8 ranks"),
-        ({"expert_parallel": {"autoep_size": 2}}, "AutoEP is not enabled"),
-        (
-            {
-                "expert_parallel": {"enabled": True, "autoep_size": 2},
-                "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4},
-            },
-            "is not supported with AutoEP at stage 3",
-        ),
-    ],
-)
-def test_check_knows_the_sections(sections, expected):
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        **sections,
-    }
-    findings = check_text(json.dumps(config), filename="ds_config.json", world_size=8, uses_transformers=True)
-    assert any(expected in str(finding.error) for finding in findings), [str(finding.error) for finding in findings]
 
 
 @pytest.mark.parametrize(

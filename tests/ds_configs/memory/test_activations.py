@@ -242,11 +242,10 @@ def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
     eager = saved("eager")
     peak = compiled.saved_bytes_per_layer + compiled.backward_transient_bytes
     assert peak <= eager.saved_bytes_per_layer + eager.backward_transient_bytes
-    unknown = saved("compiled", family="granite")
-    assert "eager instead of compiled layers, an upper bound" in unknown.source
-    assert replace(unknown, source="") == replace(saved("eager", family="granite"), source="")
+    # Without stored layers of the kernels, those of eager ones are an upper bound.
+    assert saved("compiled", family="granite") == saved("eager", family="granite")
     adapted = saved("liger", adapter="lora_all_linear", lora_rank=16)
-    assert "an upper bound" in adapted.source and adapted.saved_bytes_per_layer > liger
+    assert adapted.saved_bytes_per_layer > liger
 
 
 def test_the_compilers_partition_keeps_the_stored_bytes() -> None:

@@ -21,7 +21,6 @@ from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.ds_configs.step_time.estimate import estimate_step_time
 
 MODEL = public_model("meta-llama/Llama-3.1-8B")
 H100 = parse_hardware("8xH100-80GB", host_memory="1.9TB")
@@ -96,14 +95,6 @@ def test_a_tiled_loss_holds_one_tile_of_logits():
     assert eager["loss_backward"]["loss"] > 12 * 128256 * JOB.seq_len_tokens
 
 
-def test_fsdp2_gathers_the_last_layer_while_tiles_of_the_loss_run():
-    layout = replace(LAYOUT, engine="fsdp2", zero_stage=0, offload_optimizer="none")
-    eager, tiled = (
-        moments(layout, replace(JOB, loss=loss), gpu=False)["loss_backward"] for loss in ("eager", "chunked")
-    )
-    assert tiled["gathered_parameters"] - eager["gathered_parameters"] == 2 * MODEL.layer_parameter_count
-
-
 def test_offloaded_inputs_leave_one_or_two_on_the_accelerator():
     each = 2 * 4096 * JOB.seq_len_tokens
     plain, half, everything = (moments(replace(LAYOUT, offloaded_checkpoints=count)) for count in (0, 16, 32))
@@ -123,36 +114,6 @@ def test_offloaded_inputs_leave_one_or_two_on_the_accelerator():
     assert split.terms["offloaded_checkpoints"] == 32 * each
     on_host = cpu_rank_terms(replace(LAYOUT, offloaded_checkpoints=16), MODEL, JOB)
     assert on_host["backward"]["offloaded_checkpoints"] == 16 * each
-
-
-def test_pinned_blocks_round_up_to_powers_of_two():
-    job = replace(JOB, seq_len_tokens=100_000)
-    layout = replace(LAYOUT, offload_optimizer="none", offloaded_checkpoints=32)
-    host = estimate_memory(layout, MODEL, H100, job).host
-    assert host.terms["offloaded_checkpoints"] + host.terms["pinned_rounding"] == 8 * 32 * GIB
-
-
-def test_few_key_value_heads_are_repeated_over_many_ranks():
-    hardware, job = parse_hardware("4x8xH100-80GB"), replace(JOB, seq_len_tokens=1_048_576)
-    sp8, sp32 = (
-        estimate_memory(replace(LAYOUT, dp_shard=32 // sp, sp=sp), MODEL, hardware, job).gpu.terms["backward_transient"]
-        for sp in (8, 32)
-    )
-    assert 4 * sp32 - sp8 == pytest.approx(2 * 3 * 2 * 1024 * job.seq_len_tokens / 8, rel=0.01)
-
-
-def test_time_of_the_mechanisms():
-    def terms(layout, seq_len_tokens=1_048_576):
-        return estimate_step_time(layout, MODEL, H100, replace(JOB, seq_len_tokens=seq_len_tokens)).terms
-
-    plain, tiled = terms(SP), terms(replace(SP, tiled_mlp=True))
-    assert {name for name in tiled if name not in plain} == {"mlp_recomputation"}
-    # One more forward pass of the MLP: a quarter to a half of the layers' forward products.
-    assert 0.15 * plain["matrix_products"] < tiled["mlp_recomputation"] < 0.4 * plain["matrix_products"]
-    # Attention of a long sequence hides the copies, a short one does not.
-    assert "checkpoint_copies" not in terms(replace(SP, offloaded_checkpoints=32))
-    exposed = terms(replace(SP, offloaded_checkpoints=32), 8192).get("checkpoint_copies", 0)
-    assert 0 <= exposed < 0.1
 
 
 def test_attention_on_gpus_needs_a_workspace_in_the_backward_pass():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.memory.communication import buffer_terms, default_zero_options
 from shardwright.ds_configs.memory.estimate import estimate_memory, share_moment_terms
-from shardwright.ds_configs.memory.host import PROCESS_BYTES, estimate_host_memory, stock_loading_bytes
+from shardwright.ds_configs.memory.host import estimate_host_memory
 from shardwright.ds_configs.memory.model_states import model_state_terms, whole_tensors_of_partitions
 from shardwright.ds_configs.memory.moments import fullest_by_phase
 from shardwright.ds_configs.memory.offload import offload_terms
@@ -92,20 +92,6 @@ def test_complete_tensors_of_partitions_equal_a_count_of_elements():
         assert whole_tensors_of_partitions(model, ranks) == expected
 
 
-def test_the_norm_of_a_large_tensor_is_the_peak_of_a_step_over_many_ranks():
-    """fp64 copies of gradients: at 64 ranks a partition is smaller than its share of the flattened copies."""
-    job = TrainingJob()
-    terms = model_state_terms(layout_of("zero2", 64), MODEL, job, rank_parameters(MODEL, job))["step"]
-    assert terms["norm_copy"] == 8 * -(-PARAMETERS // 64)
-
-
-def test_foreach_adds_an_fp32_copy_where_fused_does_not():
-    fused = state_bytes(layout_of("zero3", 4), TrainingJob())
-    foreach = state_bytes(layout_of("zero3", 4), TrainingJob(optimizer="adamw_torch"))
-    # 24/N against 22/N: the foreach copy replaces the flattened 16-bit gradients as the largest temporary.
-    assert foreach["step"] - fused["step"] == pytest.approx(2 / 4, rel=1e-3)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offloaded_states_on_the_host(stage, ranks):
@@ -125,14 +111,6 @@ def test_offloaded_states_on_the_host(stage, ranks):
         assert offloaded(replace(layout, offload_param="cpu")) == pytest.approx(20, rel=1e-3)
     host = estimate_host_memory(layout, MODEL, hardware, job, parameters)
     assert host.peak_bytes_per_node == sum(host.terms.values())
-
-
-def test_nvme_holds_states_gradients_and_weights():
-    job = TrainingJob()
-    hardware = parse_hardware("4xA100-80GB", nvme="/nvme:1TB")
-    layout = layout_of("zero3", 4, offload_optimizer="nvme", offload_param="nvme")
-    host = estimate_host_memory(layout, MODEL, hardware, job, rank_parameters(MODEL, job))
-    assert host.nvme_bytes_per_node == pytest.approx((12 + 4 + 2) * PARAMETERS, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
@@ -242,126 +220,6 @@ def test_memory_rises_with_sequence_and_micro_batch(sequence, micro_batch, check
     assert peak(replace(layout, micro_batch_size=micro_batch + 1), sequence) >= here
 
 
-def test_8_bit_optimizers_keep_32_bit_embedding_states_without_zero():
-    job = TrainingJob(optimizer="adamw_8bit")
-    model = public_model("meta-llama/Llama-3.1-8B")
-    embedding, blockwise = 128256 * 4096, 2 * (1 + 4 / 256)
-    parameters = rank_parameters(model, job)
-
-    def states(layout: Layout) -> int:
-        return model_state_terms(layout, model, job, parameters)["step"]["optimizer_states"]
-
-    whole = blockwise * (model.parameter_count - embedding) + 8 * embedding
-    assert states(layout_of("ddp", 8)) == pytest.approx(whole, rel=1e-6)
-    assert states(layout_of("zero1", 8)) == pytest.approx(blockwise * model.parameter_count / 8, rel=1e-6)
-
-
-def test_optimizers_of_matrices_keep_what_their_code_allocates():
-    matrices = sum(p.total for p in MODEL.parameters if p.kind == "linear")
-    rest = PARAMETERS - matrices
-
-    def states(label: str, optimizer: str, **settings: str) -> int:
-        job = TrainingJob(optimizer=optimizer, **settings)
-        name, _, ranks = label.partition("-")
-        layout = layout_of(name, int(ranks or 4))
-        return model_state_terms(layout, MODEL, job, rank_parameters(MODEL, job))["step"]["optimizer_states"]
-
-    # Rows are sharded, columns are not.
-    assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
-    low_rank = {rank: states("ddp", "apollo_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
-    assert 8 * rest < low_rank[1] < low_rank[2] < states("ddp", "adamw_torch")
-    assert low_rank[2] - 8 * rest == pytest.approx(2 * (low_rank[1] - 8 * rest))
-    momentum = states("ddp", "sgd", optim_args="momentum=0.9"), states("ddp", "rmsprop", optim_args="centered=true")
-    assert momentum == (4 * PARAMETERS, 8 * PARAMETERS)
-    assert states("ddp", "stable_adamw", weights_dtype="bf16") == 6 * PARAMETERS
-    # The partition of 4 ranks consists of complete blocks, that of 3 ranks does not.
-    eight_bit = {ranks: states(f"zero2-{ranks}", "adamw_torch_8bit") for ranks in (3, 4)}
-    assert eight_bit[3] == pytest.approx(8 * PARAMETERS / 3, rel=1e-3)
-    assert eight_bit[4] == pytest.approx(2 * (1 + 4 / 256) * PARAMETERS / 4, rel=1e-3)
-    # Two copies of the momentum, in the type of the gradients.
-    muon = sum(p.total for p in MODEL.parameters if p.kind == "linear" and p.in_layer)
-    assert states("zero2", "muon") == pytest.approx((8 * (PARAMETERS - muon) + 2 * 2 * muon) / 4, rel=0.1)
-    assert 4 * PARAMETERS < states("ddp", "muon") < 8 * PARAMETERS
-    assert states("fsdp2", "muon") == pytest.approx(states("ddp", "muon") / 4, rel=1e-3)
-
-
-def test_bf16_weights_halve_weights_gradients_and_states_of_their_type():
-    def terms(optimizer: str, weights_dtype: str) -> dict[str, int]:
-        job = TrainingJob(optimizer=optimizer, weights_dtype=weights_dtype)
-        return model_state_terms(layout_of("fsdp2", 4), MODEL, job, rank_parameters(MODEL, job))["step"]
-
-    for name in ("weights", "gradients", "optimizer_states"):
-        full, half = (terms("adamw_torch_fused", kind)[name] for kind in ("fp32", "bf16"))
-        assert half == pytest.approx(full / 2, rel=1e-3)
-    assert (
-        terms("adamw_torch_8bit", "bf16")["optimizer_states"] == terms("adamw_torch_8bit", "fp32")["optimizer_states"]
-    )
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_offload_keeps_a_buffer_of_the_largest_tensor(stage):
-    job = TrainingJob()
-    layout = layout_of(f"zero{stage}", 4, offload_optimizer="cpu")
-    phases = model_state_terms(layout, MODEL, job, rank_parameters(MODEL, job))
-    assert all(phases[phase]["offload_staging"] >= 2 * MODEL.largest_parameter for phase in phases)
-
-
-@pytest.mark.parametrize("hardware", ["8xH100-80GB", "4x8xH100-80GB"])
-def test_only_the_first_rank_holds_weights_while_fsdp2_loads(hardware):
-    cluster = parse_hardware(hardware)
-    layout = layout_of("fsdp2", cluster.world_size)
-
-    def loading(job):
-        return estimate_host_memory(layout, MODEL, cluster, job, rank_parameters(MODEL, job)).terms[
-            "checkpoint_loading"
-        ]
-
-    assert loading(TrainingJob()) == 2 * PARAMETERS + 4 * MODEL.largest_parameter
-    assert loading(TrainingJob(precision="fp32")) == 4 * PARAMETERS
-    assert loading(TrainingJob(method="lora", lora_rank=8)) == 2 * PARAMETERS
-    assert stock_loading_bytes(layout, MODEL, cluster, TrainingJob()) == 8 * (4 * PARAMETERS + PROCESS_BYTES)
-
-
-def test_only_the_first_rank_fuses_experts_while_zero3_loads():
-    cluster, job = parse_hardware("8xH100-80GB"), TrainingJob()
-    layout = layout_of("zero3", 8)
-    mixture = public_model("mistralai/Mixtral-8x7B-v0.1")
-    for model, bytes_per_parameter in ((mixture, 2), (MODEL, 0)):
-        host = estimate_host_memory(layout, model, cluster, job, rank_parameters(model, job))
-        assert host.terms.get("checkpoint_loading", 0) == bytes_per_parameter * model.parameter_count
-    assert stock_loading_bytes(layout, MODEL, cluster, job) == 0
-
-
-def test_one_partition_of_zero3_is_used_in_place():
-    def gathered(**changes):
-        zero = default_zero_options(MODEL, TrainingJob(), stage=3)
-        layout = Layout(engine="deepspeed", zero_stage=3, zero=zero, **changes)
-        (share,) = rank_shares(layout, MODEL, TrainingJob())
-        moments = share_moment_terms(layout, share, TrainingJob())
-        return max(terms.get("gathered_parameters", 0) for terms in moments.values())
-
-    assert gathered() == 0
-    assert gathered(dp_shard=2) > 0
-    assert gathered(offload_param="cpu", offload_optimizer="cpu") > 0, "copied from the host"
-
-
-def test_a_sub_group_ends_with_the_tensor_that_fills_it():
-    # Llama-3.1-8B with two layers: 525 million elements of the embedding, 218 of each layer, then 525 of the head.
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    model = llama(**sizes, num_hidden_layers=2, vocab_size=128256, head_dim=128)
-    layout = Layout(engine="deepspeed", zero_stage=3)
-
-    def step(size):
-        sized = replace(layout, zero=ZeroOptions(sub_group_size=size))
-        (share,) = rank_shares(sized, model, TrainingJob())
-        return share_moment_terms(sized, share, TrainingJob())["step"]["fp32_gradients"]
-
-    assert step(10**9) == 4 * (model.parameter_count - 5 * 4096), "all matrices"
-    inside = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 14336 * 4096
-    assert step(900_000_000) == 4 * (525_336_576 + 218_103_808 + inside), "to the second layer's up projection"
-    assert step(10**10) == 4 * model.parameter_count
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
     model = llama(hidden_size=2048, vocab_size=128256, tie_word_embeddings=tied)
@@ -378,19 +236,6 @@ def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
         layerwise = share_moment_terms(Layout(engine="single"), share, TrainingJob(optimizer="lomo"), gpu=gpu)
         found = layerwise["embedding_backward"]
         assert found["gradients"] + found.get("module_gradients", 0) == (1 + copies * tied) * 4 * 128256 * 2048
-
-
-def test_recomputed_layers_do_not_keep_casts_for_the_loss():
-    # Before the backward pass, autocast has dropped the casts that no saved tensor needs.
-    model = llama(num_hidden_layers=8, hidden_size=512, vocab_size=4000, tie_word_embeddings=False)
-    (share,) = rank_shares(Layout(engine="single"), model, TrainingJob())
-    head = 2 * 4000 * 512
-    for recomputes, kept in ((True, head), (False, 2 * model.linear_parameters(include_head=True))):
-        layout = Layout(engine="single", gradient_checkpointing=recomputes)
-        moments = share_moment_terms(layout, share, TrainingJob())
-        everything = moments["forward_end"]["autocast_weight_copies"]
-        assert everything == 2 * model.linear_parameters(include_head=True)
-        assert moments["loss_backward"]["autocast_weight_copies"] == pytest.approx(kept, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -13,7 +12,6 @@ from parallel_memory import GRID, TARGET_MEAN, case_table, fullest_rows, group_t
 from parallel_memory_cases import grid
 from planning import llama, public_model
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, share_moment_terms
-from shardwright.ds_configs.memory.model_states import whole_tensors_of_partitions
 from shardwright.ds_configs.memory.rank_parameters import (
     RankParameters,
     forward_flops_per_token,
@@ -125,13 +123,6 @@ def test_fullest_stage_is_reported_and_activations_grow_with_micro_batches():
     assert gpu_memory().stage is None
 
 
-def test_last_stage_is_fullest_if_logits_dominate():
-    model = llama(vocab_size=200_000, num_hidden_layers=8)
-    memory = gpu_memory(model, pp=2, gradient_accumulation_steps=2, seq_len_tokens=256)
-    assert memory.stage == 1
-    assert memory.terms["loss"] > 0
-
-
 @pytest.mark.parametrize(("dp_shard", "ep"), [(2, 2), (8, 2), (8, 4), (8, 8)])
 def test_expert_parallelism_splits_experts_but_not_their_state_shards(dp_shard, ep):
     layout = Layout(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
@@ -144,16 +135,6 @@ def test_expert_parallelism_splits_experts_but_not_their_state_shards(dp_shard, 
     assert share.state_shard(8 * share.trainable, layout) == pytest.approx(8 * share.shard(layout), abs=1)
 
 
-def test_expert_partitions_cover_ranks_with_the_same_experts():
-    layout = Layout(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
-    local = rank_shares(layout, MIXTRAL, TrainingJob())[0].model
-    held = whole_tensors_of_partitions(local, 4, 2)
-    assert len(held) == 4
-    matrices = sum(parameter.total for parameter in local.parameters if len(parameter.shape) > 1)
-    experts = sum(parameter.total for parameter in local.parameters if parameter.kind == "experts")
-    assert max(held) >= (matrices - experts) / 4 + experts / 2
-
-
 @pytest.mark.parametrize("axes", [{"sp": 2}, {"cp": 2, "engine": "fsdp2", "zero_stage": None}])
 def test_sequence_and_context_ranks_split_activations_and_shard_states(axes):
     alone = gpu_memory(LLAMA_8B, seq_len_tokens=32768, dp_shard=2, **(axes | dict.fromkeys(("sp", "cp"), 1)))
@@ -161,62 +142,6 @@ def test_sequence_and_context_ranks_split_activations_and_shard_states(axes):
     half = alone.terms["activations"] // 2
     assert half <= divided.terms["activations"] < 1.2 * half
     assert divided.terms["weights"] == alone.terms["weights"]
-
-
-def test_each_axis_has_its_communicator():
-    one = gpu_memory(dp_shard=2).terms["communicators"]
-    assert gpu_memory(dp_shard=2, tp=2).terms["communicators"] == 2 * one
-    assert gpu_memory(dp_shard=2, tp=2, pp=2).terms["communicators"] == 3 * one
-
-
-def test_3d_parallelism_combines_the_splits_of_its_axes():
-    whole, divided = LLAMA_70B.parameter_count, share_of(LLAMA_70B, tp=8, pp=4).trainable
-    assert whole / 32 < divided < whole / 32 + LLAMA_70B.embedding_parameters * 1.2
-
-
-def test_quantized_weights_are_gathered_with_dequantized_copies():
-    layout = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
-    quantized = replace(layout, zero=replace(layout.zero, quantized_weights=True))
-    shares = (rank_shares(s, LLAMA_8B, TrainingJob())[0] for s in (layout, quantized))
-    before, after = (
-        share_moment_terms(s, share, TrainingJob())["last_layer_backward"]
-        for s, share in zip((layout, quantized), shares, strict=True)
-    )
-    assert before["prefetch_copies"] == 2 * layout.zero.stage3_prefetch_bucket_size
-    assert after == before | {"prefetch_copies": 3 * layout.zero.stage3_prefetch_bucket_size}
-
-
-def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
-    job = TrainingJob(seq_len_tokens=4096)
-    for stage, term in ((1, "reduce_copy"), (2, "reduce_copy"), (3, "reduce_bucket")):
-        layout = Layout(engine="deepspeed", zero_stage=stage, dp_shard=4)
-        alone, shared = (
-            share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["last_layer_backward"][term]
-            for s in (layout, replace(layout, dp_shard=2, sp=2))
-        )
-        assert shared == 2 * alone
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_exchange(precision):
-    job = TrainingJob(seq_len_tokens=4096, precision=precision)
-    layout = Layout(engine="deepspeed", zero_stage=1, dp_shard=2)
-    alone, shared = (
-        share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["after_head"]["activations"]
-        for s in (layout, replace(layout, dp_shard=1, sp=2))
-    )
-    exchanged = 32 * 2048 * 4096 * job.compute_bytes
-    assert shared - exchanged == pytest.approx(alone / 2, abs=2)
-
-
-def test_loading_a_pipeline_reads_each_stage_once():
-    hardware = parse_hardware("8xH100-80GB")
-    loading = {}
-    for pp in (1, 4):
-        layout = Layout(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
-        loading[pp] = estimate_memory(layout, LLAMA_70B, hardware, TrainingJob()).host.terms["checkpoint_loading"]
-    assert loading[1] == 8 * 2 * LLAMA_70B.parameter_count
-    assert loading[1] / 4 < loading[4] < loading[1] / 3.5
 
 
 def test_predictions_of_all_measured_layouts_are_within_five_percent():

@@ -5,97 +5,56 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import get_args
 
+import predictions
+import pytest
 from planning import llama, public_model
 from shardwright.cli.main import run
-from shardwright.ds_configs.memory import host, offload
+from shardwright.cli.page.app import term_rows
+from shardwright.ds_configs.memory import estimate as memory_estimate
+from shardwright.ds_configs.memory import host
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory, share_moment_terms
-from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory
+from shardwright.ds_configs.memory.moments import summed
+from shardwright.ds_configs.plan import plan as plans
+from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from shardwright.ds_configs.plan.plan import header_lines, make_plan, plan_to_dict
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.ds_configs.specs.second_models import PLACEMENTS, SecondModel, SecondModelRole
+from shardwright.ds_configs.specs.second_models import SecondModel, SecondModelRole
 from shardwright.ds_configs.specs.terms import Term
 from shardwright.ds_configs.step_time import estimate
-from shardwright.ds_configs.step_time.estimate import TERMS, estimate_step_time
+from shardwright.ds_configs.step_time.estimate import TERMS
 from shardwright.trainers.reports.plans import plan_report
 
 SMALL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
-MIXTURE = public_model("Qwen/Qwen3-30B-A3B")
 A100 = parse_hardware("8xA100-80GB", nvme="/nvme:9TB")
-NODES = parse_hardware("2x4xA100-80GB", nvme="/nvme:9TB")
-TWO_STEPS = {"gradient_accumulation_steps": 2}
 
 
-def zero(stage, model=SMALL, **changes):
-    sizes = {"dp_replicate": 8} if stage == 0 else {"dp_shard": 8}
-    options = replace(
-        default_zero_options(model, TrainingJob(), stage=stage),
-        hpz_partition_size=changes.pop("hpz", 1),
-        parameter_buffer_elements=1000,
-    )
-    return Layout(**{"engine": "deepspeed", "zero_stage": stage, "zero": options, **sizes, **changes})
-
-
-def cases():
-    """Layouts, models and jobs that together have every term."""
-    yield Layout(engine="ddp", dp_replicate=8, **TWO_STEPS), SMALL, {}
-    yield Layout(engine="fsdp2", dp_shard=8, gradient_checkpointing=True), SMALL, {"loss": "chunked"}
-    yield Layout(engine="fsdp2", dp_shard=8, offload_optimizer="cpu", offload_param="cpu"), SMALL, {}
-    yield Layout(engine="fsdp2", dp_shard=4, cp=2), SMALL, {"seq_len_tokens": 4096}
-    yield zero(0), SMALL, {}
-    yield zero(1, **TWO_STEPS), SMALL, {}
-    yield zero(1, dp_shard=4, pp=2, gradient_accumulation_steps=4), SMALL, {}
-    yield zero(2, dp_shard=4, tp=2), SMALL, {}
-    yield zero(2, dp_shard=4, sp=2), SMALL, {}
-    yield zero(2, ep=8), MIXTURE, {}
-    yield zero(2, offload_optimizer="cpu"), SMALL, {}
-    yield zero(3, hpz=4, gradient_checkpointing=True), SMALL, {"method": "qlora"}
-    yield zero(3, offload_optimizer="nvme", offload_param="nvme"), SMALL, {}
-    yield (
-        zero(3, gradient_checkpointing=True, tiled_mlp=True, offloaded_checkpoints=8),
-        SMALL,
-        {"seq_len_tokens": 65536},
-    )
-    yield zero(3, gradient_checkpointing=True), MIXTURE, {"method": "lora"}
-    yield zero(2, tiled_mlp=True), SMALL, {}
-    yield zero(2, dp_shard=512), SMALL, {}
-    # Layers that are too fast to hide copies of their inputs, and gathers that are too slow to be hidden.
-    narrow = llama(num_hidden_layers=8, hidden_size=256, intermediate_size=256, vocab_size=100)
-    inputs = {"gradient_checkpointing": True, "offloaded_checkpoints": 8, "micro_batch_size": 4096}
-    yield Layout(engine="ddp", dp_replicate=8, **inputs), narrow, {"seq_len_tokens": 256}
-    yield zero(3, hpz=4), public_model("meta-llama/Llama-3.1-8B"), {"seq_len_tokens": 128}
-    for placement in PLACEMENTS:
-        yield zero(3), SMALL, {"teacher": SMALL, "teacher_placement": placement}
-
-
-def test_every_term_is_declared_once_and_every_declared_term_occurs():
-    counts = Counter(term.name for term in declared_terms())
-    assert counts.keys() <= TERMS.keys() and max(counts.values()) == 1
-    assert all(term.meaning for term in TERMS.values())
-    seen: dict[str, set[str]] = {"accelerator": set(), "host": set(), "time": set()}
-    for layout, model, settings in cases():
-        job, hardware = TrainingJob(**settings), NODES if layout.zero.hpz_partition_size > 1 else A100
-        memory = estimate_memory(layout, model, hardware, job)
-        seen["accelerator"] |= memory.gpu.terms.keys()
-        for share in rank_shares(layout, model, job):
-            seen["accelerator"] |= {name for terms in share_moment_terms(layout, share, job).values() for name in terms}
-        seen["host"] |= memory.host.terms.keys()
-        seen["time"] |= estimate_step_time(layout, model, hardware, job).terms.keys()
-    everywhere = set().union(*seen.values())
-    assert everywhere <= TERMS.keys(), "declare them in TERMS of the module that computes them"
-    assert all(TERMS[name].lives_on == "host" for name in seen["host"])
+@pytest.mark.parametrize("place", ["accelerator", "host", "step"])
+def test_every_term_occurs_where_it_is_declared_and_nowhere_else(place):
+    assert max(Counter(term.name for term in declared_terms()).values()) == 1
+    values = [case["values"] for case in predictions.STORED["cases"]]
+    # Stored names have the place first: `accelerator of stage 0: weights`.
+    named = {tuple(key.split(": ")) for each in values for key, value in each.items() if ": " in key and value}
+    occurring = {name for where, name in named if where.partition(" of ")[0] == place}
+    # Jobs have no other second models than teachers yet.
     roles = set(get_args(SecondModelRole)) - {"teacher"}
-    planned = {name for name in TERMS if not any(role in name for role in roles)}
-    assert planned - everywhere == set(), "no layout has them"
+    declared = {
+        name
+        for name, term in TERMS.items()
+        if (term.lives_on == place or (term.offloads and place == "host")) and name.partition("_")[0] not in roles
+    }
+    assert occurring == declared, f"declare its place in the module that computes it: {occurring ^ declared}"
+    assert all(term.meaning for term in TERMS.values())
 
 
 def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypatch, capsys, tmp_path):
     """Each role has the terms, the reports and the explanations of a teacher, without code of its own."""
+    # A job has a field for each role that it can have.
+    monkeypatch.setattr(plans, "ROLES", get_args(SecondModelRole))
     for role in get_args(SecondModelRole):
         second = SecondModel(role=role, spec=SMALL, placement="offloaded")
         monkeypatch.setattr(TrainingJob, "second_models", property(lambda job, second=second: (second,)))
@@ -104,43 +63,68 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         job = TrainingJob(seq_len_tokens=1031 + len(role), strategy="zero3")
         plan = make_plan(SMALL, A100, job)
         names = {term.name for term in plan.chosen.terms}
-        assert {f"offloaded_{role}", f"{role}_forward"} <= names
+        assert {f"{role}_weights", f"{role}_forward"} <= names
         memory = estimate_memory(plan.chosen.layout, SMALL, A100, plan.job)
-        assert memory.gpu.allocated_bytes > 0 and memory.host.terms[f"offloaded_{role}"] >= 2 * SMALL.parameter_count
+        assert memory.gpu.allocated_bytes > 0 and memory.host.terms[f"{role}_weights"] >= 2 * SMALL.parameter_count
         phases = cpu_rank_terms(plan.chosen.layout, SMALL, plan.job)
         assert f"{role}_weights" in phases["loss"]
         shown = json.dumps([table.rows for section in plan_report(plan).sections for table in section.tables])
-        assert f"the frozen {role} in host memory" in shown and f"the forward pass of the {role}" in shown
+        assert f"the frozen {role}: " in shown and f"the forward pass of the {role}" in shown
         assert any(line.startswith(f"Memory includes the {role}") for line in header_lines(plan, "here"))
         assert run(["explain", f"{role}_gathered"]) == 0
         assert f"the {role}'s parameters in use" in capsys.readouterr().out
         plan.write(tmp_path / role)
         assert run(["explain", str(tmp_path / role), "--format", "json"]) == 0
         explained = json.loads(capsys.readouterr().out)
-        assert f"offloaded_{role}" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
+        assert f"{role}_weights" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
 
 
-def test_a_new_term_is_in_memory_time_reports_json_and_explain(monkeypatch, capsys):
-    """Declared and computed in one module, here `offload`, it needs no line elsewhere."""
-    term = Term("dummy_copies", "copies that a test adds", lives_on="host", label="copies of a test")
+@pytest.mark.parametrize("place", ["accelerator", "host", "step"])
+def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place, monkeypatch, capsys, tmp_path):
+    term = Term("dummy_copies", "copies that a test adds", lives_on=place, label="copies of a test")
     monkeypatch.setitem(TERMS, term.name, term)
-    plain_bytes, plain_seconds = offload.offload_terms, offload.offloaded_step_seconds
-    monkeypatch.setattr(host, "offload_terms", lambda *place: plain_bytes(*place) | {term.name: 10**9})
-    monkeypatch.setattr(
-        estimate, "offloaded_step_seconds", lambda *step, **rates: plain_seconds(*step, **rates) | {term.name: 1.0}
-    )
-    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033))
-    chosen = plan.chosen
-    assert chosen.memory.host.terms[term.name] == 8 * 10**9
-    assert chosen.memory.host.peak_bytes_per_node == sum(chosen.memory.host.terms.values())
-    assert chosen.time.terms[term.name] == 1.0
-    assert [(t.bytes, t.seconds) for t in chosen.terms if t.name == term.name] == [(8 * 10**9, None), (None, 1.0)]
+
+    bytes_of, host_of, seconds_of = memory_estimate.loss_terms, host.offload_terms, estimate.offloaded_step_seconds
+    formulas = {
+        "accelerator": lambda step: {
+            moment: summed(each, {term.name: 8 * 10**9}) for moment, each in bytes_of(step).items()
+        },
+        "host": lambda *inputs: host_of(*inputs) | {term.name: 10**9},
+        "step": lambda *inputs, **rates: seconds_of(*inputs, **rates) | {term.name: 1.0},
+    }
+    module, name = {
+        "accelerator": (memory_estimate, "loss_terms"),
+        "host": (host, "offload_terms"),
+        "step": (estimate, "offloaded_step_seconds"),
+    }[place]
+    monkeypatch.setattr(module, name, formulas[place])
+    plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033 + len(place)))
+    chosen, data = plan.chosen, plan_to_dict(plan)["chosen"]
+    values = {
+        "accelerator": (chosen.memory.gpu.terms, data["gpu_memory"]["terms"], "terms", 8 * 10**9, "8.0 GB"),
+        "host": (chosen.memory.host.terms, data["host_memory"]["terms"], "host_terms", 8 * 10**9, "8.0 GB"),
+        "step": (chosen.time.terms, data["step_time"]["terms"], "step_time", 1.0, "1.0000 s"),
+    }
     rows = [row for section in plan_report(plan).sections for table in section.tables for row in table.rows]
-    assert [row[1] for row in rows if row[0] == term.label] == ["8.0 GB", "1.0000 s"]
-    data = plan_to_dict(plan)["chosen"]
-    assert term.name in data["host_memory"]["terms"] and term.name in data["step_time"]["terms"]
-    assert run(["explain", "dummy copies"]) == 0
-    assert term.meaning in capsys.readouterr().out
+    assert [row[1] for row in rows if row[0] == term.label] == [values[place][-1]]
+    assert [(row[0].split()[0], row[2]) for row in term_rows(plan) if row[1] == term.label] == [
+        (place, values[place][-1])
+    ]
+    plan.write(tmp_path)
+    capsys.readouterr()
+    assert run(["explain", str(tmp_path), "--format", "json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    for other, (terms, written, key, amount, _) in values.items():
+        assert (terms.get(term.name), term.name in written, term.name in explained[key]) == (
+            (amount, True, True) if other == place else (None, False, False)
+        )
+    assert sum(chosen.time.terms.values()) == pytest.approx(chosen.time.seconds)
+    assert sum(chosen.memory.gpu.terms.values()) == chosen.memory.gpu.peak_bytes
+    assert sum(chosen.memory.host.terms.values()) == chosen.memory.host.peak_bytes_per_node
+    assert run(["explain", "dummy copies"]) == 0 and term.meaning in capsys.readouterr().out
+    if place != "step":
+        failure = OutOfMemory(phase="backward", error="out of memory", on_host=place == "host")
+        assert term.name in out_of_memory_text(plan, failure)
 
 
 def test_worked_example_of_the_docstring_has_every_term_of_its_plan():

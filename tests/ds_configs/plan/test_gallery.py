@@ -1,4 +1,4 @@
-"""Plans of the gallery: three by value, and none that would control a terminal."""
+"""Plans of the gallery: their frame, and none that would control a terminal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,10 @@ def test_entries_have_names_of_their_own_and_cover_every_public_model() -> None:
     assert {entry.model.replace("/", "--") for entry in GALLERY} == {path.name for path in CONFIGS.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("name", "label", "micro_batch_size", "peak_bytes"),
-    [
-        ("llama-3.1-8b_8xA100-80GB", "zero2", 1, 66_647_826_935),
-        pytest.param("qwen3-30b-a3b_8xH200", "fsdp2", 2, 134_386_904_702, marks=pytest.mark.full),
-        ("llama-3.1-8b_1xRTX4090_qlora", "single", 1, 22_528_156_991),
-    ],
-)
-def test_three_plans_are_those_of_the_planner(name: str, label: str, micro_batch_size: int, peak_bytes: int) -> None:
-    plan = gallery_plan(gallery_entry(name))
-    chosen, frame, layouts = plan.chosen, plan.to_dataframe(), (plan.chosen, *plan.rejected)
-    assert (chosen.layout.label, chosen.layout.micro_batch_size) == (label, micro_batch_size)
-    assert chosen.memory.gpu.peak_bytes == peak_bytes
+def test_a_frame_has_the_chosen_layout_and_the_others() -> None:
+    plan = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
+    frame, layouts = plan.to_dataframe(), (plan.chosen, *plan.rejected)
+    assert plan.chosen.layout.label == "zero2" and plan.chosen.memory.gpu.peak_bytes == 66_647_826_935
     assert list(frame["layout"]) == [candidate.layout.label for candidate in layouts]
     assert list(frame["tokens_per_second"]) == [layout.time.tokens_per_second for layout in layouts]
     assert list(frame["peak_GB"]) == [layout.memory.gpu.peak_bytes / 1e9 for layout in layouts]

@@ -11,11 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from planning import llama, public_model
-from shardwright.ds_configs.check import check_text
+from planning import public_model
 from shardwright.ds_configs.plan.plan import Plan, edited_files, make_plan, plan_from_dict, plan_to_dict, render_files
 from shardwright.ds_configs.plan.rendering import deepspeed_config
 from shardwright.ds_configs.specs.errors import RefusedInputError
@@ -35,35 +33,6 @@ def deepspeed_of(plan: Plan) -> dict:
     return json.loads(render_files(plan)["ds_config.json"])
 
 
-def test_kernels_of_the_job_are_in_the_files():
-    plan = plan_of(strategy="fsdp2", precision="fp8", torch_compile=True, use_liger_kernel=True, loss="chunked")
-    files = render_files(plan)
-    arguments = json.loads(files["training_arguments.json"])
-    assert (arguments["torch_compile"], arguments["bf16"], arguments["fp16"]) == (True, False, False)
-    assert arguments["liger_kernel_config"] == {"cross_entropy": False, "fused_linear_cross_entropy": True}
-    accelerate = yaml.safe_load(files["accelerate.yaml"])
-    assert (accelerate["mixed_precision"], accelerate["fp8_config"]) == ("fp8", {"fp8_backend": "AO"})
-    assert accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
-    assert not [
-        line for line in check_text(files["accelerate.yaml"], filename="accelerate.yaml") if line.kind == "error"
-    ]
-    doubts = " ".join(plan_to_dict(plan)["doubts"])
-    assert all(source in doubts for source in ("the compiler's partition", "liger-kernel 0.8.5", "fp8 (torchao)"))
-    without = plan_of(strategy="fsdp2", use_liger_kernel=True, loss="eager")
-    config = json.loads(render_files(without)["training_arguments.json"])["liger_kernel_config"]
-    assert config["fused_linear_cross_entropy"] is False
-    tiled = plan_of(strategy="fsdp2", use_liger_kernel=True, tiled_mlp="on", offload_activations="on")
-    config = json.loads(render_files(tiled)["training_arguments.json"])["liger_kernel_config"]
-    assert (config["swiglu"], config["geglu"]) == (False, False)
-
-
-@pytest.mark.parametrize(("method", "on_first_rank"), [("lora", True), ("qlora", False)])
-def test_every_rank_reads_4_bit_weights_under_fsdp2(method: str, on_first_rank: bool):
-    files = render_files(plan_of(strategy="fsdp2", method=method))
-    fsdp = yaml.safe_load(files["accelerate.yaml"])["fsdp_config"]
-    assert fsdp["fsdp_cpu_ram_efficient_loading"] is on_first_rank
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
 def test_only_changed_values_count_as_edits(strategy, tmp_path):
     plan = plan_of(strategy=strategy, method="lora")
@@ -80,25 +49,6 @@ def test_only_changed_values_count_as_edits(strategy, tmp_path):
         assert edited_files(plan, moved) == [name]
         (moved / name).unlink()
         assert edited_files(plan, moved) == []
-
-
-def test_files_have_the_keys_of_their_engine_and_no_others():
-    zero2, nvme = plan_of(strategy="zero2"), plan_of(strategy="zero3", offload="nvme")
-    zero = deepspeed_of(zero2)["zero_optimization"]
-    assert not [key for key in zero if key.startswith("stage3") or key == "sub_group_size"]
-    offload = deepspeed_of(nvme)["zero_optimization"]["offload_optimizer"]
-    assert (offload["device"], offload["nvme_path"], "pin_memory" in offload) == ("nvme", "/local_nvme", True)
-    config = yaml.safe_load(render_files(zero2)["accelerate.yaml"])
-    assert "mixed_precision" not in config
-    assert set(config["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
-    text = render_files(plan_of(strategy="fsdp2", precision="fp32"))["accelerate.yaml"]
-    config = yaml.safe_load(text)
-    assert "mixed_precision: 'no'" in text and config["num_processes"] == 8
-    fsdp = config["fsdp_config"]
-    assert (fsdp["fsdp_version"], fsdp["fsdp_transformer_layer_cls_to_wrap"]) == (2, "LlamaDecoderLayer")
-    hybrid = yaml.safe_load(render_files(plan_of(TWO_NODES, strategy="fsdp2-hybrid"))["accelerate.yaml"])
-    sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}
-    assert hybrid["parallelism_config"] == sizes
 
 
 @pytest.mark.slow
@@ -121,13 +71,8 @@ def test_accelerate_reads_deepspeed_configuration_of_a_moved_directory(tmp_path,
         assert all("Run: " in line for line in places), places
 
 
-def test_multi_node_files_and_launch():
-    plan = plan_of(TWO_NODES, strategy="zero3")
-    files = render_files(plan)
-    assert set(files) == set(plan.file_names)
-    assert files["hostfile"].splitlines()[-1] == "node-1 slots=8"
-    assert "#SBATCH --nodes=2" in files["launch.sbatch"]
-    assert '--node-rank "$1" --main-address "$2"' in files["launch.sh"]
+def test_scripts_of_several_nodes_are_valid():
+    files = render_files(plan_of(TWO_NODES, strategy="zero3"))
     for name in ("launch.sh", "launch.sbatch"):
         subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
 
@@ -167,33 +112,6 @@ def test_launch_script_requires_a_script_or_data(tmp_path, hardware, places):
     done = subprocess.run([str(tmp_path / "plan" / "launch.sh"), *places], capture_output=True, text=True)
     assert done.returncode == 2
     assert "SCRIPT [ARGUMENTS], or" in done.stderr and "--dataset FILE --output-dir DIRECTORY" in done.stderr
-
-
-JOBS = st.fixed_dictionaries(
-    {
-        "strategy": st.sampled_from(["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]),
-        "precision": st.sampled_from(["bf16", "fp16", "fp32"]),
-        "method": st.sampled_from(["full", "lora"]),
-        "global_batch_size": st.sampled_from([None, 64]),
-        "gradient_checkpointing": st.sampled_from(["auto", "on"]),
-    }
-)
-SMALL = llama()
-
-
-@pytest.mark.slow
-@given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
-@settings(max_examples=12, deadline=None)
-def test_plans_round_trip_and_pass_check(job, hardware):
-    plan = make_plan(SMALL, hardware, TrainingJob(seq_len_tokens=512, **job))
-    files = render_files(plan)
-    assert files == render_files(plan)
-    data = json.loads(files["plan.json"])
-    assert plan_from_dict(data, source="plan.json") == plan
-    for name in ("ds_config.json", "accelerate.yaml"):
-        if name in files:
-            findings = check_text(files[name], filename=name, world_size=hardware.world_size)
-            assert findings == (), [str(finding.error) for finding in findings]
 
 
 _KNOWN_PLAN = plan_to_dict(plan_of())

@@ -67,18 +67,6 @@ def test_fewest_layers_that_fit_are_recomputed():
     assert f"the first {layout.checkpointed_layers} of 32 layers" in outcome.chosen.reason
 
 
-def test_objectives_differ():
-    job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xH100-80GB")
-    fast, lean = (
-        search(SearchContext(model=LLAMA_8B, hardware=cluster, job=replace(job, objective=name))).chosen
-        for name in ("throughput", "memory")
-    )
-    assert fast is not None
-    assert lean is not None
-    assert lean.memory.gpu.high_bytes < fast.memory.gpu.high_bytes
-    assert lean.time.tokens_per_second < fast.time.tokens_per_second
-
-
 def test_all_errors_of_a_job_come_together():
     with pytest.raises(UsageError) as caught:
         TrainingJob(seq_len_tokens=-1, lora_rank=0, strategy="zero9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_fro
 from shardwright.ds_configs.models.model_config import config_errors
 from shardwright.ds_configs.shrink.config import (
     Change,
-    Rewriting,
+    changes_between,
     kept_layers,
     rehearsed_sequence,
     shrink_model_config,
@@ -414,9 +415,9 @@ REHEARSED = replace(PLANNED, dp_shard=2, micro_batch_size=2)
 
 
 def rewritten(shrink_file: Any, values: Mapping[str, Any], **settings: Any) -> tuple[dict[str, Any], list[Change]]:
-    copy = Rewriting(values)
+    copy = deepcopy(dict(values))
     shrink_file(copy, **settings)
-    return copy.values, copy.changes
+    return copy, list(changes_between(values, copy))
 
 
 def test_deepspeed_files_change_only_sizes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from shardwright.ds_configs.specs.hardware import (
     hardware_from_mapping,
     parse_hardware,
     parse_overrides,
+    with_gpus,
 )
 from shardwright.plugins.planning.from_names import detect_hardware, read_hardware
 
@@ -173,13 +175,35 @@ def test_reads_hardware_yaml(tmp_path: Path) -> None:
 def test_detection_uses_the_memory_of_the_driver(
     monkeypatch: pytest.MonkeyPatch, driver_name: str, gib: float, gpu: str
 ) -> None:
-    properties = SimpleNamespace(name=driver_name, total_memory=int(gib * GIB))
+    memory = [int((gib + 1) * GIB), int(gib * GIB), *[int((gib + 1) * GIB)] * 2]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda i: SimpleNamespace(name=driver_name, total_memory=memory[i])
+    )
     hardware = detect_hardware(host_memory="1TB")
     assert (hardware.gpu, hardware.gpus_per_node, hardware.nodes) == (gpu, 4, 1)
     assert hardware.gpu_bytes == int(gib * GIB)
     assert hardware.host_bytes_per_node == 10**12
     assert hardware.assumed == ()
     assert 2**20 < detect_hardware().host_bytes_per_node < 2**50
+    # The limit of a container, far below the memory of its machine.
+    monkeypatch.setattr(Path, "read_text", lambda _: "1048576\n")
+    assert detect_hardware().host_bytes_per_node == 2**20
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 4), (2, 4), (3, 8)])
+@pytest.mark.parametrize("host_memory", [None, "1TB"])
+def test_a_cluster_of_another_size_is_the_one_of_its_name(nodes: int, gpus: int, host_memory: str | None) -> None:
+    resized = with_gpus(parse_hardware("8xA100-80GB", host_memory=host_memory), nodes=nodes, gpus_per_node=gpus)
+    assert replace(parse_hardware(resized.name, host_memory=host_memory), assumed=resized.assumed) == resized
+
+
+@pytest.mark.parametrize("name", ["4xT4", "2x8xH20", "3xCPU", "FILE"])
+@pytest.mark.parametrize(("host_memory", "nvme"), [(None, None), ("1TB", "/x:2TB"), ("3GiB", None)])
+def test_options_make_the_same_hardware(name: str, host_memory: str | None, nvme: str | None, tmp_path: Path) -> None:
+    (tmp_path / "h.yaml").write_text("gpu: H100-80GB\ngpus_per_node: 4\nflops_per_s: 9e14\n")
+    name = name.replace("FILE", str(tmp_path / "h.yaml"))
+    hardware = read_hardware(name, host_memory=host_memory, nvme=nvme)
+    options = hardware.options()
+    assert read_hardware(options.pop("hardware"), **options) == hardware

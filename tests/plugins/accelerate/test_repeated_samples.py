@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate.repeated_samples import (
     RepeatedSamples,
     SamplesOnce,
+    gathered_once,
     hide_files,
     let_ranks_read_streams,
     trained_rows,
@@ -109,6 +111,25 @@ def test_a_training_knows_the_rows_of_its_last_batch() -> None:
         loader = rank_loader(7, rank, streams=False)
         batches = trained_batches(loader)
         assert [trained_rows(batch) for batch in batches] in (expected, [None, 2])
+
+
+@pytest.mark.parametrize(("is_last", "expected"), [(False, [0, 1, 10, 11]), (True, [0, 1, 10])])
+def test_metrics_get_the_samples_of_one_rank_of_each_group(
+    is_last: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+        for rank, part in enumerate(parts):
+            part.copy_(own + 10 * rank)
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: {"data": 2}[group])
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    accelerator: Any = Accelerator(cpu=True)
+    last = SimpleNamespace(end_of_dataloader=is_last, remainder=3)
+    monkeypatch.setattr(accelerator, "gradient_state", last)
+    with gathered_once(accelerator, lambda: "data"):
+        both = accelerator.gather_for_metrics({"logits": torch.tensor([0, 1]), "labels": torch.tensor([[0], [1]])})
+        assert accelerator.gather(torch.tensor(0)).tolist() == [0, 10]
+    assert both["logits"].tolist() == both["labels"].flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(("samples", "max_steps", "is_rejected"), [(7, 2, True), (7, 1, False), (8, 2, False)])

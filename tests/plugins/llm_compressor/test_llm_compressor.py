@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from shardwright.ds_configs.quantization.scheme import PRESETS, changed, scheme_named
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
 from shardwright.plugins.llm_compressor.engine import build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.quiet import (
@@ -146,6 +147,12 @@ def test_tied_weights_are_written_once(tmp_path, method):
         assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@pytest.mark.needs("llmcompressor", "auto_round")
+def test_a_head_that_autoround_would_only_round_is_rejected(source):
+    with pytest.raises(UsageError, match=r"learns the rounding only of decoder layers.*add lm_head to --ignore"):
+        quantize_with_llm_compressor(**request(source, "autoround", replace(W4, ignore=())))
 
 
 @pytest.mark.needs("llmcompressor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from paths import CONFIGS
 from planning import DEEPSEEK_V3
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.planning.models import LoadedModel, load_model_spec
+from shardwright.plugins.huggingface_hub.hub import ModelSource
+from shardwright.plugins.planning.models import LoadedModel, load_model_spec, model_from_source
 
 DEEPSEEK = DEEPSEEK_V3 | {
     **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 128, "num_hidden_layers": 3},
@@ -67,3 +69,14 @@ def test_a_class_of_another_family_than_the_known_type_is_reported(tmp_path: Pat
     config = public("meta-llama--Llama-3.2-1B") | {"architectures": ["MistralForCausalLM"]}
     notes = loaded(config, tmp_path / "own").notes
     assert any("MistralForCausalLM" in note and "'llama'" in note for note in notes)
+
+
+@pytest.mark.parametrize(("stored", "is_noted"), [(1.0, False), (1.002, False), (1.01, True), (0.98, True)])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_checkpoint_may_store_a_tied_head_twice(stored: float, is_noted: bool, has_head: bool) -> None:
+    config = public("openai-community--gpt2")
+    head = config["vocab_size"] * config["n_embd"] if has_head else 0
+    source = ModelSource(name="m", revision=None, config=config, checkpoint_parameters=None)
+    count = round(stored * (model_from_source(source).spec.parameter_count + head))
+    notes = model_from_source(replace(source, checkpoint_parameters=count)).notes
+    assert any("the checkpoint has" in note for note in notes) == is_noted

@@ -33,51 +33,44 @@ def axes(**sizes: int) -> Any:
 
 
 ZERO2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
+ZERO3 = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "cpu"}}
+SHARED = {"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}
 
 
 @pytest.mark.parametrize(
-    ("run", "expected"),
+    ("run", "engine", "expected"),
     [
-        (arguments(world_size=1), Layout(engine="single")),
-        (arguments(), Layout(engine="ddp")),
-        (arguments(fsdp=True, fsdp_config={}), Layout(engine="fsdp2")),
+        (arguments(world_size=1), "single", {}),
+        (arguments(), "ddp", {}),
+        (arguments(fsdp=True, fsdp_config={}), "fsdp2", {}),
         (
             arguments(fsdp=True, fsdp_config={"offload_params": True}, parallelism_config=axes(cp=2)),
-            Layout(engine="fsdp2", offload_optimizer="cpu", offload_param="cpu", cp=2),
+            "fsdp2",
+            {"offload_optimizer": "cpu", "offload_param": "cpu", "cp": 2},
         ),
-        (arguments({"zero_optimization": {}}), Layout(engine="deepspeed", zero_stage=0)),
-        (
-            arguments({"zero_optimization": ZERO2}),
-            Layout(engine="deepspeed", zero_stage=2, offload_optimizer="cpu"),
-        ),
+        (arguments({"zero_optimization": ZERO2}), "deepspeed", {"zero_stage": 2, "offload_optimizer": "cpu"}),
         # Then the optimizer is the script's own, on any device.
         (
             arguments({"zero_optimization": ZERO2, "zero_force_ds_cpu_optimizer": False}),
-            Layout(engine="deepspeed", zero_stage=2),
+            "deepspeed",
+            {"zero_stage": 2},
         ),
         (
-            arguments({"zero_optimization": OFFLOADED | {"zero_hpz_partition_size": 8}}),
-            Layout(
-                engine="deepspeed",
-                zero_stage=3,
-                zero=ZeroOptions(hpz_partition_size=8),
-                offload_optimizer="nvme",
-                offload_param="cpu",
-            ),
+            arguments({"zero_optimization": ZERO3 | {"zero_hpz_partition_size": 8}}),
+            "deepspeed",
+            {"zero_stage": 3, "zero": ZeroOptions(hpz_partition_size=8)}
+            | {"offload_optimizer": "nvme", "offload_param": "cpu"},
         ),
-        (
-            arguments({"sequence_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}),
-            Layout(engine="deepspeed", zero_stage=0, sp=4, tp=2),
-        ),
+        (arguments(SHARED), "deepspeed", {"zero_stage": 0, "sp": 4, "tp": 2}),
         (
             arguments({"expert_parallel": {"autoep_size": 8}}, parallelism_config=axes(sp=2)),
-            Layout(engine="deepspeed", zero_stage=0, ep=8, sp=2),
+            "deepspeed",
+            {"zero_stage": 0, "ep": 8, "sp": 2},
         ),
     ],
 )
-def test_the_layout_of_a_run_is_what_its_arguments_say(run: Any, expected: Layout) -> None:
-    assert layout_of(run) == expected
+def test_the_layout_of_a_run_is_what_its_arguments_say(run: Any, engine: Any, expected: dict[str, Any]) -> None:
+    assert layout_of(run) == Layout(engine=engine, **expected)
 
 
 def test_settings_of_a_run_name_its_optimizer_parts_that_do_not_train_and_dropout() -> None:

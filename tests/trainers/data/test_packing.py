@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.data.chat import IGNORED_LABEL
-from shardwright.trainers.data.packing import fitting_rows, packed_row, packing_obstacle
-from shardwright.trainers.data.samples import collate
+from shardwright.trainers.data.packing import fitting_rows, packed_if_possible, packed_row, packing_obstacle
+from shardwright.trainers.data.samples import Samples, SampleStatistics, collate
+from shardwright.trainers.data.sources import DataSettings
 from small_models import SIZES, llama, mixtral
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed
 
@@ -87,6 +90,20 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
         # A document of one token each.
         assert positions == row["position_ids"] + [0] * (len(positions) - len(row["input_ids"]))
     compare_with_single_documents(packed, alone, batch)
+
+
+@pytest.mark.parametrize(("packing", "batch", "rows"), [("auto", 2, 2), ("auto", 3, 6), ("on", 3, 2), ("off", 2, 6)])
+def test_rows_that_do_not_fill_a_global_batch_are_packed_on_request_only(packing: Any, batch: int, rows: int) -> None:
+    tokens = sum(len(document["input_ids"]) for document in documents())
+    counts = {"rows": 6, "train_samples": 6, "train_tokens": tokens, "train_labels": 30}
+    unused = dict.fromkeys(("empty_rows", "unlabelled_rows", "cut_rows", "evaluation_samples"), 0)
+    statistics = SampleStatistics(source="chats", kind="messages", **counts, **unused)
+    plan: Any = SimpleNamespace(chosen=SimpleNamespace(layout=Layout(engine="ddp", dp_replicate=batch)))
+    samples = Samples(train=documents(), evaluation=[], statistics=statistics)
+    found = packed_if_possible(samples, DataSettings(packing=packing, seq_len=28), plan, [])
+    packed = 6 if rows == 2 else 0
+    assert len(found.train) == rows
+    assert found.statistics == replace(statistics, train_samples=rows, packed_documents=packed)
 
 
 @pytest.mark.parametrize(

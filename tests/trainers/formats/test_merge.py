@@ -117,13 +117,8 @@ def damaged(root: Path, kind: str) -> None:
         llama(num_hidden_layers=1).save_pretrained(root / "model")
     elif kind == "other type":
         config["peft_type"] = "IA3"
-    elif kind == "no base":
-        config["base_model_name_or_path"] = None
     elif kind == "base gone":
         shutil.rmtree(root / "model")
-    elif kind == "not an adapter":
-        (directory / CONFIG).unlink()
-        return
     (directory / CONFIG).write_text("{" if kind == "not json" else json.dumps(config))
 
 
@@ -134,9 +129,7 @@ def damaged(root: Path, kind: str) -> None:
         ("tensor missing", 4, "lacks 2 tensors, such as base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"),
         ("fewer layers", 4, "does not belong to"),
         ("other type", 2, "has the PEFT type IA3, but only LORA is supported"),
-        ("no base", 2, "does not name its base model; pass --base MODEL"),
         ("base gone", 2, "which does not exist here"),
-        ("not an adapter", 2, "has no adapter_config.json"),
         ("not json", 4, "is not valid JSON"),
     ],
 )

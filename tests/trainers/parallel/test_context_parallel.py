@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_rules import rule_errors
-from shardwright.ds_configs.legality.axes import context_parallel_errors
+from shardwright.ds_configs.legality.axes import context_parallel_errors, sample_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate import cpu_ranks
 from shardwright.trainers.counting.counts import UNPADDED
@@ -34,9 +34,6 @@ CONTEXT: dict[str, Any] = {"cp": 2, "engine": "fsdp2", "world_size": 4, "seq_len
         ({"model_type": "rwkv"}, "rwkv layers"),
         ({"model_type": "gpt2"}, "which gpt2 does not have"),
         ({"names_self_attention": False}, "named self_attn"),
-        ({"mask_dimensions": 4}, "must have at most 2 dimensions"),
-        ({"packed": True}, "separate row"),
-        ({"left_padded": True}, "pad on the right"),
         ({"rope_type": "dynamic"}, "last position of the full sequence"),
         ({"sp": 2}, "sp = 2"),
         ({"tp": 2}, "tp = 2"),
@@ -46,6 +43,23 @@ CONTEXT: dict[str, Any] = {"cp": 2, "engine": "fsdp2", "world_size": 4, "seq_len
 def test_context_parallel_rules(change: dict[str, Any], message: str) -> None:
     (error,) = rule_errors(context_parallel_errors, **CONTEXT | change)
     assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_dimensions": 4}, "'4-D': must have at most 2 dimensions"),
+        ({"packed": True}, "separate row"),
+        ({"packed": True, "attention": "sdpa"}, "use flash_attention_2"),
+        ({"packed": True, "attention": "flash_attention_2", "samples": 2}, "micro-batches of 1"),
+        ({"left_padded": True, "attention": "sdpa"}, "pad on the right"),
+    ],
+)
+def test_batches_that_ranks_cannot_share(change: dict[str, Any], message: str) -> None:
+    plain: dict[str, Any] = {"mask_dimensions": 2, "left_padded": False, "packed": False}
+    (error,) = sample_errors(**plain | change)
+    assert message in str(error)
+    assert sample_errors(**plain | {"packed": True, "attention": "flash_attention_2"}) == sample_errors(**plain) == []
 
 
 def test_collator_pads_batches_to_a_multiple_of_twice_cp() -> None:

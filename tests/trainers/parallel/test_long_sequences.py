@@ -11,7 +11,7 @@ import torch
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.metering import ByteMeter
-from shardwright.plugins.transformers.offloaded_checkpoints import offload_checkpoints
+from shardwright.plugins.transformers.gradient_checkpointing import offload_checkpoints
 from shardwright.plugins.transformers.tiled_compute import in_tiles, tile_mlps, untile_mlps
 from shardwright.trainers import LongSequenceCallback
 from shardwright.trainers.parallel.long_sequences import TiledLoss

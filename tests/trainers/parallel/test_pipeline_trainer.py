@@ -20,15 +20,13 @@ from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cu
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
 )
-from shardwright.trainers.parallel.pipeline.batches import (
-    of_one_shape,
-    predicted_tokens,
-)
+from shardwright.trainers.parallel.pipeline.batches import of_one_shape
 from shardwright.trainers.parallel.pipeline.checks import (
     check_pipeline,
     engine_errors,
 )
 from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+from shardwright.trainers.parallel.sequence.shards import labelled_tokens
 from transformers import TrainingArguments
 
 pytestmark = pytest.mark.slow
@@ -52,7 +50,7 @@ def test_padding_to_one_shape_keeps_the_predicted_tokens(sizes: list[tuple[int, 
     for before, after, (samples, tokens) in zip(batches, padded, sizes, strict=True):
         assert after.keys() == before.keys()
         assert all(tensor.shape == shape for tensor in after.values())
-        assert predicted_tokens(after) == predicted_tokens(before)
+        assert labelled_tokens([after]) == labelled_tokens([before])
         for name, tensor in before.items():
             assert torch.equal(after[name][:samples, :tokens], tensor)
         if masked:

@@ -16,7 +16,14 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.transformers.tiled_compute import tile_mlps
 from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
-from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
+from shardwright.trainers.parallel.sequence.shards import (
+    cut,
+    digest_of,
+    labelled_tokens,
+    loss_labels,
+    padding_and_packing,
+    shifted_labels,
+)
 from shared_sequences import arguments, sizes_of, tiny
 
 pytestmark = pytest.mark.slow
@@ -50,7 +57,6 @@ LEGAL: dict[str, Any] = {
         ),
         ({"attention": "eager", "offered_attention": []}, "attn_implementation", "use another model"),
         ({"attention": "flex_attention"}, "attn_implementation", "requires a mask"),
-        ({"mask_dimensions": 4}, "attention_mask", "must have at most 2 dimensions"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "sp", "linear_attention layers carry a state"),
         ({"model_type": "mamba2"}, "sp", "mamba2 layers carry a state"),
         ({"model_type": "doge"}, "sp", "doge does not use the attention registry"),
@@ -192,24 +198,22 @@ def test_shards_hold_every_token_and_label_exactly_once(data: Any, samples: int,
     weights = torch.rand(samples, tokens, 3, generator=draw)
     batch = {"input_ids": ids, "labels": labels, "weights": weights, "names": ["a"], "scale": torch.ones(samples)}
     shards = [cut(batch, ranks=ranks, rank=rank, pad_token_id=7) for rank in range(ranks)]
-    whole = {name: torch.cat([shard.inputs[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
+    whole = {name: torch.cat([shard[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
     length = -(-tokens // ranks)
-    assert all(shard.inputs["input_ids"].shape == (samples, length) for shard in shards)
+    assert all(shard["input_ids"].shape == (samples, length) for shard in shards)
     assert torch.equal(whole["input_ids"][:, :tokens], ids)
     assert (whole["input_ids"][:, tokens:] == 7).all()
     assert torch.equal(whole["position_ids"], torch.arange(length * ranks).expand(samples, -1))
-    assert torch.equal(torch.cat([shard.inputs["weights"] for shard in shards], dim=1)[:, :tokens], weights)
+    assert torch.equal(torch.cat([shard["weights"] for shard in shards], dim=1)[:, :tokens], weights)
     # What a single process would compare with the logits of each position.
     expected = torch.full((samples, length * ranks), IGNORED)
     expected[:, : tokens - 1] = labels[:, 1:]
-    found = [shard.shift_labels_BL for shard in shards]
-    assert torch.equal(torch.cat([one for one in found if one is not None], dim=1), expected)
-    counts = sum(int(shard.labelled) for shard in shards if shard.labelled is not None)
-    assert counts == int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
+    assert torch.equal(torch.cat([shard["shift_labels"] for shard in shards], dim=1), expected)
+    assert int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
     for shard in shards:
-        assert shard.inputs["names"] == ["a"]
-        assert torch.equal(shard.inputs["scale"], batch["scale"])  # type: ignore[arg-type]
-        shifting, aligned = shard.labels(shifts=True), shard.labels(shifts=False)
+        assert (shard["names"], shard["unsharded_tokens"]) == (["a"], tokens)
+        assert torch.equal(shard["scale"], batch["scale"])  # type: ignore[arg-type]
+        shifting, aligned = (loss_labels(shard["shift_labels"], shifts=shifts) for shifts in (True, False))
         assert torch.equal(shifting[:, 1:], aligned)
         assert (aligned != IGNORED).any()
 
@@ -272,7 +276,7 @@ def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
 def test_document_borders_require_positions() -> None:
     borders = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
     batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), **borders}
-    assert cut(batch, ranks=2, rank=1).inputs.keys() == {"input_ids", "position_ids"}
+    assert cut(batch, ranks=2, rank=1).keys() == {"input_ids", "position_ids", "unsharded_tokens"}
     with pytest.raises(UsageError, match="position_ids"):
         cut({"input_ids": torch.arange(5)[None], **borders}, ranks=2, rank=0)
 
@@ -294,3 +298,13 @@ def test_layers_without_exchanged_attention_are_rejected() -> None:
     assert any("registry of attention functions" in str(error) for error in model_errors(own, size=2, world_size=2))
     model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     assert any("attention sink" in str(error) for error in model_errors(model, size=2, world_size=2))
+
+
+def test_batches_with_other_content_have_other_digests() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    same = {name: value.clone() for name, value in reversed(batch.items())} | {"text": "not a tensor"}
+    assert digest_of(same) == digest_of(batch)
+    others = (ids.flip(0), ids.reshape(5, 2), ids.to(torch.float64))
+    changes = [*({"input_ids": other} for other in others), {"pixels": ids}]
+    assert digest_of(batch) not in {digest_of(batch | change) for change in changes}

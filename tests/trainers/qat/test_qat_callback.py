@@ -47,7 +47,8 @@ def trainer(model: Any, directory: Path, *callbacks: Any, **changes: Any) -> Tra
 
 class TestOptions:
     def test_steps_are_counted_once_rounding_starts(self, tmp_path: Path) -> None:
-        callback = QATCallback(SCHEME, start_step=1)
+        callback = QATCallback("W4A16", group_size=16, start_step=1)
+        assert callback.config.scheme.weights == SCHEME.weights
         trainer(tiny(), tmp_path, callback, gradient_accumulation_steps=2).train()
         assert callback.attachment.state.trained_steps == 3
         with pytest.raises(UsageError, match="training ends at step 4, before anything is rounded"):
@@ -113,6 +114,13 @@ class TestOptimizer:
         model, settings = tiny(), arguments(tmp_path)
         callback = QATCallback(SCHEME, weight_rule="learned")
         scales = callback.prepare(settings, model).parameters
+        # LSQ starts at 2 · mean |w| / √7, LSQ+ at the range of the weights, here in groups of 16.
+        groups = model.model.layers[0].self_attn.q_proj.weight.detach().view(32, 2, 16)
+        assert torch.allclose(scales[0], 2 * groups.abs().mean(-1) / 7**0.5)
+        asymmetric = attach(tiny(), QATConfig(scheme=changed(SCHEME, symmetric=False), weight_rule="learned"))
+        low, high = groups.amin(-1), groups.amax(-1)
+        assert torch.allclose(asymmetric.parameters[0], (high - low) / 15)
+        assert torch.equal(asymmetric.parameters[1], (-8 - low / ((high - low) / 15)).round().clamp(-8, 7))
         before = [scale.detach().clone() for scale in scales]
         mine = torch.optim.SGD(model.parameters(), lr=0.1)
         Trainer(model, settings, optimizers=(mine, None), train_dataset=rows(), callbacks=[callback]).train()

@@ -97,13 +97,18 @@ CASES = {
     "W4A16": ("W4A16", torch.bfloat16, {}),
     "W8A8": ("W8A8", torch.bfloat16, {}),
     "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
+    "ternary": ("W2A16", torch.float32, {"weight_rule": "ternary"}),
+    "binary": ("W2A16", torch.bfloat16, {"weight_rule": "binary"}),
     "percentile": ("W8A8_STATIC", torch.bfloat16, {"ranges": "percentile"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
+def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here, monkeypatch):
     scheme, dtype, options = CASES[case]
+    # A model without a name has no directory: nothing is copied from the one where the program runs.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("another model's")
     trainer, callback = trained(small_model(dtype), scheme, tmp_path, callback_options=options)
     result = callback.export(trainer, tmp_path / "out", probe=PROBE)
     assert result.largest_weight_difference == 0.0
@@ -116,6 +121,9 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
     seen = round_weight(own.weight.detach(), rounding, *learned).value(rounding.quantization)
     assert torch.equal(dict(model.named_modules())[Q_PROJ].weight.detach(), seen)
     assert not any("learned" in name for name in stored(tmp_path / "out"))
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    if case in ("ternary", "binary"):
+        assert {len(row.unique()) for row in seen} == {3 if case == "ternary" else 2}
 
 
 def test_fresh_process_verifies_the_checkpoint(tmp_path):
@@ -177,6 +185,15 @@ def test_merged_lora_is_what_was_trained(tmp_path, reload_here):
     for own, live in zip(logits(reloaded), logits(trainer.model), strict=True):
         # The head's adapter is merged too, and its sum is rounded once instead of twice.
         torch.testing.assert_close(own, live, rtol=0, atol=1e-5)
+
+
+def test_tensors_that_loaders_keep_in_fp32_are_stored_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"input_layernorm"})
+    trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options={"stored_dtype": "bfloat16"})
+    callback.export(trainer, tmp_path / "out", verify=False)
+    norms = {name: tensor.dtype for name, tensor in stored(tmp_path / "out").items() if "norm" in name}
+    kept = {name: torch.float32 if "input_layernorm" in name else torch.bfloat16 for name in norms}
+    assert norms == kept and len(norms) == 5
 
 
 def test_classifier_is_verified_by_its_own_class(tmp_path, reload_here):

@@ -40,6 +40,18 @@ def test_one_correction_is_the_best_of_its_rank():
     assert error(weight_OI, hessian_II, rank=8, iterations=1, dampening=0.0) <= 1.01 * best
 
 
+def test_large_terms_of_low_rank_are_removed_before_rounding():
+    """Rounded by hand after the best product of rank 2 was subtracted."""
+    draw = torch.Generator().manual_seed(4)
+    left_OK, right_KI, noise_OI = (torch.randn(*shape, generator=draw) for shape in ((48, 2), (2, 64), (48, 64)))
+    weight_OI = (5 * left_OK @ right_KI + 0.1 * noise_OI).bfloat16()
+    left, values, right = torch.linalg.svd(weight_OI.double(), full_matrices=False)
+    rest = weight_OI.double() - left[:, :2] * values[:2] @ right[:2]
+    scale = rest.view(48, 2, 32).abs().amax(-1, keepdim=True) / 3.5
+    rounded = ((rest.view(48, 2, 32) / scale).round().clamp(-4, 3) * scale).view(48, 64)
+    assert error(weight_OI, None, rank=2, iterations=1) <= 1.5 * float((rounded - rest).square().sum())
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     rows=st.integers(1, 30),

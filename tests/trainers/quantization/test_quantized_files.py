@@ -110,28 +110,3 @@ def test_dynamic_int8(source, tmp_path):
     assert stated["format"] == "int-quantized"
     inputs = stated["config_groups"]["group_0"]["input_activations"]
     assert (inputs["num_bits"], inputs["strategy"], inputs["dynamic"]) == (8, "token", True)
-
-
-def test_static_int8(source, tmp_path):
-    seen = []
-
-    def watch(model):
-        def hook(module, arguments):
-            seen.append(arguments[0].detach().abs().max().float())
-
-        model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(hook)
-
-    calibration = [{"input_ids": list(range(start, start + 16))} for start in (0, 16, 32)]
-    found, stated = written(source, tmp_path, torch.eye(WIDTH), scheme_named("W8A8_STATIC"), calibration, watch)
-    assert_tensors(
-        found,
-        {
-            "weight": ((WIDTH, WIDTH), torch.int8),
-            "weight_scale": ((WIDTH, 1), torch.bfloat16),
-            "input_scale": ((1,), torch.bfloat16),
-        },
-    )
-    assert found["input_scale"].item() == (max(seen) / 127.5).bfloat16().item()
-    assert found["weight"].diagonal().tolist() == [127] * WIDTH
-    inputs = stated["config_groups"]["group_0"]["input_activations"]
-    assert (inputs["num_bits"], inputs["strategy"], inputs["dynamic"]) == (8, "tensor", False)

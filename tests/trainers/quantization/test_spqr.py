@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -22,14 +24,13 @@ from shardwright.trainers.formats.spqr import (
     SMALL_DIRECTORY,
     SpQROptions,
     load_spqr,
+    read_matrix,
     save_small_format,
     spqr_quantize,
     stored_columns,
 )
 from shardwright.trainers.quantization.spqr import quantize_to_small_format
 from small_spqr import LAYERS, correlated, logits, samples, small_model
-
-NO_OUTLIERS = SpQROptions(outlier_threshold=None)
 
 
 @given(st.integers(2, 8), st.lists(st.integers(0, 255), max_size=70))
@@ -77,36 +78,73 @@ def test_error_feedback_equals_gptq(group_size: int) -> None:
         feedback.settle(column, stored_O)
 
 
-def test_without_outliers_and_hessian_it_is_plain_rounding():
-    """Scales and zeros come from the second level, written out for one block of rows; then nearest code."""
-    weight_OI, _ = correlated(16, 32)
-    matrix = spqr_quantize(weight_OI, None, NO_OUTLIERS)
-    for group in range(2):
-        part = weight_OI[:, 16 * group : 16 * group + 16].float()
-        low, high = part.amin(dim=1).clamp(max=0), part.amax(dim=1).clamp(min=0)
-
-        def level(values):
-            lowest = values.min().bfloat16().float()
-            step = ((values.max() - values.min()) / 7).bfloat16().float()
-            return lowest + step * ((values - lowest) / step).round().clamp(0, 7)
-
-        scale = level((high - low) / 7)
-        zero = level((-low / scale).clamp(0, 7))
-        codes = (part / scale[:, None] + zero[:, None]).round().clamp(0, 7)
-        expected = (scale[:, None] * (codes - zero[:, None])).bfloat16()
-        assert torch.equal(matrix.dequantize()[:, 16 * group : 16 * group + 16], expected)
-        assert torch.equal(matrix.weight_codes()[:, 16 * group : 16 * group + 16], codes.to(torch.uint8))
-    assert matrix.outlier_values.numel() == 0
+def second_level(values: torch.Tensor) -> torch.Tensor:
+    """Scales or zeros of one block of rows, in 3 bits."""
+    lowest, step = values.min().bfloat16().double(), ((values.max() - values.min()) / 7).bfloat16().double()
+    return lowest + step * ((values - lowest) / step).round().clamp(0, 7)
 
 
-def test_outliers_are_the_weights_themselves():
-    """Without correlation nothing corrects a weight before its turn."""
-    weight_OI, _ = correlated(48, 64)
-    matrix = spqr_quantize(weight_OI, None)
-    rows, columns = matrix.outlier_positions()
-    assert 0 < len(rows) < 0.1 * weight_OI.numel()
-    assert torch.equal(matrix.outlier_values, weight_OI[rows, columns])
-    assert torch.equal(matrix.dequantize()[rows, columns], weight_OI[rows, columns])
+def rounded_in_range(values: torch.Tensor, range_of: torch.Tensor) -> torch.Tensor:
+    low, high = range_of.min().clamp(max=0), range_of.max().clamp(min=0)
+    scale = (high - low).clamp(min=1e-30) / 7
+    return scale * ((values / scale - low / scale).round().clamp(0, 7) + low / scale)
+
+
+def spqr_by_loops(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, threshold: float | None) -> torch.Tensor:
+    """Algorithm 1 of the paper (arXiv 2306.03078) in fp64: 3 bits, groups of 16, one block of rows."""
+    rows, size = weight_OI.shape
+    free, stored = weight_OI.double(), torch.empty(rows, size, dtype=torch.float64)
+    upper_II = torch.eye(size, dtype=torch.float64)
+    if hessian_II is not None:
+        damped_II, dead_I = hessian_II.double().clone(), hessian_II.diagonal() <= 0
+        free[:, dead_I] = 0
+        damped_II[dead_I, dead_I] = 1
+        damped_II += 0.01 * damped_II.diagonal().mean() * torch.eye(size)
+        upper_II = torch.linalg.cholesky(torch.linalg.inv(damped_II), upper=True)
+    cost_I = 1 / upper_II.diagonal() ** 2
+    limit = math.inf if threshold is None else threshold * float((free.var(dim=0, correction=0) * cost_I).mean())
+    for column in range(size):
+        group = range(column, min(column + 16, size))
+        if column % 16 == 0:
+            kept = free[:, group].clone()
+            for row in range(rows if threshold is not None else 0):
+                own, cost = free[row, group], cost_I[group]
+                every = float(((rounded_in_range(own, own) - own) ** 2 * cost).sum())
+                for index in range(len(own)):
+                    others = torch.cat([own[:index], own[index + 1 :]])
+                    error = (rounded_in_range(others, torch.cat([others, torch.zeros(1)])) - others) ** 2
+                    if every - float((error * torch.cat([cost[:index], cost[index + 1 :]])).sum()) > limit:
+                        kept[row, index] = 0
+            low, high = kept.amin(1).clamp(max=0), kept.amax(1).clamp(min=0)
+            scale = second_level((high - low) / 7)
+            zero = second_level((-low / scale).clamp(0, 7))
+        value = free[:, column]
+        settled = (scale * ((value / scale + zero).round().clamp(0, 7) - zero)).to(weight_OI.dtype).double()
+        outlier = (value - settled) ** 2 * cost_I[column] > limit
+        in_16_bit = value.to(torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16).double()
+        settled = torch.where(outlier, in_16_bit, settled)
+        later = slice(column + 1, None)
+        free[:, later] -= torch.outer((value - settled) / upper_II[column, column], upper_II[column, later])
+        stored[:, column] = settled
+    return stored
+
+
+@pytest.mark.parametrize("threshold", [None, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_are_those_of_the_paper(dtype: torch.dtype, threshold: float | None) -> None:
+    """Without and with a Hessian, which has two inputs that are always zero."""
+    weight_OI, hessian_II = correlated(16, 40)
+    weight_OI = (weight_OI.float() * 1.37).to(dtype)
+    hessian_II[[5, 33]] = 0
+    hessian_II[:, [5, 33]] = 0
+    for hessian in (None, hessian_II):
+        matrix = spqr_quantize(weight_OI, hessian, SpQROptions(outlier_threshold=threshold))
+        wanted_OI, found_OI = spqr_by_loops(weight_OI, hessian, threshold), matrix.dequantize().double()
+        # A value at a border, which fp32 puts on the other side of it, would differ by a step, at least 2^-11 of it.
+        assert (found_OI - wanted_OI).abs().max() <= 1e-5 * wanted_OI.abs().max()
+        rows, columns = matrix.outlier_positions()
+        assert (len(rows) > 0) == (threshold is not None) and len(rows) < 0.1 * weight_OI.numel()
+        assert torch.equal(matrix.outlier_values.to(dtype), matrix.dequantize()[rows, columns])
 
 
 @settings(max_examples=15, deadline=None)
@@ -118,7 +156,7 @@ def test_outliers_are_the_weights_themselves():
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
-    """Shapes are as announced, and the numbers stay near the weights."""
+    """Shapes are as announced, the numbers stay near the weights, and outliers outside of the matrix are rejected."""
     weight_OI, hessian_II = correlated(rows, columns)
     options = SpQROptions(bits=bits, group_size=group_size, scale_group_size=7)
     matrix = spqr_quantize(weight_OI.to(dtype), hessian_II, options)
@@ -128,19 +166,19 @@ def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
     assert bool(dense_OI.isfinite().all())
     stored = matrix.tensors()
     assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
+    stated, tensors = json.loads(json.dumps(matrix.settings())), {f"a.{name}": each for name, each in stored.items()}
+    assert torch.equal(read_matrix("a", stated, dict(tensors), where="file").dequantize(), dense_OI)
+    for name, change in (("columns", lambda part: part + columns), ("offsets", lambda part: part + 1)):
+        part = tensors[f"a.spqr_outlier_{name}"]
+        with pytest.raises(RefusedInputError, match=r"file: a.*offsets or columns") if len(part) else nullcontext():
+            read_matrix("a", stated, tensors | {f"a.spqr_outlier_{name}": change(part)}, where="file")
     assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) <= weighted_error(weight_OI, hessian_II)
 
 
-def test_dead_columns_and_dead_weights():
-    """Inputs that are always zero make a singular Hessian; their weights cost nothing and become zero."""
+def test_zero_weights_and_few_samples_give_finite_numbers():
+    """Fewer samples than channels make a singular Hessian."""
     weight_OI, hessian_II = correlated(20, 64)
-    hessian_II[[5, 40]] = 0
-    hessian_II[:, [5, 40]] = 0
-    dense_OI = spqr_quantize(weight_OI, hessian_II).dequantize()
-    assert bool(dense_OI.isfinite().all())
-    assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) < weighted_error(weight_OI, hessian_II) / 20
     assert not spqr_quantize(torch.zeros(20, 64), hessian_II).dequantize().any()
-    # Few samples make a singular Hessian too.
     inputs_TI = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     matrix = spqr_quantize(weight_OI, inputs_TI.t() @ inputs_TI, SpQROptions(dampening=0.0))
     assert bool(matrix.dequantize().isfinite().all())
@@ -183,6 +221,7 @@ def test_dense_and_small_checkpoints_are_equal(quantized, tmp_path):
     with safe_open(small / "small.safetensors", framework="pt") as stored:
         names = set(stored.keys())
     assert "model.layers.0.mlp.up_proj.spqr_codes" in names
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names, "one tensor is stored once"
     assert not any(f"{layer}.weight" in names for layer in quantized.quantized_layers)
     with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import yaml
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.shrink.config import Rewriting
+from shardwright.ds_configs.shrink.config import changes_between
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
@@ -23,8 +24,13 @@ from shardwright.trainers.rehearsal.checks import (
     check_resumed,
     check_training,
 )
-from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
-from shardwright.trainers.rehearsal.files import choose_ranks
+from shardwright.trainers.rehearsal.files import (
+    OWN_ARGUMENTS,
+    choose_ranks,
+    cpu_accelerate,
+    cpu_arguments,
+    cpu_deepspeed,
+)
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -222,22 +228,22 @@ def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -
 
 def replaced(replace: Any, values: dict[str, Any], **settings: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the values that a substitute leaves, and the names of those that it changes."""
-    scaled = Rewriting(values)
+    scaled = deepcopy(values)
     replace(scaled, **settings)
-    return scaled.values, [change.where for change in scaled.changes]
+    return scaled, [change.where for change in changes_between(values, scaled)]
 
 
 def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     arguments = {"fp16": True, "optim": "paged_adamw_8bit", "tf32": True, "push_to_hub": True, "weight_decay": 0.1}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
     layout = Layout(engine="ddp", micro_batch_size=2)
-    found, changes = replaced(cpu_arguments, arguments | sizes, layout=layout, steps=8, save_step=4)
+    found, changes = replaced(cpu_arguments, arguments | sizes, layout=layout, steps=8)
     assert found["bf16"] is True and found["fp16"] is False and found["optim"] == "adamw_torch"
     assert "tf32" not in found and found["push_to_hub"] is False and found["weight_decay"] == 0.1
     # By default, a Trainer logs the mean of earlier losses in place of NaN.
-    assert found["logging_nan_inf_filter"] is False
+    assert OWN_ARGUMENTS["logging_nan_inf_filter"] is False
     assert set(changes) == {"fp16", "bf16", "optim", "tf32", "push_to_hub", "learning_rate", "max_steps"}
-    _, changes = replaced(cpu_arguments, sizes, layout=Layout(engine="ddp"), steps=8, save_step=4)
+    _, changes = replaced(cpu_arguments, sizes, layout=Layout(engine="ddp"), steps=8)
     assert changes[0] == "per_device_train_batch_size"
     half = {"fp16": {"enabled": "auto", "loss_scale": 0}}
     assert replaced(cpu_deepspeed, half)[0] == {"bf16": {"enabled": "auto"}}

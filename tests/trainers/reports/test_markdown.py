@@ -1,24 +1,32 @@
-"""Markdown of reports and cards: a value stays one cell and one piece of code."""
+"""Renderings of reports and cards: a value stays one cell, one piece of code and one label, and shows its error."""
 
 from __future__ import annotations
 
+import doctest
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shardwright.cli import settings
+from shardwright.trainers.reports import markdown as rendering
+from shardwright.trainers.reports import plans, report
+from shardwright.trainers.reports.charts import curves, svg
 from shardwright.trainers.reports.make import read_report
 from shardwright.trainers.reports.markdown import code, markdown, table, usage
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
+LOSSES = [(step, 3.0 / step) for step in range(1, 12)]
+HOSTILE = '<script>alert("$x$")</script>'
 
 
 @pytest.mark.parametrize("name", ["train", "distill", "qat", "quantize", "evaluate"])
 def test_markdown_has_every_figure_of_the_page(name):
-    report = read_report(RUNS / name)
-    text = markdown(report)
-    tables = [*report.summary, *(shown for section in report.sections for shown in section.tables)]
+    shown_report = read_report(RUNS / name)
+    text = markdown(shown_report)
+    tables = [*shown_report.summary, *(shown for section in shown_report.sections for shown in section.tables)]
     for cell in (cell for shown in tables for row in shown.rows for cell in row):
         assert re.sub(r"(\\*)\|", r"\1\1\|", cell) in text, cell
     assert "\n\n\n" not in text
@@ -50,3 +58,21 @@ def test_code_has_a_fence_that_its_text_lacks(text):
     fence = re.match("`+", shown)[0]
     assert shown.endswith(fence) and "\n" not in shown
     assert fence not in re.findall("`+", shown[len(fence) : -len(fence)])
+
+
+def test_hostile_labels_stay_text() -> None:
+    root = ElementTree.fromstring(svg(curves({HOSTILE: LOSSES}, HOSTILE), title=HOSTILE))  # noqa: S314
+    assert root.get("aria-label") == HOSTILE
+    assert [element.text for element in root.iter() if element.text and "script" in element.text] == [HOSTILE] * 2
+    assert "$$" in svg(curves({r"$\frac{": LOSSES, "$$": LOSSES}, "$_"), title="")
+
+
+@pytest.mark.parametrize("module", [report, plans, rendering, settings])
+def test_examples(module) -> None:
+    assert doctest.testmod(module).failed == 0
+
+
+def test_mean_with_error_returns_the_error_of_the_mean() -> None:
+    mean, error = report.mean_with_error([1.0, 2.0, 3.0, 4.0])
+    assert (mean, error) == (2.5, pytest.approx((5 / 3) ** 0.5 / 2))
+    assert report.mean_with_error([1.0]) == (1.0, None)

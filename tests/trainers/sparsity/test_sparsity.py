@@ -14,10 +14,13 @@ from engine_settings import cpu_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.deepspeed.parameters import edit_errors
-from shardwright.trainers.sparsity.callback import target_layers
-from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
-from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback, smallest_weights
+from shardwright.plugins.deepspeed.parameters import WeightEditor, edit_errors
+from shardwright.trainers.sparsity import (
+    L1SparsityCallback,
+    MagnitudePruningCallback,
+    smallest_weights,
+    target_layers,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slow
@@ -111,14 +114,14 @@ def test_exactly_the_smallest_weights_are_pruned(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
 def test_the_schedule_of_zhu_and_gupta_is_reached_exactly_and_zeros_stay(pattern: Any, tmp_path: Path) -> None:
-    callback = MagnitudePruningCallback(0.5, start_step=2, end_step=8, every=3, pattern=pattern)
+    callback = MagnitudePruningCallback(0.5, start_step=2, end_step=8, every=4, pattern=pattern)
     recorder = Recorder()
     trained = trainer(tmp_path, tiny_llama(), callback, recorder)
     trained.train()
     sizes = {name: module.weight.numel() for name, module in target_layers(trained.model).items()}
     assert len(sizes) == LINEAR
-    # Updates after 2, 5 and 8 steps: 0, half and all of the schedule.
-    shares = [0.0] * 4 + [0.5 * (1 - 0.5**3)] * 3 + [0.5] * 5
+    # Updates after 2 and 6 steps, and after 8, the last one: 0, two thirds and all of the schedule.
+    shares = [0.0] * 5 + [0.5 * (1 - (1 / 3) ** 3)] * 2 + [0.5] * 5
     for share, found in zip(shares, recorder.zeros, strict=True):
         assert found == {name: round(share * size) for name, size in sizes.items()}
     for earlier, later in zip(recorder.masks[:-1], recorder.masks[1:], strict=True):
@@ -183,6 +186,18 @@ def test_l1_is_the_proximal_step_of_sgd(tmp_path: Path) -> None:
         assert torch.allclose(value.double(), other, atol=2e-6), name
     assert sum(zeros(model).values()) > 1000
     assert float((model.lm_head.weight == 0).float().mean()) == 0
+
+
+def test_the_threshold_follows_the_targets_learning_rate_and_skips_steps_that_overflowed() -> None:
+    callback, (target, other) = L1SparsityCallback(0.5), [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(2)]
+    groups = [{"params": [other], "lr": 0.9}, {"params": [target], "lr": 0.1}]
+    optimizer: Any = SimpleNamespace(param_groups=groups, state={}, step_was_skipped=True)
+    callback.editor = WeightEditor({"layer": target}, torch.optim.SGD([target], lr=0.1))
+    for step_was_skipped, value in ((True, 1.0), (False, 0.95)):
+        optimizer.step_was_skipped = step_was_skipped
+        callback.on_step_begin(*[None] * 3, optimizer=optimizer)  # type: ignore[arg-type]
+        callback.on_step_end(*[None] * 3, optimizer=optimizer)  # type: ignore[arg-type]
+        assert target.detach().tolist() == [[pytest.approx(value)] * 4] * 2
 
 
 def test_resumed_run_selects_the_same_zeros(tmp_path: Path) -> None:

@@ -34,7 +34,13 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Behave], list[str]]:
+def timeouts() -> list[float]:
+    """Seconds that each launch may take."""
+    return []
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, timeouts: list[float]) -> Callable[[Behave], list[str]]:
     """Replace launches by a function of the layout, and return the labels of the launched ones."""
 
     def replaced(behave: Behave) -> list[str]:
@@ -43,7 +49,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Behave], list[str]]:
         def launch_ranks(launch: Launch, *, timeout_seconds: float, **_: Any) -> None:
             file = Path(launch.arguments[-1])
             task = read_task(file)
-            assert isinstance(task, TrialTask) and timeout_seconds > 0
+            assert isinstance(task, TrialTask)
+            timeouts.append(timeout_seconds)
             labels.append(Plan.load(task.plan).chosen.layout.label)
             result = {"step_seconds": behave(labels[-1], task), "peak_allocated_bytes": 3_000_000}
             (file.parent / "result.json").write_text(json.dumps(result))
@@ -72,7 +79,9 @@ def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any,
     assert "Measured layouts" in page and all(trial.name in page for trial in tuned.trials)
 
 
-def test_out_of_memory_and_failures_are_results(planned: Path, ranks: Any, tmp_path: Path) -> None:
+def test_out_of_memory_and_failures_are_results(
+    planned: Path, ranks: Any, tmp_path: Path, timeouts: list[float]
+) -> None:
     endings = iter(
         [
             failure("out of memory in phase backward: 9 GB\nplans that need less", 3),
@@ -87,7 +96,9 @@ def test_out_of_memory_and_failures_are_results(planned: Path, ranks: Any, tmp_p
         return [0.2] * task.steps
 
     ranks(behave)
-    tuned = tune(planned, trials=4, output_dir=tmp_path / "out")
+    tuned = tune(planned, trials=4, output_dir=tmp_path / "out", time_limit_minutes=100)
+    # A trial that hangs leaves time for the others.
+    assert max(timeouts[:3]) <= 3000 < timeouts[3] <= 6000
     assert [trial.outcome for trial in tuned.trials] == ["out of memory", "failed", "stopped", "measured"]
     assert tuned.trials[0].detail == "rank 1: out of memory in phase backward: 9 GB"
     assert "rank 1 was killed by SIGKILL" in tuned.trials[1].detail
@@ -121,6 +132,10 @@ def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -
     with pytest.raises(UsageError) as caught:
         tune(planned, trials=0, steps=1, time_limit_minutes=0)
     assert [error.where for error in caught.value.errors] == ["trials", "steps", "time_limit"]
+    sizes = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32", "objective": "memory"}
+    with pytest.raises(UsageError, match="trials run on one machine") as caught:
+        tune(make(str(tmp_path / "model"), "2x1xCPU", **sizes))
+    assert [error.where for error in caught.value.errors] == ["hardware", "objective"]
 
 
 def test_the_command_prints_trials_and_keeps_other_files(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
@@ -86,20 +85,6 @@ def test_missing_tensor_is_reported(written, tmp_path):
     assert "1 missing keys when reloaded: model.layers.0.input_layernorm.weight" in found.reason
 
 
-def test_layer_that_was_not_packed_is_reported(written, tmp_path, monkeypatch):
-    # The stored layout alone shows the error.
-    monkeypatch.setattr(verify, "_reload", lambda *_: "not reloaded here")
-
-    def left_dense(tensors):
-        name = "model.layers.0.self_attn.q_proj"
-        for part in ("weight_packed", "weight_scale", "weight_shape"):
-            del tensors[f"{name}.{part}"]
-        tensors[f"{name}.weight"] = torch.zeros(128, 128, dtype=torch.bfloat16)
-
-    found = verified(written, damaged(written, tmp_path, left_dense))
-    assert "model.layers.0.self_attn.q_proj" in found.reason and found.packed_layers == 0
-
-
 def test_loading_error_is_reported(written, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(written[0], copy)
@@ -111,7 +96,6 @@ def test_loading_error_is_reported(written, tmp_path):
 
 def test_nan_logits_fail(written, monkeypatch):
     """Python's `max` ignores NaN unless it comes first."""
-    from shardwright.trainers.verify import checkpoint as verify
 
     directory, _, reference = written
     answers = {str(row): logits.clone() for row, logits in enumerate(reference.logits)}

@@ -16,12 +16,11 @@ from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.sound_model import refuse_other_formats
-from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
 from ...data.samples import Samples
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
-from ...data.tokenizers import agreed_vocab_size
 from ...runs.inputs import (
     CONVERTED,
     chosen_hardware,
@@ -222,4 +221,5 @@ def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Sample
         errors.append(ConfigError(where=where, rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
-    return replace(samples, evaluation=known)
+    statistics = replace(samples.statistics, evaluation_samples=len(known))
+    return replace(samples, evaluation=known, statistics=statistics)

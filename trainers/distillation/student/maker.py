@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
-from ....ds_configs.shrink.config import Rewriting, keep_layers
+from ....ds_configs.shrink.config import keep_layers
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
@@ -19,7 +19,7 @@ from ....plugins.safetensors.reading import each_tensor, read_checkpoint
 from ....plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_weights, is_finite, refuse_code, stored_errors
-from ...formats.model_directory import copy_companions
+from ...data.models import copy_companions
 from .layers import LayerStack, layer_stack, uniform_layers, unlike_layers
 from .request import StudentRequest, layer_errors, request_errors, width_errors
 from .width import WIDTH_FAMILIES, WidthCutter, teacher_with_batches, tensor_axes
@@ -165,9 +165,10 @@ def plan_student(
     kept_layers = request.keep_layers or uniform_layers(stack.count, request.layers or stack.count)
     config = dict(source.config)
     if len(kept_layers) < stack.count:
-        complete = Rewriting(model.config.to_dict())
-        keep_layers(complete, kept_layers)
-        config |= {change.where: change.after for change in complete.changes}
+        complete = model.config.to_dict()
+        thinner = dict(complete)
+        keep_layers(thinner, kept_layers)
+        config |= {name: value for name, value in thinner.items() if value != complete.get(name)}
     student = build_meta_model(config, source="student")
     if unlike := unlike_layers(model, student, stack, kept_layers):
         raise UsageError(unlike)

@@ -6,16 +6,15 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ....ds_configs.legality.axes import context_parallel_errors
+from ....ds_configs.legality.axes import context_parallel_errors, sample_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine, Layout
-from ....ds_configs.specs.model import ModelTraits, equal_head_widths
 from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import own_class
 from ...counting.counts import UNPADDED
-from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
-from ..sequence.checks import attention_window, parallelism_errors, reading_errors, rotation
+from ...exact import Axis, ExactTrainer, count_as_one_process
+from ..sequence.checks import parallelism_errors, reading_errors, traits_of
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
 if TYPE_CHECKING:
@@ -59,10 +58,33 @@ class ContextParallelism:
         replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
         if axes is not None:
             replicas = int(getattr(axes, "dp_replicate_size", 1))
-        errors = _model_errors(training_arguments, model, size, replicas)
+        shards = training_arguments.world_size // (size * replicas) if size > 0 else 1
+        engine: Engine = "fsdp2" if training_arguments.fsdp or engine_from_environment() == "fsdp2" else "ddp"
+        if getattr(training_arguments, "deepspeed_plugin", None) is not None:
+            engine = "deepspeed"
+        errors = context_parallel_errors(
+            traits_of(model, size),
+            Layout(engine=engine, cp=size, dp_replicate=replicas, dp_shard=shards),
+            world_size=training_arguments.world_size,
+            names_self_attention=any(name.endswith("self_attn") for name, _ in base_model(model).named_modules()),
+        )
         errors += parallelism_errors(training_arguments, {"sp": 1, "cp": size, "tp": 1})
         if size > 1:
-            errors += _argument_errors(training_arguments)
+            rings = training_arguments.world_size // size
+            if training_arguments.world_size % size == 0 and rings % replicas:
+                rule = f"must divide world_size / cp = {rings}"
+                errors.append(ConfigError(where="dp_replicate_size", value=replicas, rule=rule, fix="use 1"))
+            errors += reading_errors(training_arguments)
+            if training_arguments.average_tokens_across_devices is False:
+                where, rule = "average_tokens_across_devices", "losses are means over the tokens of all ranks"
+                errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit it"))
+            if (smoothing := training_arguments.label_smoothing_factor) > 0:
+                rule = "shifts labels within shards that do not hold neighbouring tokens"
+                fix = "set it to 0, or use sp with DeepSpeed"
+                errors.append(ConfigError(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
+            chosen = getattr(training_arguments, "eval_strategy", "no")
+            if (when := str(getattr(chosen, "value", chosen))) != "no":
+                errors.append(ConfigError(where="eval_strategy", value=when, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
         if errors:
             raise UsageError(errors)
         if size == 1:
@@ -76,7 +98,7 @@ class ContextParallelism:
             sp_size=1,
             tp_size=1,
             dp_replicate_size=replicas,
-            dp_shard_size=training_arguments.world_size // (size * replicas),
+            dp_shard_size=shards,
             cp_handler=getattr(axes, "cp_handler", None) or TorchContextParallelConfig(),
         )
 
@@ -105,12 +127,14 @@ class ContextParallelism:
         if errors:
             raise UsageError(errors)
         trainer.data_collator = ContextParallelCollator(trainer.data_collator, self.context_parallel_size)
-        count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
-        make_exact(trainer).shared_axis = ContextAxis()
+        count_as_one_process(trainer, ContextAxis(self.context_parallel_size))
 
 
 class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks_of_a_sample = size
 
     def evaluating(self, trainer: ExactTrainer) -> NoReturn:
         """Raise an error.
@@ -141,15 +165,8 @@ class ContextParallelCollator:
 
         batch = dict(self.collator(rows))
         left_padded, packed = padding_and_packing([batch])
-        errors = context_parallel_errors(
-            ModelTraits(),
-            Layout(engine="fsdp2", cp=self.context_parallel_size),
-            world_size=self.context_parallel_size,
-            mask_dimensions=mask_dimensions([batch]),
-            left_padded=left_padded,
-            packed=packed,
-        )
-        if errors:
+        masks = mask_dimensions([batch])
+        if errors := sample_errors(mask_dimensions=masks, left_padded=left_padded, packed=packed):
             raise UsageError(errors)
         samples, tokens = batch["input_ids"].shape
         mask = batch.pop(ATTENTION_MASK, None)
@@ -171,49 +188,3 @@ class ContextParallelCollator:
             if torch.is_tensor(value) and value.shape == (samples, tokens):
                 batch[name] = torch.nn.functional.pad(value, (0, extra), value=_FILLS.get(name, 0))
         return batch
-
-
-def _argument_errors(arguments: TrainingArguments) -> list[ConfigError]:
-    errors = reading_errors(arguments)
-    if arguments.average_tokens_across_devices is False:
-        rule, fix = "losses are means over the tokens of all ranks", "omit it"
-        errors.append(ConfigError(where="average_tokens_across_devices", value=False, rule=rule, fix=fix))
-    if arguments.label_smoothing_factor > 0:
-        rule = "shifts labels within shards that do not hold neighbouring tokens"
-        smoothing, fix = arguments.label_smoothing_factor, "set it to 0, or use sp with DeepSpeed"
-        errors.append(ConfigError(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
-    chosen = getattr(arguments, "eval_strategy", "no")
-    strategy = str(getattr(chosen, "value", chosen))
-    if strategy != "no":
-        errors.append(ConfigError(where="eval_strategy", value=strategy, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
-    return errors
-
-
-def _model_errors(arguments: TrainingArguments, model: PreTrainedModel, size: int, replicas: int) -> list[ConfigError]:
-    inner = base_model(model)
-    text = inner.config.get_text_config()
-    engine: Engine = "fsdp2" if arguments.fsdp or engine_from_environment() == "fsdp2" else "ddp"
-    if getattr(arguments, "deepspeed_plugin", None) is not None:
-        engine = "deepspeed"
-    errors = context_parallel_errors(
-        ModelTraits(
-            model_type=text.model_type,
-            attention=inner.config._attn_implementation,
-            layer_types=tuple(getattr(text, "layer_types", None) or ()),
-            attention_window_tokens=attention_window(text),
-            has_equal_head_widths=equal_head_widths(text.to_dict()),
-            rope_type=rotation(text),
-        ),
-        Layout(
-            engine=engine,
-            cp=size,
-            dp_replicate=replicas,
-            dp_shard=arguments.world_size // (size * replicas) if size > 0 else 1,
-        ),
-        world_size=arguments.world_size,
-        names_self_attention=any(name.endswith("self_attn") for name, _ in inner.named_modules()),
-    )
-    if size > 1 and arguments.world_size % size == 0 and arguments.world_size // size % replicas:
-        rule = f"must divide world_size / cp = {arguments.world_size // size}"
-        errors.append(ConfigError(where="dp_replicate_size", value=replicas, rule=rule, fix="use 1"))
-    return errors

@@ -33,11 +33,6 @@ def sampled_batch_errors(batch: Mapping[str, Any]) -> list[ConfigError]:
     return errors
 
 
-def predicted_tokens(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return how many labels of a batch are predicted; the first token of a sample never is."""
-    return batch["labels"][:, 1:].ne(IGNORED).sum()
-
-
 def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Pad the batches of a step to the largest number of samples and of tokens among them.
 

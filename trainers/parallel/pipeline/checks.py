@@ -91,17 +91,22 @@ def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_siz
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
     errors = []
-    configuration = configuration_in_use(args)
-    micro_batches = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    allowed: list[Any] = [None, "auto", micro_batches * replicas]
+    # Transformers holds only a configuration passed to TrainingArguments; `accelerate launch` sets the plugin's.
+    configuration = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
+    micro, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    right = micro * accumulated * replicas
+    allowed: list[Any] = [None, "auto", right]
     if args.deepspeed:
         written = getattr(args.deepspeed, "config", None) or HfDeepSpeedConfig(args.deepspeed).config
     else:
         written = configuration.config
         # An earlier Trainer has replaced "auto" by the product with all ranks.
-        allowed.append(micro_batches * args.world_size)
-    if written.get(BATCH_KEY) not in allowed:
-        errors += global_batch_errors(args, int(written[BATCH_KEY]), replicas)
+        allowed.append(micro * accumulated * args.world_size)
+    if (total := written.get(BATCH_KEY)) not in allowed:
+        errors = batch_errors(global_batch_size=int(total), micro_batch_size=micro, data_parallel_size=replicas)
+        rule = "must be per_device_train_batch_size * gradient_accumulation_steps * replicas of the pipeline = "
+        rule, fix = f"{rule}{micro} * {accumulated} * {replicas}", f'write {right} or "auto"'
+        errors = errors or [ConfigError(where="train_batch_size", value=int(total), rule=rule, fix=fix)]
     if tensor_parallel_size > 1:
         section = configuration.config.setdefault("pipeline", {})
         for key, required in ENGINE_SECTION.items():
@@ -109,26 +114,6 @@ def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_siz
                 rule = f"must be {str(required).lower()} for stages that {tensor_parallel_size} ranks share"
                 errors.append(ConfigError(where=f"pipeline.{key}", value=section[key], rule=rule, fix="omit it"))
     return errors
-
-
-def configuration_in_use(args: TrainingArguments) -> Any:
-    """Return the holder of the DeepSpeed configuration in use."""
-    # Transformers holds only a configuration passed to TrainingArguments; `accelerate launch` sets the plugin's.
-    return getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
-
-
-def global_batch_errors(args: TrainingArguments, train_batch_size: int, replicas: int) -> list[ConfigError]:
-    """Return the errors of a `train_batch_size` in a DeepSpeed configuration that the training arguments contradict."""
-    micro, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    errors = batch_errors(global_batch_size=train_batch_size, micro_batch_size=micro, data_parallel_size=replicas)
-    if errors:
-        return errors
-    rule = (
-        "must be per_device_train_batch_size * gradient_accumulation_steps * replicas of the pipeline = "
-        f"{micro} * {micro_batches} * {replicas}"
-    )
-    fix = f'write {micro * micro_batches * replicas} or "auto"'
-    return [ConfigError(where="train_batch_size", value=train_batch_size, rule=rule, fix=fix)]
 
 
 def _offload(zero: Mapping[str, Any], name: str) -> OffloadDevice:
@@ -211,7 +196,9 @@ _NEVER_CALLED = frozenset(
 )
 """Methods of a Trainer that a schedule does not call: stages compute the loss, and the engine clips over all stages."""
 _REPLACEABLE = frozenset({"__init__", "save_model"})
-"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages, or count samples once."""
+"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages."""
+_COUNTED = frozenset({"get_total_train_batch_size", "_get_num_items_in_batch"})
+"""Methods of the Trainer whose results are divided by the ranks of a replica."""
 
 
 def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
@@ -220,7 +207,7 @@ def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
     An attribute of the object that wraps a called method, for example to measure it, is allowed.
     """
     own = vars(trainer).keys() & _NEVER_CALLED
-    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))}
+    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))} | _COUNTED
     errors = []
     for name in sorted(_NEVER_CALLED | needed):
         if name in own or getattr(own_class(trainer), name, None) is not getattr(pipeline, name, None):

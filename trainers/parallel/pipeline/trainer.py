@@ -6,7 +6,7 @@ Shapes: B samples of a micro-batch, S tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,9 @@ from ....plugins.transformers.prepared_model import prepare_before_training
 from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import weights_dtype
 from ...counting.counts import evaluated_mean
-from ...exact import count_as_one_process
-from .batches import for_stages, of_one_shape, predicted_tokens, sampled_batch_errors
+from ...exact import Axis, ExactTrainer, count_as_one_process
+from ..sequence.shards import labelled_tokens
+from .batches import for_stages, of_one_shape, sampled_batch_errors
 from .checks import (
     check_pipeline,
     engine_errors,
@@ -52,6 +53,26 @@ LONGEST_SEQUENCE_TOKENS = 4096
 """Sequence length for which stages are balanced, if the model supports it."""
 _SEED_STRIDE = 1000
 """Distance between the seeds of neighbouring stages."""
+
+
+class PipelineAxis(Axis):
+    """All ranks of a pipeline read the same samples, and its stages compute losses and norms."""
+
+    computes_losses = False
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks_of_a_sample = ranks
+
+    def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
+        """Return the labels of a step; the ranks of a replica counted the same ones."""
+        tokens = count(batches, device)
+        shared = tokens is not None and trainer.args.average_tokens_across_devices
+        return tokens // self.ranks_of_a_sample if shared else tokens
+
+    def correct_clipping(self, engine: Any) -> None:
+        """Clip by the norm over all stages, and keep no logits after the loss."""
+        repair_clipping(engine)
+        free_logits_early(engine)
 
 
 class PipelineTrainer(Trainer):
@@ -154,7 +175,7 @@ class PipelineTrainer(Trainer):
         # The stages were built with recomputation. Transformers 5.23 calls the second name first.
         module.gradient_checkpointing_enable = module.activation_checkpointing_enable = lambda **_: None
         self.model = self.model_wrapped = self.callback_handler.model = module
-        count_as_one_process(self, ranks_of_a_sample=self._ranks_of_a_replica, evaluates=False)
+        count_as_one_process(self, PipelineAxis(self._ranks_of_a_replica))
 
     @property
     def _ranks_of_a_replica(self) -> int:
@@ -173,10 +194,6 @@ class PipelineTrainer(Trainer):
         set_global_batch(self.accelerator.state.deepspeed_plugin.hf_ds_config, samples)
         read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the samples of one optimizer step over all replicas of the pipeline."""
-        return int(self._train_batch_size * args.gradient_accumulation_steps * self._replicas)
-
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
     ) -> Any:
@@ -189,10 +206,7 @@ class PipelineTrainer(Trainer):
             # Each stage draws different dropout masks. Samplers and collators draw from the CPU's generator, which
             # the stages of one replica share; `read_own_replica` seeds the workers of a loader.
             torch.cuda.manual_seed(self.args.seed + _SEED_STRIDE * self.model.stage_id)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        repair_clipping(self.model_wrapped)
-        free_logits_early(self.model_wrapped)
-        return prepared
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Pad all micro-batches of a step to one shape before the first stage runs."""
@@ -206,13 +220,6 @@ class PipelineTrainer(Trainer):
         self._step_batches = []
         batches, tokens = super().get_batch_samples(*args, **kwargs)
         return (of_one_shape(batches) if batches else batches), tokens
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        tokens: torch.Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
-        # The Trainer sums over all ranks; those of one replica counted the same samples.
-        if tokens is not None and self.args.average_tokens_across_devices:
-            tokens = tokens // self._ranks_of_a_replica
-        return tokens
 
     def training_step(
         self, model: Any, inputs: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
@@ -275,7 +282,8 @@ class PipelineTrainer(Trainer):
                 raise UsageError(errors)
             batch = once.step(sampled).batch
             group.append(self._prepare_inputs(dict(batch)))
-            tokens += predicted_tokens(batch).to(tokens.device)
+            labelled: Any = labelled_tokens([batch])
+            tokens += labelled.to(tokens.device)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             if len(group) == per_schedule:
                 loss += run()

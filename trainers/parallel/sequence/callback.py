@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ....ds_configs.legality.axes import attention_errors, sample_errors
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine
-from ....plugins import patches
+from ....plugins.accelerate.repeated_samples import gathered_once
 from ....plugins.deepspeed.engine import accept_train_batch_size
 from ....plugins.deepspeed.ulysses import (
     SharedSequence,
@@ -22,17 +22,19 @@ from ....plugins.deepspeed.ulysses import (
 from ....plugins.transformers.output_heads import base_model
 from ....plugins.transformers.run_settings import trainer_errors
 from ...counting.own_losses import computes_own_loss, requested_kind
-from ...exact import Axis, ExactTrainer, count_as_one_process, make_exact
+from ...data.chat import IGNORED_LABEL
+from ...exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .checks import argument_errors, model_errors
 from .shards import (
     LABELS,
     SHIFT_LABELS,
-    Shard,
+    UNSHARDED_TOKENS,
     cut,
     digest_of,
     example_of,
     joined,
     labelled_tokens,
+    loss_labels,
     mask_dimensions,
     padding_and_packing,
 )
@@ -76,7 +78,7 @@ class SequenceParallelCallback(TrainerCallback):
             raise UsageError(ConfigError(where="sequence_parallel_size", value=sequence_parallel_size, rule=rule))
         self.sequence_parallel_size = sequence_parallel_size
         self.loss_shifts_labels = loss_shifts_labels
-        self._attached = False
+        self._trainer: Any = None
 
     def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
         """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
@@ -106,7 +108,18 @@ class SequenceParallelCallback(TrainerCallback):
         """
         size = self.sequence_parallel_size
         if size > 1:
-            _check_trainer(trainer, size)
+            axes = trainer.accelerator.parallelism_config
+            if axes is None or axes.sp_size != size:
+                rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
+                fix = "call it with the Trainer's arguments"
+                raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
+            if isinstance(getattr(trainer, "shared_axis", None), SequenceAxis):
+                rule = "callback.attach(trainer) was called already"
+                raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
+            if getattr(trainer, "shares_sequences", False):
+                rule = "runs sequence parallelism itself, with TrainingArguments.parallelism_config"
+                fix = "omit the callback, or plan without sp"
+                raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
             if errors := trainer_errors(trainer):
                 raise UsageError(errors)
             own_loss = requested_kind(trainer)
@@ -122,8 +135,8 @@ class SequenceParallelCallback(TrainerCallback):
             _share_sequences(trainer, axis)
             if trainer.compute_loss_func is not None and own_loss != "sum":
                 trainer.compute_loss_func = axis.mean_over_shard(trainer.compute_loss_func)
-            count_as_one_process(trainer, ranks_of_a_sample=size)
-        self._attached = True
+            count_as_one_process(trainer, axis)
+        self._trainer = trainer
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
 
@@ -135,10 +148,7 @@ class SequenceParallelCallback(TrainerCallback):
         Raises:
             UsageError: `attach` was not called.
         """
-        if not self._attached:
-            rule = "callback.attach(trainer) was not called, so the ranks would not share sequences"
-            fix = "call it right after Trainer(...)"
-            raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
+        check_attached(self, self._trainer)
 
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
@@ -152,23 +162,8 @@ def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
     )
 
 
-def _check_trainer(trainer: Any, size: int) -> None:
-    axes = trainer.accelerator.parallelism_config
-    if axes is None or axes.sp_size != size:
-        rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
-        fix = "call it with the Trainer's arguments"
-        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-    if isinstance(getattr(trainer, "shared_axis", None), SequenceAxis):
-        rule = "callback.attach(trainer) was called already"
-        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
-    if getattr(trainer, "shares_sequences", False):
-        rule = "runs sequence parallelism itself, with TrainingArguments.parallelism_config"
-        fix = "omit the callback, or plan without sp"
-        raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
-
-
 def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
-    """Give a Trainer the axis, and let all ranks of a sequence read its batches."""
+    """Let all ranks of a sequence read the same batches, and give a loss that drops a logit one more."""
     import torch.distributed as dist
     from accelerate import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
@@ -195,7 +190,6 @@ def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
     accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
     # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
     trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
-    make_exact(trainer).shared_axis = axis
     earlier = _LOGIT_HOOKS.pop(trainer.model, None)
     if earlier is not None:
         earlier.remove()
@@ -273,7 +267,7 @@ class SequenceAxis(Axis):
 
     def shards(self, trainer: ExactTrainer, batches: list[Any]) -> list[Any]:
         """Return this rank's shards of the micro-batches of a step; only shards reach the accelerator."""
-        return [self._cut(trainer, batch).batch() for batch in batches]
+        return [self._cut(trainer, batch) for batch in batches]
 
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labelled tokens of complete sequences, over all ranks."""
@@ -293,16 +287,16 @@ class SequenceAxis(Axis):
         self._loss_tokens = None
         if not self.shared.active:
             return inputs, keywords
-        shard = self._shard(trainer, inputs)
+        shard, labels_BL = self._shard(trainer, inputs)
         items = keywords.pop("num_items_in_batch")
         # A Trainer with its own loss may call `compute_loss` without the number.
         self._loss_tokens = self._step_tokens if items is None else items
-        if shard.labelled is None or self._loss_tokens is None:
+        if labels_BL is None or self._loss_tokens is None:
             rule = "batches need labels, whose number weights the losses of shards"
             fix = "copy input_ids and mask what is not trained, or use a layout other than sp for this trainer"
             raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
-        own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=self.extends_logits)}
-        return shard.inputs | own, keywords
+        labels = {SHIFT_LABELS: loss_labels(labels_BL, shifts=False)}
+        return shard | labels | {LABELS: loss_labels(labels_BL, shifts=self.extends_logits)}, keywords
 
     def share_of_loss(self, trainer: ExactTrainer, result: Any) -> Any:
         """Weight a shard's loss by its tokens, and undo the engine's reduction of gradients over ranks.
@@ -344,54 +338,42 @@ class SequenceAxis(Axis):
 
         return compute_loss
 
-    @contextmanager
-    def evaluating(self, trainer: ExactTrainer) -> Iterator[None]:
-        """Gather results from one rank of each sequence: `accelerator.gather` collects equal shards in the block."""
-        import torch
-        import torch.distributed as dist
-        from accelerate.utils import recursively_apply
-
-        shared = self.shared
-
-        def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
-            parts = [torch.empty_like(own) for _ in range(shared.data_ranks)]
-            dist.all_gather(parts, own, group=shared.data_group)
-            return torch.cat(parts)
-
-        def gather(data: Any) -> Any:
-            return recursively_apply(gather_tensor, data, error_on_other_type=True)
-
-        with patches.applied("sequence-parallel-gather", lambda _: gather, on=trainer.accelerator):
-            yield
+    def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
+        """Gather results from one rank of each sequence."""
+        return gathered_once(trainer.accelerator, lambda: self.shared.data_group)
 
     def evaluated_inputs(self, trainer: ExactTrainer, inputs: Any) -> Any:
         """Return the shard of a batch without labels; those with labels are sharded when their loss is computed."""
         if all(inputs.get(name) is not None for name in trainer.label_names):
             return inputs
         _check_samples([inputs], trainer.model.config._attn_implementation)
-        return self._shard(trainer, trainer._prepare_inputs(inputs)).inputs
+        return self._shard(trainer, trainer._prepare_inputs(inputs))[0]
 
     def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
         """Join the logits of the shards."""
         return joined(logits, self.shared, whole_tokens=self._whole_tokens)
 
-    def _cut(self, trainer: ExactTrainer, batch: dict[str, Any]) -> Shard:
+    def _cut(self, trainer: ExactTrainer, batch: dict[str, Any]) -> dict[str, Any]:
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         return cut(batch, ranks=self.shared.size, rank=self.shared.rank, pad_token_id=pad or 0)
 
-    def _shard(self, trainer: ExactTrainer, inputs: dict[str, Any]) -> Shard:
-        shard = Shard.of_batch(inputs) or self._cut(trainer, inputs)
-        self.shared.position_ids = shard.inputs["position_ids"]
-        self._whole_tokens, self._labelled = shard.whole_tokens, shard.labelled
-        return shard
+    def _shard(self, trainer: ExactTrainer, inputs: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
+        """Return the model's inputs on this rank, and the labels that they predict."""
+        shard = dict(inputs) if UNSHARDED_TOKENS in inputs else self._cut(trainer, inputs)
+        self.shared.position_ids, self._whole_tokens = shard["position_ids"], shard.pop(UNSHARDED_TOKENS)
+        labels_BL = shard.pop(SHIFT_LABELS, None)
+        self._labelled = None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum()
+        return shard, labels_BL
 
 
 def _check_samples(batches: list[Any], attention: str) -> None:
-    errors = attention_errors(attention=attention, mask_dimensions=mask_dimensions(batches))
+    errors = attention_errors(attention=attention)
     if not errors:
         left_padded, packed = padding_and_packing(batches)
         samples = max((len(example_of(batch)) for batch in batches), default=1)
-        errors = sample_errors(left_padded=left_padded, packed=packed, attention=attention, samples=samples)
+        masks = mask_dimensions(batches)
+        errors = sample_errors(
+            mask_dimensions=masks, left_padded=left_padded, packed=packed, attention=attention, samples=samples
+        )
     if errors:
         raise UsageError(errors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....ds_configs.legality.axes import (
     LENGTH_DEPENDENT_ROTATIONS,
@@ -20,7 +20,36 @@ from ....plugins.transformers.output_heads import accepts_shifted_labels, base_m
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
+
+
+def traits_of(model: PreTrainedModel, size: int) -> ModelTraits:
+    """Return what the rules of axes read of a loaded model.
+
+    `size` replaces sizes that its configuration lacks: models without attention have no heads, and their own rule.
+    """
+    config = base_model(model).config
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or size
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    attends_to_all = getattr(text, "use_sliding_window", True) is False or not isinstance(window, int)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
+    rotations = [str(section.get("rope_type", section.get("type", ""))) for section in sections]
+    return ModelTraits(
+        model_type=text.model_type,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        intermediate_size=getattr(text, "intermediate_size", None) or size,
+        vocab_size=text.vocab_size,
+        num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+        attention=config._attn_implementation,
+        layer_types=tuple(getattr(text, "layer_types", None) or ()),
+        attention_window_tokens=None if attends_to_all else window,
+        has_equal_head_widths=equal_head_widths(text.to_dict()),
+        # If layers differ, one that does not work on shards.
+        rope_type=max(rotations, key=LENGTH_DEPENDENT_ROTATIONS.__contains__),
+    )
 
 
 def model_errors(
@@ -30,20 +59,9 @@ def model_errors(
     inner = base_model(model)
     config = inner.config
     text = config.get_text_config()
-    # Models without attention have no heads, and their own rule.
-    heads = getattr(text, "num_attention_heads", size)
     flash, sdpa = getattr(inner, "_supports_flash_attn", True), getattr(inner, "_supports_sdpa", True)
     errors = sequence_parallel_errors(
-        ModelTraits(
-            model_type=text.model_type,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            attention=config._attn_implementation,
-            layer_types=tuple(getattr(text, "layer_types", None) or ()),
-            attention_window_tokens=attention_window(text),
-            has_equal_head_widths=equal_head_widths(text.to_dict()),
-            rope_type=rotation(text),
-        ),
+        traits_of(model, size),
         Layout(engine=engine, sp=size),
         world_size=world_size,
         offered_attention=tuple(name for name in WITHOUT_MASK if (sdpa if name == "sdpa" else flash)),
@@ -92,9 +110,26 @@ def argument_errors(arguments: TrainingArguments, *, size: int, attention: str =
         if getattr(arguments, name, None) == value:
             errors.append(ConfigError(where=f"training arguments: {name}", value=value, rule=rule, fix=fix))
     errors += reading_errors(arguments)
-    configuration = deepspeed_configuration(arguments)
-    if configuration is not None:
-        errors += _section_errors(configuration, arguments, size)
+    configuration = deepspeed_configuration(arguments) or {}
+    section_size = configuration.get("sequence_parallel_size", size)
+    if section_size != size:
+        rule = f"contradicts sequence_parallel_size = {size} of the callback"
+        errors.append(ConfigError(where="sequence_parallel_size", value=section_size, rule=rule, fix="omit the key"))
+    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tensor > 1:
+        where, rule = "tensor_parallel.autotp_size", "cannot be combined with sequence parallelism"
+        errors.append(ConfigError(where=where, value=tensor, rule=rule, fix="omit the section"))
+    zero = configuration.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
+        where = "zero_optimization.reduce_scatter"
+        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
+        errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit the key"))
+    total, right = configuration.get("train_batch_size", "auto"), train_batch_size(arguments, size=size)
+    # TrainingArguments has replaced "auto" by the product with all ranks.
+    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
+    if total not in ("auto", right, filled):
+        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
+        errors.append(ConfigError(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
     handler = getattr(getattr(arguments, "parallelism_config", None), "sp_handler", None)
     if getattr(handler, "sp_seq_length_is_variable", True) is False:
         rule = "fixes the length of batches, which the callback pads"
@@ -123,31 +158,6 @@ def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
     return errors
 
 
-def _section_errors(configuration: dict[str, Any], arguments: TrainingArguments, size: int) -> list[ConfigError]:
-    errors = []
-    section_size = configuration.get("sequence_parallel_size", size)
-    if section_size != size:
-        rule = f"contradicts sequence_parallel_size = {size} of the callback"
-        errors.append(ConfigError(where="sequence_parallel_size", value=section_size, rule=rule, fix="omit the key"))
-    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
-    if tensor > 1:
-        where, rule = "tensor_parallel.autotp_size", "cannot be combined with sequence parallelism"
-        errors.append(ConfigError(where=where, value=tensor, rule=rule, fix="omit the section"))
-    zero = configuration.get("zero_optimization") or {}
-    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
-        where = "zero_optimization.reduce_scatter"
-        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
-        errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit the key"))
-    total = configuration.get("train_batch_size", "auto")
-    right = train_batch_size(arguments, size=size)
-    # TrainingArguments has replaced "auto" by the product with all ranks.
-    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
-    if total not in ("auto", right, filled):
-        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
-        errors.append(ConfigError(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
-    return errors
-
-
 def parallelism_errors(arguments: TrainingArguments, required: dict[str, int]) -> list[ConfigError]:
     """Return where `parallelism_config`, or the launcher's environment, sets other sizes than the required ones."""
     axes = getattr(arguments, "parallelism_config", None)
@@ -168,14 +178,6 @@ def parallelism_errors(arguments: TrainingArguments, required: dict[str, int]) -
     ]
 
 
-def attention_window(text: PretrainedConfig) -> int | None:
-    """Return how many tokens a layer attends back; `None` for all."""
-    if getattr(text, "use_sliding_window", True) is False:
-        return None
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
-    return window if isinstance(window, int) else None
-
-
 def _has_shared_attention(inner: PreTrainedModel) -> bool:
     """Return whether the model's code looks attention up in the registry where DeepSpeed registers its own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -184,11 +186,3 @@ def _has_shared_attention(inner: PreTrainedModel) -> bool:
     registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
     used = [registry for registry in registries if registry is not None]
     return bool(used) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in used)
-
-
-def rotation(text: PretrainedConfig) -> str:
-    """Return the kind of rotary embedding; if layers differ, prefer one that does not work on shards."""
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
-    kinds = [str(section.get("rope_type", section.get("type", ""))) for section in sections]
-    return max(kinds, key=LENGTH_DEPENDENT_ROTATIONS.__contains__)

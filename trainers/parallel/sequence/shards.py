@@ -6,7 +6,6 @@ Shapes: B samples, S tokens, P tokens padded to a multiple of the ranks, L = P /
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -19,57 +18,22 @@ if TYPE_CHECKING:
     from ....plugins.deepspeed.ulysses import SharedSequence
 
 LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
-_WHOLE_TOKENS = "unsharded_tokens"
-"""Entry of a batch that is a shard."""
-
-
+UNSHARDED_TOKENS = "unsharded_tokens"
+"""Entry of a batch that is a shard: S, before padding."""
 _FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Document borders of an unsharded row, as flash kernels take them; the kernels derive the same from positions."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """One rank's shard of a batch."""
+def loss_labels(shift_labels_BL: torch.Tensor, *, shifts: bool) -> torch.Tensor:
+    """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
 
-    inputs: dict[str, Any]
-    """Inputs of the model; `position_ids` [B, L] count from the start of the unsharded sequence."""
-    shift_labels_BL: torch.Tensor | None
-    """Label of the token that each position predicts, also across shard borders; `None` without labels."""
-    labelled: torch.Tensor | None
-    """Number of positions of the shard that have a label, as a scalar tensor."""
-    whole_tokens: int
-    """S, before padding."""
+    A shard without labels gets one label, so that its mean is finite; its weight is 0.
+    """
+    import torch
 
-    def batch(self) -> dict[str, Any]:
-        """Return the shard as a batch, from which `of_batch` makes it again."""
-        return {**self.inputs, SHIFT_LABELS: self.shift_labels_BL, _WHOLE_TOKENS: self.whole_tokens}
-
-    @classmethod
-    def of_batch(cls, batch: Mapping[str, Any]) -> Shard | None:
-        """Return the shard that a batch is; `None` for a batch of unsharded sequences."""
-        if _WHOLE_TOKENS not in batch:
-            return None
-        labels_BL = batch[SHIFT_LABELS]
-        return cls(
-            inputs={name: value for name, value in batch.items() if name not in (SHIFT_LABELS, _WHOLE_TOKENS)},
-            shift_labels_BL=labels_BL,
-            labelled=None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum(),
-            whole_tokens=batch[_WHOLE_TOKENS],
-        )
-
-    def labels(self, *, shifts: bool) -> torch.Tensor:
-        """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
-
-        A shard without labels gets one label, so that its mean is finite; its weight is 0.
-        """
-        import torch
-
-        assert self.shift_labels_BL is not None and self.labelled is not None
-        labels_BL = self.shift_labels_BL.clone()
-        labels_BL[0, 0] = torch.where(self.labelled > 0, labels_BL[0, 0], torch.zeros_like(labels_BL[0, 0]))
-        if not shifts:
-            return labels_BL
-        return torch.nn.functional.pad(labels_BL, (1, 0), value=IGNORED_LABEL)
+    labels_BL, has_labels = shift_labels_BL.clone(), shift_labels_BL.ne(IGNORED_LABEL).any()
+    labels_BL[0, 0] = torch.where(has_labels, labels_BL[0, 0], torch.zeros_like(labels_BL[0, 0]))
+    return torch.nn.functional.pad(labels_BL, (1, 0), value=IGNORED_LABEL) if shifts else labels_BL
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -98,12 +62,13 @@ def example_of(batch: Mapping[str, Any]) -> torch.Tensor:
     return example
 
 
-def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> Shard:
+def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> dict[str, Any]:
     """Return the shard of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
 
     Tensors [B, S, ...] are split along the sequence; others are copied. The mask is dropped: attention is causal, and
     padding on the right comes after every token. Document borders are dropped too: flash kernels derive them from
-    positions.
+    positions. `position_ids` [B, L] count from the start of the unsharded sequence. `shift_labels` [B, L], if there are
+    labels, has the label of the token that each position predicts, also across shard borders.
 
     Raises:
         UsageError: document borders are passed without positions.
@@ -125,19 +90,17 @@ def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 
     if labels_BS is not None:
         whole[SHIFT_LABELS] = labels_BS
     fills = {"input_ids": pad_token_id, SHIFT_LABELS: IGNORED_LABEL}
-    shards: dict[str, Any] = {}
+    shard: dict[str, Any] = {UNSHARDED_TOKENS: tokens}
     for name, value in whole.items():
         if not torch.is_tensor(value) or value.shape[:2] != (samples, tokens):
-            shards[name] = value
+            shard[name] = value
             continue
         if extra:
             last = value[:, -1:] + torch.arange(1, extra + 1, device=value.device) if name == POSITION_IDS else None
             padding = value.new_full((samples, extra, *value.shape[2:]), fills.get(name, 0)) if last is None else last
             value = torch.cat([value, padding], dim=1)
-        shards[name] = value[:, rank * length : (rank + 1) * length].contiguous()
-    labels_BL = shards.pop(SHIFT_LABELS, None)
-    labelled = None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum()
-    return Shard(inputs=shards, shift_labels_BL=labels_BL, labelled=labelled, whole_tokens=tokens)
+        shard[name] = value[:, rank * length : (rank + 1) * length].contiguous()
+    return shard
 
 
 def digest_of(batch: Mapping[str, Any]) -> int:

@@ -94,9 +94,15 @@ class QATOutcome(LaunchedOutcome):
     def card(self) -> str:
         model = self.model
         others = () if self.teacher in (None, model) else (self.teacher,)
+        objective = "the labels of the data"
+        if self.teacher is not None:
+            precision = " in full precision" if is_own_teacher(self.settings, model) else ""
+            share, teacher = self.settings.alpha, code(shown_name(self.teacher))
+            objective = f"outputs of {teacher}{precision}, {self.settings.loss} with weight {share:g}"
+            objective += "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
         lead = (
             f"{code(shown_name(model))} trained on {code(self.statistics.source_name)} with the quantized values of "
-            f"this checkpoint in every forward pass: {scheme_text(asdict(self.scheme))}. {_objective(self)}"
+            f"this checkpoint in every forward pass: {scheme_text(asdict(self.scheme))}. It was trained on {objective}."
         )
         loading = (
             "Transformers loads it if `compressed-tensors` is installed. vLLM reads the format, and runs the bits and "
@@ -113,13 +119,3 @@ class QATOutcome(LaunchedOutcome):
             tags=("compressed-tensors", "qat"),
             others=others,
         )
-
-
-def _objective(outcome: QATOutcome) -> str:
-    if outcome.teacher is None:
-        return "It was trained on the labels of the data."
-    precision = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
-    share = outcome.settings.alpha
-    labels = "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
-    teacher = code(shown_name(outcome.teacher))
-    return f"It was trained on outputs of {teacher}{precision}, {outcome.settings.loss} with weight {share:g}{labels}."

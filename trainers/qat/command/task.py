@@ -18,7 +18,7 @@ from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
-from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
@@ -143,7 +143,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     from ..callback import resume_errors, step_errors
     from ..rounding.attach import attach
 
-    errors = qat_settings_errors(settings)
+    errors, named = qat_settings_errors(settings), teacher_of(settings, model)
     sources = {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
     sources["the dataset"] = local_place(settings.dataset)
     errors += run_output_errors(request, sources)
@@ -157,7 +157,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         hardware = chosen_hardware(settings)
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
     with collecting(errors):
-        if (named := teacher_of(settings, model)) is not None:
+        if named is not None:
             teacher = trained_teacher(*named)
     with collecting(errors):
         source = open_source(model, revision=settings.revision)
@@ -173,7 +173,18 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
             errors += [] if last is None else resume_errors(attachment, last, demands_record=True)
     if source is not None:
         with collecting(errors):
-            settings, tokenizer, vocab_size = _with_tokenizer(settings, model)
+            # A sequence length that fits, and the vocabulary that model and teacher share.
+            starting = [StartingModel(model=model, revision=settings.revision)]
+            starting += [] if named is None else [StartingModel(model=named[0], revision=named[1])]
+            configs = [load_config(each) for each in starting]
+            settings = with_positions(settings, *configs)
+            tokenizer, *others = (
+                load_tokenizer(each, own.get_text_config().vocab_size)
+                for each, own in zip(starting, configs, strict=True)
+            )
+            set_chat_template(tokenizer, settings.chat_template)
+            if others:
+                vocab_size = agreed_vocab_size(tokenizer, others[0])
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
@@ -211,22 +222,3 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         tokenizer=tokenizer,
         vocab_size=vocab_size,
     )
-
-
-def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any, int | None]:
-    """Return settings with a sequence length that fits, the tokenizer, and the vocabulary shared with the teacher."""
-    from ...data.tokenizers import agreed_vocab_size
-
-    student = StartingModel(model=model, revision=settings.revision)
-    configs = [load_config(student)]
-    named = teacher_of(settings, model)
-    teacher = None if named is None else StartingModel(model=named[0], revision=named[1])
-    if teacher is not None:
-        configs.append(load_config(teacher))
-    settings = with_positions(settings, *configs)
-    tokenizer = load_tokenizer(student, configs[0].get_text_config().vocab_size)
-    set_chat_template(tokenizer, settings.chat_template)
-    if teacher is None:
-        return settings, tokenizer, None
-    other = load_tokenizer(teacher, configs[1].get_text_config().vocab_size)
-    return settings, tokenizer, agreed_vocab_size(tokenizer, other)

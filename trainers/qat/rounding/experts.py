@@ -178,18 +178,17 @@ def _grouped_linear(
     return output
 
 
-def _rounded_matrices(expert: Tensor, rounding: Rounding, matrices: int) -> Tensor:
-    """Round one expert's slice [O, I] of a parameter, each matrix of the checkpoint separately."""
-    parts = [round_weight(part, rounding).value(rounding.quantization) for part in expert.chunk(matrices)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: Rounding, matrices: int
     ) -> Tensor:
-        ctx.ends, ctx.rounded = ends, lambda expert: _rounded_matrices(expert, rounding, matrices)
+        def rounded_expert(weight_OI: Tensor) -> Tensor:
+            # Each matrix of the checkpoint is rounded separately.
+            parts = [round_weight(part, rounding).value(rounding.quantization) for part in weight_OI.chunk(matrices)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        ctx.ends, ctx.rounded = ends, rounded_expert
         # Like plain layers, frozen experts do not need their inputs in the backward pass.
         ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         output = rows.new_zeros(len(rows), weight.shape[1])

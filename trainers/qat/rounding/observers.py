@@ -21,8 +21,6 @@ AVERAGING_CONSTANT = 0.01
 """Weight of the newest step in a moving average."""
 Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
 """Reduces a tensor elementwise over all ranks."""
-# One all-reduce of 256 histograms of 8192 int64 counts is 17 MB; one per layer would pay the latency each time.
-_HISTOGRAMS_PER_REDUCTION = 256
 
 
 class InputRange:
@@ -65,12 +63,6 @@ class InputRange:
         """[1] in the stored dtype; `None` before any values. Each update of the range creates a new tensor."""
         stored = self._scale_and_zero_point()
         return None if stored is None else stored[0]
-
-    @property
-    def zero_point(self) -> Tensor | None:
-        """int8 [1]; `None` if symmetric."""
-        stored = self._scale_and_zero_point()
-        return None if stored is None else stored[1]
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -174,7 +166,7 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
     """Close an optimizer step: combine the values of all ranks and update observed ranges.
 
     Every rank must call it with the same layers in the same order, also after steps that overflowed. The number of
-    collectives does not depend on the number of layers, apart from blocks of histograms.
+    collectives does not depend on the number of layers.
 
     Args:
         ranges: All ranges of a model.
@@ -190,13 +182,14 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
     has_values = torch.isfinite(step_N3[:, 0]).tolist()
     ends_N2 = step_N3[:, :2].clone()
     counted = [index for index, each in enumerate(observed) if each.method == "percentile" and has_values[index]]
-    for first in range(0, len(counted), _HISTOGRAMS_PER_REDUCTION):
-        block = {index: step_N3[index].tolist() for index in counted[first : first + _HISTOGRAMS_PER_REDUCTION]}
-        exponents = [None if math.isinf(negative) else int(-negative) for *_, negative in block.values()]
-        histograms = [observed[index]._histogram or ActivationHistogram() for index in block]
+    if counted:
+        steps = [step_N3[index].tolist() for index in counted]
+        exponents = [None if math.isinf(negative) else int(-negative) for *_, negative in steps]
+        histograms = [observed[index]._histogram or ActivationHistogram() for index in counted]
         own = [each.counts_at(exponent, device) for each, exponent in zip(histograms, exponents, strict=True)]
+        # One reduction for all layers, of 64 KB each: one per layer would pay the latency each time.
         counts = reduction(torch.stack(own), "sum").cpu()
-        for (index, (low, high, _)), exponent, row in zip(block.items(), exponents, counts, strict=True):
+        for index, (low, high, _), exponent, row in zip(counted, steps, exponents, counts, strict=True):
             histogram = ActivationHistogram.of_counts(row, exponent=exponent, low=low, high=-high)
             ends_N2[index] = torch.tensor(observed[index].percentiles(histogram))
     for input_range in observed:

@@ -12,14 +12,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import shardwright
 import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
-from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.qat.command.report import QATOutcome, QATResult
 from shardwright.trainers.qat.command.settings import (
@@ -203,28 +200,6 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
     assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
 
 
-@pytest.mark.full
-def test_two_runs_from_python_in_one_process(
-    one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
-    long = {"loss": "chunked", "tiled_mlp": "on", "offload_activations": "on"}
-    both = [
-        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", **settings, **features)
-        for bits, features in ((8, {}), (4, long))
-    ]
-    assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
-    eight, four = (found.result for found in both)
-    assert eight.dense == four.dense and eight.rounded != four.rounded and four.logit_difference == 0
-    assert (tmp_path / "out4" / "config.json").is_file() and both[1].to_dict()["steps"] == 1
-    assert measurement_from_text((tmp_path / "out4" / FILE_NAME).read_bytes(), source="out4").differences == ()
-    assert capsys.readouterr().out == ""
-    with pytest.raises(UsageError) as caught:
-        shardwright.qat(str(models["model"]), tmp_path / "bad", sceme="W4A16", max_steps=0)
-    assert {error.where for error in caught.value.errors} == {"sceme", "max_steps"}
-    assert not (tmp_path / "bad").exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "model", "teacher", "is_own"),
     [
@@ -239,7 +214,7 @@ def test_two_runs_from_python_in_one_process(
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     settings: dict[str, str], model: str, teacher: tuple[str, str | None] | None, is_own: bool
 ) -> None:
-    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1, "vocab_size": None}
+    facts = {"output_dir": "out", "training_arguments": {}, "placements": {}, "world_size": 1, "vocab_size": None}
     counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "source_directory": "m"}
     own = {"model": model, "stored_dtype": "bfloat16", "teacher": teacher and teacher[0]}
     job = QATJob(settings=QATSettings(**settings), **facts, **counts, **own)

@@ -199,15 +199,6 @@ def family(name, dtype=torch.float32, **changes):
 FAMILIES = {
     "Mixtral": ({**SMALL, "num_local_experts": 4}, "model.layers.1.block_sparse_moe.experts.3.w2"),
     "Qwen3Moe": ({**SMALL, **MIXTURE, "moe_intermediate_size": 16}, "model.layers.1.mlp.experts.3.down_proj"),
-    "DeepseekV3": (
-        {
-            **SMALL,
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16},
-            **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-            "first_k_dense_replace": 0,
-        },
-        "model.layers.1.mlp.experts.3.down_proj",
-    ),
     "NemotronH": (
         {
             **SMALL,

@@ -173,30 +173,6 @@ def adapted(*, base: torch.dtype = torch.float32, adapters: torch.dtype = torch.
     return model
 
 
-def test_adapters_are_trained_inside_the_rounded_sum():
-    """Against the same model with merged weights: with dL/dW of it, dL/dA = s Bᵀ dL/dW and dL/dB = s dL/dW Aᵀ."""
-    model = adapted()
-    merged = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
-    rounded_layers(merged, "W4A8")
-    attach(model, QATConfig(scheme=of_groups("W4A8"))).state.enabled = True
-    by_merged = step(merged)
-    dense = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 2}
-    with saved_storages([*model.parameters(), *model.buffers(), IDS]) as saved:
-        loss = model(input_ids=IDS, labels=IDS).loss
-    assert not dense & {shape for shape, _ in saved}
-    loss.backward()
-    assert loss.item() == pytest.approx(merged(input_ids=IDS, labels=IDS).loss.item(), rel=1e-6)
-    found = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
-    for name, gradient in by_merged.items():
-        layer = name.removesuffix(".weight")
-        if not layer.endswith("_proj"):
-            continue
-        a, b = (found[f"{layer}.lora_{side}.default.weight"] for side in "AB")
-        for matrix, wanted in ((a, 1.5 * b.detach().t() @ gradient), (b, 1.5 * gradient @ a.detach().t())):
-            assert (matrix.grad - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
-        assert found[f"{layer}.base_layer.weight"].grad is None
-
-
 FP32, BF16 = torch.float32, torch.bfloat16
 
 

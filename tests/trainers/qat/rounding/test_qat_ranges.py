@@ -141,6 +141,15 @@ def test_first_forward_pass_uses_its_own_range(method):
     assert float(found.scale) > 5 * float(scale)
 
 
+def test_autocast_observes_what_it_rounds():
+    """1.001 is 1 in bf16."""
+    found = range_of("minmax")
+    with torch.autocast("cpu", torch.bfloat16):
+        found.observe(torch.tensor([[1.001, -0.5]]))
+    synchronise([found])
+    assert found.bounds == (-0.5, 1.0)
+
+
 def test_updated_range_does_not_change_saved_tensors():
     """Also a range whose values come from an evaluation in inference mode."""
     found = range_of("minmax")

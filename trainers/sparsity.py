@@ -1,4 +1,4 @@
-"""`MagnitudePruningCallback`: sets the smallest weights to zero during training, and keeps them zero."""
+"""Callbacks that make weights of linear layers sparse between optimizer steps: L1 shrinkage and magnitude pruning."""
 
 from __future__ import annotations
 
@@ -6,18 +6,204 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...ds_configs.quantization.layers import DEFAULT_IGNORE
-from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.deepspeed.engine import whole_shape
-from ...plugins.deepspeed_pipeline.stage import add_over_stages
-from ..formats.bit_packing import pack_bits
-from .callback import SparsityCallback
+from transformers import TrainerCallback
+
+from ..ds_configs.quantization.layers import DEFAULT_IGNORE, is_match, pattern_errors
+from ..ds_configs.specs.errors import ConfigError, UsageError
+from ..plugins.deepspeed.engine import named_linear_layers, stages_of, whole_shape
+from ..plugins.deepspeed.parameters import WeightEditor, edit_errors
+from ..plugins.deepspeed_pipeline.stage import add_over_stages
+from ..plugins.launching.messages import note_on_first_rank
+from ..plugins.transformers.run_settings import run_errors
+from .formats.bit_packing import pack_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 Pattern = Literal["unstructured", "2:4"]
+
+
+class SparsityCallback(TrainerCallback):
+    """Finds the target layers, and checks that the engine keeps changed weights."""
+
+    combined_settings: tuple[str, ...]
+    """Rows of this callback in the table of combinations."""
+    tiny_changes = False
+    """Whether changes may be smaller than a step of 16-bit numbers."""
+
+    def __init__(self, targets: Sequence[str], ignore: Sequence[str]) -> None:
+        self._targets, self._ignore = tuple(targets), tuple(ignore)
+        self._names: tuple[str, ...] | None = None
+        self._layers: dict[str, Any] = {}
+        self.editor: WeightEditor
+        """Editor of the target layers' weights, from the beginning of training on."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
+    ) -> None:
+        """Find the layers early, so that a wrong name fails immediately."""
+        if model is not None:
+            if errors := run_errors(args, model, callbacks=(self,)):
+                raise UsageError(errors)
+            layers = target_layers(model, self._targets, self._ignore)
+            self.check_layers(layers)
+            self._names = tuple(layers)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: object,
+    ) -> None:
+        """Find the layers of this rank, and check that the engine keeps changed weights."""
+        if errors := run_errors(args, model, callbacks=(self,)):
+            raise UsageError(errors)
+        if stages_of(model) is None:
+            self._layers = target_layers(model, self._targets, self._ignore)
+        elif self._names is not None:
+            layers = named_linear_layers(model)
+            self._layers = {name: layers[name] for name in self._names if name in layers}
+        else:
+            rule = "received pipeline stages without the full model, in which the targets are searched"
+            fix = "pass it to PipelineTrainer(callbacks=[...])"
+            raise UsageError(ConfigError(where="callback", rule=rule, fix=fix))
+        self.check_layers(self._layers)
+        weights = {name: module.weight for name, module in self._layers.items()}
+        errors = edit_errors(weights, args, optimizer, tiny_changes=self.tiny_changes)
+        if errors := errors + self.setting_errors(args, state, model):
+            raise UsageError(errors)
+        fused = [name for name, value in model.named_parameters() if len(getattr(value, "ds_shape", value.shape)) == 3]
+        if fused:
+            experts = f"{len(fused)} fused weights of experts stay dense, such as {fused[0]}"
+            note_on_first_rank(f"{experts}: only linear layers become sparse")
+        self.editor = WeightEditor(weights, optimizer)
+
+    def check_layers(self, layers: dict[str, Any]) -> None:
+        """Check the shapes of the target layers.
+
+        Raises:
+            UsageError: a layer does not fit.
+        """
+
+    def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
+        """Return why the settings of the run contradict those of the callback."""
+        return []
+
+
+def target_layers(
+    model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
+) -> dict[str, Any]:
+    """Return linear layers by their names in the checkpoint, without adapters and a tied output head.
+
+    Args:
+        model: Transformers model, or any module.
+        targets: Module names, `re:` patterns of names, or `Linear` for all, as in a quantization scheme.
+        ignore: Names or patterns of layers that stay dense.
+
+    Raises:
+        UsageError: a target or an entry of `ignore` matches no layer, or no layer is left; all errors together.
+    """
+    import torch
+
+    layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}
+    errors = pattern_errors(targets, ignore, list(layers))
+    embeddings = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
+    embedded = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding) or type(module).__name__ in embeddings
+    }
+    selected = {}
+    for name, module in layers.items():
+        is_target = any(is_match(name, target) for target in targets)
+        if not is_target or any(is_match(name, pattern) for pattern in ignore):
+            continue
+        if id(module.weight) not in embedded:
+            selected[name] = module
+        elif name in targets:
+            rule = "shares its weight with the token embedding"
+            errors.append(ConfigError(where="targets", value=name, rule=rule, fix="remove it from targets"))
+    if not selected and not errors:
+        rule = "selects no linear layer of the model (Conv1D of GPT-2 and quantized layers do not count)"
+        errors.append(ConfigError(where="targets", value=", ".join(targets), rule=rule))
+    if errors:
+        raise UsageError(errors)
+    return selected
+
+
+class L1SparsityCallback(SparsityCallback):
+    """Applies a soft threshold to weights after every optimizer step, in any Trainer.
+
+    ``w ← sign(w) · max(|w| - lr · strength, 0)`` with the learning rate of the step. For plain SGD this is the proximal
+    gradient step (ISTA; Beck & Teboulle, SIAM J. Imaging Sciences 2009, eq. 1.4-1.5) of ``loss + strength · Σ|w|``,
+    whose solutions have exact zeros. The gradient of the penalty itself would oscillate around zero. For Adam it is
+    decoupled from the moments, like AdamW's weight decay (Loshchilov & Hutter, arXiv 1711.05101).
+
+    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, and with tensor, expert and pipeline parallelism. It has no state
+    to save.
+
+    >>> callback = L1SparsityCallback(1e-3)  # doctest: +SKIP
+    >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
+
+    Args:
+        strength: Factor of Σ|w|, above 0.
+        targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
+        ignore: Names or patterns of layers without the penalty.
+
+    Raises:
+        UsageError: the strength is not a number above 0.
+    """
+
+    combined_settings = ("l1",)
+    tiny_changes = True
+
+    def __init__(
+        self, strength: float, *, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
+    ) -> None:
+        super().__init__(targets, ignore)
+        if not (math.isfinite(strength) and strength > 0):
+            raise UsageError(ConfigError(where="strength", value=strength, rule="must be a number above 0"))
+        self._strength = strength
+        self._learning_rate = 0.0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: object
+    ) -> None:
+        """Read the learning rate of this step: DeepSpeed sets that of the next one during the step."""
+        # DeepSpeed's groups hold flat copies instead of the weights.
+        targets = {id(weight) for weight in self.editor.weights.values()}
+        own = [group for group in optimizer.param_groups if any(id(each) in targets for each in group["params"])]
+        values = [group["lr"] for group in own or optimizer.param_groups]
+        if any(rate is None for rate in values):
+            fix = "set a learning rate, for Adafactor with relative_step=False"
+            raise UsageError(ConfigError(where="optimizer", rule="computes its learning rate itself", fix=fix))
+        rates = sorted({float(rate) for rate in values})
+        if len(rates) > 1:
+            rule = "has several learning rates for the targets, but the threshold needs one"
+            fix = "use one learning rate, or one callback per group"
+            raise UsageError(ConfigError(where="learning_rate", value=rates, rule=rule, fix=fix))
+        self._learning_rate = rates[0]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: object
+    ) -> None:
+        """Apply the threshold, unless fp16 overflowed and the step was skipped."""
+        from torch.nn.functional import softshrink
+
+        if self._learning_rate == 0 or getattr(optimizer, "step_was_skipped", False):
+            return
+        threshold = self._learning_rate * self._strength
+
+        def shrink(name: str, flat: Tensor, start: int) -> None:
+            flat.copy_(softshrink(flat, threshold))
+
+        for name in self.editor.weights:
+            self.editor.edit(name, shrink, survives_rounding=False)
+        self.editor.finish()
 
 
 class MagnitudePruningCallback(SparsityCallback):
@@ -133,7 +319,7 @@ class MagnitudePruningCallback(SparsityCallback):
 
     def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
         """Return why the run would end with other zeros than those of the last update."""
-        from ..qat.rounding.attach import attachment_of
+        from .qat.rounding.attach import attachment_of
 
         end, errors = self._end, []
         if end > state.max_steps:

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Literal
 
-from ..specs.errors import ConfigError, DoesNotFitError, UsageError
-from ..specs.hardware import HardwareSpec
-from ..specs.model import Dimensions, ModelSpec
-from ..specs.units import gigabytes
+from .specs.errors import ConfigError, DoesNotFitError, UsageError
+from .specs.hardware import HardwareSpec
+from .specs.model import Dimensions, ModelSpec
+from .specs.units import gigabytes
 
 RUNTIME_BYTES = 1_500_000_000
 """Assumed memory of context, libraries, communicators and captured graphs of one process on a GPU."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwright.plugins.serving.engine import (
+from shardwright.plugins.vllm import (
     InstalledEngine,
     processor_flags,
     runnable_line,

@@ -1,7 +1,8 @@
-"""Launches over ssh: one launcher on each host of a hostfile; all end with the command that started them.
+"""Starts on several machines: over ssh, one launcher on each host of a hostfile, or as a job of SLURM.
 
-The hostfile has DeepSpeed's format (`deepspeed/launcher/runner.py`, 0.19.8): one line `HOST slots=N` per machine. Hosts
-need the plan's directory and this Python environment under the same paths, as on a shared file system.
+All launchers end with the command that started them. The hostfile has the format of DeepSpeed 0.19.8
+(`deepspeed/launcher/runner.py`): one line `HOST slots=N` per machine. Hosts need the plan's directory and this Python
+environment under the same paths, as on a shared file system.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,6 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ..launching.launch import Launch, launch_ranks
 from ..launching.messages import NOTE
-from .submission import program_errors
 
 _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
@@ -133,3 +134,52 @@ def run_over_ssh(command: NodeCommand, hosts: Hosts, *, port: int, on_line: Call
 def own_program() -> tuple[str, ...]:
     """Return the arguments that run this command on another machine with the same file system."""
     return (sys.executable, "-m", "shardwright")
+
+
+_ANSWER_SECONDS = 120.0
+
+
+def program_errors(on: str, program: str) -> list[ConfigError]:
+    """Return an error if a program is not on PATH."""
+    if shutil.which(program) is not None:
+        return []
+    fix = f"install and configure it, or copy the output of --dry-run to a machine with {program}"
+    return [ConfigError(where="on", value=on, rule=f"{program} is not on PATH", fix=fix)]
+
+
+def _output(command: Sequence[str], *, text: str | None = None) -> str:
+    """Run a command of SLURM, and return its output.
+
+    Raises:
+        ShardwrightError: it fails or times out; contains its message.
+    """
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        raise ShardwrightError(
+            f"{command[0]} did not answer within {_ANSWER_SECONDS:.0f} s; check that its server is running"
+        ) from None
+    if done.returncode != 0:
+        raise ShardwrightError(f"{command[0]}: {' '.join((done.stderr or done.stdout).split())}")
+    return done.stdout
+
+
+def submit(script: str, hardware: HardwareSpec, settings: Sequence[str]) -> str:
+    """Submit a script to SLURM and return the job id; `settings` are options of `sbatch` that it has.
+
+    Raises:
+        UsageError: SLURM is not installed, or the cluster has too few nodes.
+        ShardwrightError: SLURM rejects the script; contains its message.
+    """
+    if errors := program_errors("slurm", "sbatch"):
+        raise UsageError(errors)
+    partitions = [setting for setting in settings if setting.startswith("--partition=")]
+    there = sum(int(line) for line in _output(["sinfo", "--noheader", "--format=%D", *partitions]).split())
+    if there < hardware.nodes:
+        rule = f"the plan has {hardware.nodes} nodes, but the cluster has {there}" + (
+            f" in {partitions[0].removeprefix('--partition=')}" if partitions else ""
+        )
+        raise UsageError(ConfigError(where="nodes", value=hardware.name, rule=rule, fix="plan for fewer nodes"))
+    return _output(["sbatch", "--parsable"], text=script).strip().split(";")[0]

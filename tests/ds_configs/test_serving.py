@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import public_config
 from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.serving.plan import (
+from shardwright.ds_configs.serving import (
     CachedLayer,
     ServedModel,
     ServingRequest,
@@ -94,6 +94,18 @@ def test_blocks_have_the_tokens_of_the_kernel_that_vllm_selects(hardware, amx, l
 )
 def test_windows_follow_the_family(config, windows):
     assert [layer.window for layer in cached_layers(config, SIZES)] == windows
+
+
+@pytest.mark.parametrize(
+    ("hardware", "batched", "sequences", "block", "steps"),
+    [("CPU", 2048, 128, 128, 1), ("1xA100-80GB", 2048, 256, 16, 2), ("1xH100-80GB", 8192, 1024, 16, 2)],
+)
+def test_a_window_also_holds_the_tokens_of_steps_in_flight(hardware, batched, sequences, block, steps):
+    """With the defaults of a vLLM 0.32.0 server, which schedules a second step on GPUs while one runs."""
+    windowed = served(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=1024)
+    plan = plan_serving(windowed, request(hardware, kv_cache_bytes=2**34))
+    assert (plan.max_num_batched_tokens, plan.max_num_seqs, plan.block_tokens) == (batched, sequences, block)
+    assert plan.blocks_per_sequence == -(-(1023 + steps * batched) // block) + 1
 
 
 def test_rejects_recurrent_layers_by_name():

@@ -1,1 +1,0 @@
-"""Serving engines: installed versions, checks, and starting them."""
