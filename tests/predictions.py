@@ -20,10 +20,15 @@ from planning import public_config
 from shardwright.ds_configs.legality.rules import legality_errors
 from shardwright.ds_configs.memory.activations import activations_are_stored
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.memory.estimate import OVERHEADS, cpu_share_terms, estimate_memory, share_moment_terms
+from shardwright.ds_configs.memory.estimate import (
+    OVERHEADS,
+    cpu_share_terms,
+    estimate_memory,
+    second_model_bytes,
+    share_moment_terms,
+)
 from shardwright.ds_configs.memory.host import stock_loading_bytes
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.memory.second_models import second_model_gpu_bytes, second_model_host_bytes
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
 from shardwright.ds_configs.search.candidates import SearchContext
@@ -165,8 +170,8 @@ def predictions(picks: Mapping[str, Any]) -> Values:
     values |= {f"accelerator: {term.name}": memory.gpu.terms.get(term.name, 0) for term in OVERHEADS}
     values["host while stock code loads"] = stock_loading_bytes(layout, model, hardware, job)
     for second in job.second_models:
-        values[f"{second.role} on an accelerator"] = second_model_gpu_bytes(second, layout, job)
-        values[f"{second.role} on the host"] = second_model_host_bytes(second, layout, job, hardware.gpus_per_node)
+        on_accelerator, on_host = second_model_bytes(second, layout, hardware, job)
+        values |= {f"{second.role} on an accelerator": on_accelerator, f"{second.role} on the host": on_host}
     for kind, estimated in (("step", time), ("step of other software", other)):
         values |= {f"{kind}: {name}": seconds for name, seconds in estimated.terms.items()}
     values |= {f"step {name}": value for name, value in asdict(time).items() if name != "terms"}

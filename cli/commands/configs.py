@@ -31,11 +31,11 @@ def list_command(subject: str = "", *, options: Options[Output] = FILLED) -> int
         raise UsageError(ConfigError(where="subject", value=subject, rule="is not in the gallery", fix=fix))
     entries = [entry for entry in GALLERY if subject.lower() in entry.name.lower()]
     if options.as_json:
-        found = [
+        listed = [
             {"name": entry.name, "model": entry.model, "hardware": entry.hardware, "job": dict(entry.job)}
             for entry in entries
         ]
-        print(json.dumps({"schema_version": 1, "configs": found}, indent=2))
+        print(json.dumps({"schema_version": 1, "configs": listed}, indent=2))
         return 0
     from ..show import console, print_rows
 

@@ -97,11 +97,11 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
         chat_template=options.chat_template,
         num_samples=options.num_samples,
     )
-    with ExitStack() as held:
-        held.enter_context(redirect_stdout(sys.stderr))
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))
         if output_dir is not None:
-            held.enter_context(reserved(output_dir, force=force))
-        held.enter_context(progress_on_stderr("checking"))
+            stack.enter_context(reserved(output_dir, force=force))
+        stack.enter_context(progress_on_stderr("checking"))
         evaluation = evaluate_model(
             model,
             baseline=options.baseline,

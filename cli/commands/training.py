@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.text import Text
 
-from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS
 from ...trainers.distillation.command.settings import DistillSettings
@@ -24,13 +23,12 @@ from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...trainers.data.samples import Samples
     from ...trainers.distillation.command.report import DistillationOutcome
     from ...trainers.qat.command.report import QATOutcome
     from ...trainers.qat.command.task import PreparedQAT
     from ...trainers.runs.report import LaunchedOutcome
     from ...trainers.runs.run import PreparedTraining
-    from ...trainers.runs.settings import LaunchedSettings, RunRequest
+    from ...trainers.runs.settings import RunRequest
     from ...trainers.training.report import TrainOutcome
 
 Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
@@ -101,7 +99,7 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
     return _launched(partial(prepare_qat, settings, model), options, show_qat, _qat_layers)
 
 
-def _qat_layers(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
+def _qat_layers(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
     scheme = prepared.config.rounded_scheme
     if as_json:
         layers = [layer.name for layer in prepared.layers]
@@ -138,7 +136,7 @@ def _launched(
     prepare: Callable[[RunRequest], PreparedTraining[Outcome]],
     options: TrainingRun,
     show: Callable[[Outcome, Path], None],
-    describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
+    describe: Callable[..., dict[str, object]] = lambda prepared, as_json: {},
 ) -> int:
     """Prepare, launch and report a training run, and return the exit code.
 
@@ -168,8 +166,7 @@ def _launched(
         raise UsageError(errors)
     assert prepared is not None, "a failed preparation left an error"
     if options.dry_run:
-        files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
-        _show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
+        _show_dry_run(prepared, output_dir, describe(prepared, as_json=as_json), as_json=as_json)
         return 0
     if request.place is not None and not request.place.is_first:
         with redirect_stdout(sys.stderr):
@@ -220,21 +217,21 @@ def _show_outcome(
     out.print(f"{noun} in {output_dir}; see {files}", markup=False)
 
 
-def _show_dry_run(
-    settings: LaunchedSettings, plan: Plan, samples: Samples, files: list[Path], *, as_json: bool, **more: Any
-) -> None:
+def _show_dry_run(prepared: PreparedTraining[Any], output_dir: Path, more: dict[str, object], *, as_json: bool) -> None:
     """Print settings, plan, data and files of a run that was not launched, as text or one JSON object."""
     from ...ds_configs.plan.plan import plan_to_dict
     from ..show import console, show_plan, show_settings
 
+    settings, plan, samples = prepared.settings, prepared.plan, prepared.samples
     statistics, values = samples.statistics, settings.model_dump()
+    files = [str(output_dir / name) for name in prepared.file_names]
     if as_json:
         layout = plan.chosen.layout
         planned = plan.job.options() | {name: getattr(layout, axis) for name, axis in AXIS_FIELDS.items()}
         planned |= {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size")}
         values |= {name: planned[name] for name in planned.keys() & values.keys() if values[name] is None}
         shown = {"schema_version": 1, "settings": values, "dataset": asdict(statistics), "plan": plan_to_dict(plan)}
-        print(json.dumps(shown | more | {"files": [str(file) for file in files]}))
+        print(json.dumps(shown | more | {"files": files}))
         return
     show_settings(values, settings.origins())
     show_plan(plan, None, output_dir_hint=False)
@@ -246,4 +243,4 @@ def _show_dry_run(
     )
     for name, value in more.items():
         out.print(f"{name.replace('_', ' ')}: {value}", markup=False)
-    out.print("A run would write " + ", ".join(str(file) for file in files), markup=False)
+    out.print("A run would write " + ", ".join(files), markup=False)

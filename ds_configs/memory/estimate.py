@@ -12,11 +12,12 @@ from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from . import communication, host, layers, loss, model_states, offload, second_models
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
-from .host import HostMemory, estimate_host_memory
+from .host import HostMemory, estimate_host_memory, second_model_host_terms
 from .layers import (
     activation_terms,
     checkpoint_bytes,
@@ -30,7 +31,7 @@ from .model_states import model_state_terms
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase, summed
 from .offload import offload_terms
 from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
-from .second_models import second_model_terms
+from .second_models import frozen_model_terms, trained_model_terms
 
 
 def share_moment_terms(
@@ -50,7 +51,8 @@ def share_moment_terms(
     activation_parts = activation_terms(step)
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
-    parts = (activation_parts, loss_terms(step), weight_copies(step), second_model_terms(layout, job))
+    parts = [activation_parts, loss_terms(step), weight_copies(step)]
+    parts += [second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu) for second in job.second_models]
     states = _states_and_buffers(layout, model, job)
     combined = {moment: summed(states[moment], *(part[moment] for part in parts)) for moment in states}
     if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
@@ -66,6 +68,26 @@ def share_moment_terms(
         for moment, again in again_in_last:
             combined[moment] = in_tiles_or_between_modules(step, combined[moment], again=again)
     return combined
+
+
+def second_model_terms(
+    second: SecondModel, layout: Layout, job: TrainingJob, *, unmasked: Attention = "auto", gpu: bool = True
+) -> dict[Moment, Terms]:
+    """Return the named bytes of a second model on an accelerator at each moment of the trained model's step."""
+    if not second.trained:
+        return frozen_model_terms(second, layout, job)
+    alone = job.without_second_models()
+    (share,) = rank_shares(layout, second.spec, alone)
+    return trained_model_terms(second.role, share_moment_terms(layout, share, alone, unmasked=unmasked, gpu=gpu))
+
+
+def second_model_bytes(
+    second: SecondModel, layout: Layout, hardware: HardwareSpec, job: TrainingJob
+) -> tuple[int, int]:
+    """Return the peaks of one second model on an accelerator, and on a node's host while loading or training."""
+    moments = second_model_terms(second, layout, job, gpu=hardware.gpu != "CPU").values()
+    host_bytes = max(sum(terms.values()) for terms in second_model_host_terms(second, layout, hardware, job))
+    return max(sum(terms.values()) for terms in moments), host_bytes
 
 
 def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:

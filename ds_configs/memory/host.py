@@ -8,14 +8,15 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from ..specs.units import pinned_block_bytes
 from .activations import activation_mode, cached_activations
 from .layers import checkpoint_bytes
 from .moments import Terms
 from .offload import nvme_bytes, offload_terms
-from .rank_parameters import RankParameters, rank_shares
-from .second_models import second_model_host_terms, second_model_loading_bytes
+from .rank_parameters import RankParameters, rank_parameters, rank_shares
+from .second_models import frozen_model_host_terms, frozen_model_loading_bytes, terms_of_role
 
 PROCESS_BYTES = 3 * 10**9
 """Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
@@ -59,8 +60,12 @@ def estimate_host_memory(
     training = processes | {
         name: ranks * count for name, count in offload_terms(layout, model, job, parameters).items()
     }
+    nvme = nvme_bytes(layout, model, job, parameters)
     for second in job.second_models:
-        training |= second_model_host_terms(second, layout, job, ranks)
+        training |= second_model_host_terms(second, layout, hardware, job)[1]
+        if second.trained:
+            alone = job.without_second_models()
+            nvme += nvme_bytes(layout, second.spec, alone, rank_parameters(second.spec, alone, layout))
     if count := layout.offloaded_layers(model.dimensions.num_layers):
         traced = cached_activations(model, job)(layout.micro_batch_size, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
@@ -72,7 +77,7 @@ def estimate_host_memory(
         peak_bytes_per_node=sum(terms.values()),
         capacity_bytes_per_node=hardware.host_bytes_per_node,
         terms={name: count for name, count in terms.items() if count},
-        nvme_bytes_per_node=ranks * nvme_bytes(layout, model, job, parameters),
+        nvme_bytes_per_node=ranks * nvme,
     )
 
 
@@ -106,8 +111,25 @@ def loading_terms(
     else:
         fp32_weights = job.method == "full" and layout.engine != "deepspeed"
         loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
-    loaded += sum(second_model_loading_bytes(second, layout, job, ranks) for second in job.second_models)
+    for second in job.second_models:
+        loaded += second_model_host_terms(second, layout, hardware, job)[0]["checkpoint_loading"]
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
+
+
+def second_model_host_terms(
+    second: SecondModel, layout: Layout, hardware: HardwareSpec, job: TrainingJob
+) -> tuple[Terms, Terms]:
+    """Return the named host bytes of a second model on a node, while it is loaded and during training."""
+    ranks = hardware.gpus_per_node
+    if not second.trained:
+        loading = {"checkpoint_loading": frozen_model_loading_bytes(second, layout, job, ranks)}
+        return loading, frozen_model_host_terms(second, layout, job, ranks)
+    alone = job.without_second_models()
+    parameters = rank_parameters(second.spec, alone, layout)
+    loading = loading_terms(layout, second.spec, hardware, alone, parameters)
+    offloaded = terms_of_role(second.role, offload_terms(layout, second.spec, alone, parameters))
+    training = {name: ranks * count for name, count in offloaded.items()}
+    return {"checkpoint_loading": loading["checkpoint_loading"]}, training
 
 
 def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:

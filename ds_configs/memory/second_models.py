@@ -1,21 +1,24 @@
 """Memory of second models: on an accelerator, on the host, and while they are loaded.
 
-They run before the trained model, so temporaries of their layers never exist together with its activations.
+They run before the trained model, so temporaries of their layers never exist together with its activations. Those that
+are trained take their step before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
-from ..specs.second_models import SecondModel, SecondModelRole
+from ..specs.second_models import TRAINED_ROLES, SecondModel, SecondModelRole
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
+from . import communication, layers, loss, model_states, offload
 from .activations import attention_of, estimate_activations
 from .communication import forward_gathered_elements
-from .moments import Moment, Terms, at_moments
+from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import NF4_BYTES
 
 TERMS = tuple(
@@ -53,7 +56,23 @@ TERMS = tuple(
         Term(f"{role}_cache_reads", f"cached {role} outputs of one micro-batch", lives_on="host"),
         StepTerm(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
     )
+) + tuple(
+    term
+    for role in TRAINED_ROLES
+    for term in (
+        Term(f"{role}_gradients", f"gradients of the trained {role}", role="gradients", offloads=True),
+        Term(
+            f"{role}_optimizer_states",
+            f"master weights and optimizer states of the trained {role}",
+            role="optimizer",
+            offloads=True,
+        ),
+        StepTerm(f"{role}_step", f"the training step of the {role}, with its communication and update"),
+    )
 )
+_TERM_OF_KIND = {"gradients": "gradients", "optimizer": "optimizer_states", "buckets": "gathered"} | {
+    kind: kind for kind in ("weights", "activations")
+}
 
 SHARDED_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
 """ZeRO-3 options of a sharded second model's engine: DeepSpeed's defaults, without persistent parameters."""
@@ -66,16 +85,31 @@ _CACHED_BYTES_PER_TOKEN = (4 + 2) * CACHED_TOP_K + 2
 _TOP_K_ENTRY_BYTES = 8 + 4
 
 
-def second_model_terms(layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
-    """Return the named bytes of all second models on one accelerator at each moment."""
-    combined = at_moments({})
-    for second in job.second_models:
-        own = _terms(second, layout, job)
-        combined = {moment: terms | own[moment] for moment, terms in combined.items()}
-    return combined
+def trained_model_terms(role: SecondModelRole, step: Mapping[Moment, Terms]) -> dict[Moment, Terms]:
+    """Return the named bytes of a trained second model at each moment, from those of its own step.
+
+    Before its step the trained model has states only. After it the second model keeps what every moment of it has.
+    """
+    named = {moment: terms_of_role(role, terms) for moment, terms in step.items()}
+    steps = [terms for moment, terms in named.items() if moment != "init"]
+    kept = {name: min(terms.get(name, 0) for terms in steps) for name in steps[0]}
+    fullest = max(steps, key=lambda terms: sum(terms.values()))
+    return dict.fromkeys(PHASES, kept) | {"init": named["init"], "second_models_forward": fullest}
 
 
-def _terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+def terms_of_role(role: SecondModelRole, terms: Terms) -> Terms:
+    """Return the bytes of a trained second model by its own terms, from those of a model that is trained alone."""
+    groups = (model_states, communication, layers, loss, offload)
+    kinds = {term.name: term.role for group in groups for term in group.TERMS}
+    named: Terms = {}
+    for name, count in terms.items():
+        own = f"{role}_{_TERM_OF_KIND.get(kinds.get(name, 'other'), 'weights')}"
+        named[own] = named.get(own, 0) + count
+    return named
+
+
+def frozen_model_terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+    """Return the named bytes of a frozen second model on one accelerator at each moment."""
     role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
     tokens = layout.micro_batch_size * job.seq_len_tokens
     if placement == "cached":
@@ -86,10 +120,14 @@ def _terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment
         f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
         f"{role}_head": width * spec.embedding_parameters if placement in ("sharded", "offloaded") else 0,
     }
+    if placement == "shared" and (layout.zero_stage == 3 or layout.engine == "fsdp2"):
+        outputs[f"{role}_head"] = width * spec.embedding_parameters
     running = {
         f"{role}_activations": _forward_bytes(layout, spec, job),
         f"{role}_gathered": _gathered_bytes(second, layout, job),
     }
+    if placement == "shared":
+        return at_moments({}, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
     if placement == "quantized":
         weights = _four_bit_bytes(spec, job)
     else:
@@ -97,11 +135,6 @@ def _terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment
         weights = width * shares.get(placement, spec.parameter_count)
     always = {f"{role}_weights": weights + spec.buffer_bytes}
     return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
-
-
-def second_model_gpu_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
-    """Return the peak of one second model on an accelerator."""
-    return max(sum(terms.values()) for terms in _terms(second, layout, job).values())
 
 
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
@@ -113,9 +146,14 @@ def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> in
     """Bytes of gathered parameters while the model runs.
 
     FSDP2 keeps its root unit (embeddings, final norm, head) gathered, and a layer with the all-gather of the next one.
-    A single process copies from the host module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`).
+    A single process copies from the host module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`). The base of
+    the trained model is gathered with the options of its layout.
     """
     spec, placement = second.spec, second.planned_placement
+    zero = SHARDED_ZERO
+    if placement == "shared":
+        zero, sharded = layout.zero, layout.zero_stage == 3 or layout.engine == "fsdp2"
+        placement = "sharded" if sharded else "quantized" if job.method == "qlora" else "replica"
     if placement == "offloaded" and layout.world_size == 1:
         return job.compute_bytes * spec.largest_gather_unit()
     if placement == "quantized":
@@ -124,7 +162,7 @@ def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> in
         return 0
     if layout.engine == "fsdp2":
         return job.compute_bytes * (spec.parameters_outside_layers + 2 * spec.layer_parameter_count)
-    return job.compute_bytes * forward_gathered_elements(spec, SHARDED_ZERO)
+    return job.compute_bytes * forward_gathered_elements(spec, zero)
 
 
 def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
@@ -152,14 +190,14 @@ def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
     return residual + traced.forward_transient_bytes
 
 
-def second_model_loading_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
-    """Return the host memory of a node with `ranks` ranks while a second model is loaded.
+def frozen_model_loading_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
+    """Return the host memory of a node with `ranks` ranks while a frozen second model is loaded.
 
     Sharded loading copies from memory-mapped files module by module, and 4-bit loading quantizes on the accelerator.
     Otherwise every rank holds the complete model.
     """
     spec, placement = second.spec, second.planned_placement
-    if placement == "cached":
+    if placement in ("cached", "shared"):
         return 0
     if placement == "quantized":
         return ranks * _four_bit_bytes(spec, job)
@@ -169,8 +207,8 @@ def second_model_loading_bytes(second: SecondModel, layout: Layout, job: Trainin
     return ranks * job.compute_bytes * spec.parameter_count
 
 
-def second_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> Terms:
-    """Return the named host bytes of a second model on a node during training.
+def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> Terms:
+    """Return the named host bytes of a frozen second model on a node during training.
 
     Each rank holds its shard of an offloaded model, in one pinned block per tensor.
     """
@@ -185,9 +223,3 @@ def second_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJo
         tokens = layout.micro_batch_size * job.seq_len_tokens
         return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
     return {}
-
-
-def second_model_host_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
-    """Return the peak of one second model in the host memory of a node, during loading or training."""
-    resident = sum(second_model_host_terms(second, layout, job, ranks).values())
-    return max(resident, second_model_loading_bytes(second, layout, job, ranks))

@@ -21,7 +21,7 @@ LOCK = ".shardwright-lock"
 STAGING = ".partial-"
 """Follows the directory's name in the names of its staging directories."""
 _PROBE_BYTES = 2**20
-_held: set[Path] = set()
+_locked: set[Path] = set()
 """Directories that this process has locked; `lockf` does not conflict within a process."""
 
 
@@ -107,7 +107,7 @@ def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iter
         ShardwrightError: writing fails.
     """
     target = directory.resolve()
-    if target in _held:
+    if target in _locked:
         raise UsageError(_busy(directory, f"process {os.getpid()}"))
     # The lock file is next to the directory, or inside where the parent is not writable.
     lock = target.with_name(f".{target.name}{LOCK}") if target.name else target / LOCK
@@ -128,7 +128,7 @@ def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iter
             raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
         if descriptor is None:
             raise UsageError(_busy(directory, lock.read_text(encoding="utf-8", errors="replace") or "another process"))
-        _held.add(target)
+        _locked.add(target)
         # Killed runs leave staging directories next to the directory and inside it.
         pattern = f".{escape(target.name)}{STAGING}*"
         for abandoned in [*target.parent.glob(pattern), *target.glob(pattern)]:
@@ -138,7 +138,7 @@ def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iter
         yield
     finally:
         if descriptor is not None:
-            _held.discard(target)
+            _locked.discard(target)
             lock.unlink(missing_ok=True)
             os.close(descriptor)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from math import ceil
 
-from ..memory.estimate import MemoryEstimate
+from ..memory.estimate import MemoryEstimate, second_model_bytes
 from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
-from ..memory.second_models import second_model_gpu_bytes, second_model_host_bytes
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import LossImplementation, TrainingJob, job_errors
 from ..specs.layout import Layout
@@ -252,14 +251,22 @@ _COSTS: dict[Placement, str] = {
     "offloaded": "copies its parameters over PCIe in every micro-batch",
     "quantized": "4-bit weights change the targets",
     "cached": "requires a cache of its outputs for exactly this data",
+    "shared": "runs the trained model without its adapters",
+    "layout": "has gradients and optimizer states too",
 }
+_CONDITIONS: dict[str, tuple[str, str]] = {
+    "sharded": ("requires at least two ranks to shard over", "use replica or offloaded"),
+    "shared": ("requires adapters, and a reference that is the trained model", "use --method lora, or omit it"),
+    "layout": ("requires a model that is trained too", "omit it"),
+}
+"""What a placement requires, and how to fix a request for it."""
 
 
 def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
     """Return a second model's placement under the chosen layout, and what the others would cost."""
     layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
     costs, needs = [], {}
-    for other in PLACEMENTS:
+    for other in () if second.trained else PLACEMENTS:
         if other == placement or (other == "sharded" and hardware.world_size == 1):
             continue
         moved = replace(best, context=replace(best.context, job=job.placed(second.role, other)))
@@ -272,20 +279,21 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
             needs[other] = f"needs {used} of {capacity} GB host memory per node"
         else:
             needs[other] = f"fits in {gigabytes(gpu.high_bytes)} GB" if memory.fits else "needs more NVMe"
+        gpu_bytes, host_bytes = second_model_bytes(other_model, layout, hardware, moved.job)
         cost = PlacementCost(
             placement=other,
-            gpu_bytes=second_model_gpu_bytes(other_model, layout, moved.job),
-            host_bytes=second_model_host_bytes(other_model, layout, moved.job, hardware.gpus_per_node),
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
             fits=memory.fits,
             reason=f"{needs[other]}; {_COSTS[other]}",
         )
         costs.append(cost)
-    gpu_bytes = second_model_gpu_bytes(second, layout, job)
-    host_bytes = second_model_host_bytes(second, layout, job, hardware.gpus_per_node)
+    gpu_bytes, host_bytes = second_model_bytes(second, layout, hardware, job)
     size = f"up to {gigabytes(gpu_bytes)} GB per accelerator"
     if placement == "offloaded":
         size += f" and {gigabytes(host_bytes)} GB host memory per node"
-    preferred = AUTOMATIC_PLACEMENTS[: AUTOMATIC_PLACEMENTS.index(placement)] if not requested else ()
+    may_choose = placement in AUTOMATIC_PLACEMENTS and not requested
+    preferred = AUTOMATIC_PLACEMENTS[: AUTOMATIC_PLACEMENTS.index(placement)] if may_choose else ()
     too_large = ", ".join(f"{other} {needs[other]}" for other in preferred if other in needs)
     if requested:
         why = "was requested"
@@ -548,12 +556,14 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
     ]
     jobs = [job]
     for second in job.second_models:
+        names = second.automatic_placements(context.model, adapters=job.method != "full", ranks=hardware.world_size)
         if second.placement == "auto":
-            names = [name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or hardware.world_size > 1]
             jobs = [part.placed(second.role, name) for part in jobs for name in names]
-        elif second.placement == "sharded" and hardware.world_size == 1:
-            rule, fix = "requires at least two ranks to shard over", "use replica or offloaded"
-            raise UsageError(ConfigError(where=f"{second.role}_placement", value="sharded", rule=rule, fix=fix))
+        elif second.placement not in names and (second.trained or second.placement in _CONDITIONS):
+            rule, fix = ("must be layout: it is trained", "omit it")
+            if not second.trained:
+                rule, fix = _CONDITIONS[second.placement]
+            raise UsageError(ConfigError(where=f"{second.role}_placement", value=second.placement, rule=rule, fix=fix))
     parts = [replace(context, job=part) for part in jobs]
     if len(parts) == 1:
         return [(parts[0], usable)]

@@ -102,7 +102,7 @@ def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[Tra
             job.placed(second.role, placement)
             for second in job.second_models
             for placement in placements
-            if second.placement != placement
+            if second.placement != placement and not second.trained
         ]
     else:
         yield [replace(job, loss="chunked")] if job.loss != "chunked" else []

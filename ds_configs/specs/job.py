@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
-from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
+from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .texts import flag_words
 
@@ -44,9 +44,12 @@ AXIS_FIELDS: Mapping[str, str] = {
 """Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
-def _option(description: str, **extra: Any) -> Any:
-    """Return the help of a field, its `unit`, and its `hugging_face` names in `TrainingArguments`, TRL and PEFT."""
-    return Field(description=description, json_schema_extra=extra) if extra else Field(description=description)
+def _option(description: str, *, unit: str = "", hugging_face: Sequence[str] = ()) -> Any:
+    """Return the help of a field, its unit, and its names in `TrainingArguments`, TRL and PEFT."""
+    extra: dict[str, Any] = ({"unit": unit} if unit else {}) | (
+        {"hugging_face": [*hugging_face]} if hugging_face else {}
+    )
+    return Field(description=description, json_schema_extra=extra or None)
 
 
 Ranks = Annotated[int | None, Count(100_000), Field(json_schema_extra={"unit": "ranks"})]
@@ -237,10 +240,17 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
     def second_models(self) -> tuple[SecondModel, ...]:
         """The models that run beside the trained one."""
         return tuple(
-            SecondModel(role=role, spec=spec, placement=getattr(self, f"{role}_placement"))
+            SecondModel(
+                role=role, spec=spec, placement=getattr(self, f"{role}_placement"), trained=role in TRAINED_ROLES
+            )
             for role in ROLES
             if (spec := getattr(self, role)) is not None
         )
+
+    def without_second_models(self) -> TrainingJob:
+        """Return the job of the trained model alone."""
+        none: dict[str, Any] = dict.fromkeys(ROLES)
+        return replace(self, **none) if self.second_models else self
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""

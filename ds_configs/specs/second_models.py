@@ -9,9 +9,13 @@ from .model import ModelSpec
 
 SecondModelRole = Literal["teacher", "reference", "reward", "value"]
 
-Placement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
+TRAINED_ROLES: tuple[SecondModelRole, ...] = ("value",)
+"""Roles of models that are trained too, each in a step of its own before that of the trained model."""
+
+Placement = Literal["replica", "sharded", "offloaded", "quantized", "cached", "shared", "layout"]
 """`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
-copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored."""
+copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored;
+`shared`: the trained model with its adapters disabled; `layout`: trained, with its states as in the layout."""
 
 PlacementOption = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
 """Values of an option; with `auto`, the planner chooses."""
@@ -28,14 +32,27 @@ class SecondModel:
 
     role: SecondModelRole
     spec: ModelSpec
-    placement: PlacementOption = "auto"
+    placement: Placement | Literal["auto"] = "auto"
     trained: bool = False
-    """Whether it is trained too; plans support frozen ones only."""
+    """Whether it has gradients and optimizer states too, which the layout places."""
 
     @property
     def planned_placement(self) -> Placement:
         """The placement; `auto` counts as `replica` until the planner has chosen."""
+        if self.trained:
+            return "layout"
         return "replica" if self.placement == "auto" else self.placement
+
+    def automatic_placements(self, trained: ModelSpec, *, adapters: bool, ranks: int) -> tuple[Placement, ...]:
+        """Return the placements to choose from, in order of preference.
+
+        A reference that is the trained model without its `adapters` needs no weights of its own.
+        """
+        if self.trained:
+            return ("layout",)
+        separate = tuple(name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or ranks > 1)
+        has_base = adapters and self.role == "reference" and self.spec == trained
+        return ("shared", *separate) if has_base else separate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -229,7 +229,7 @@ Described = TypeVar("Described", bound=type)
 def raises_all_errors(kind: Described) -> Described:
     """Let a Pydantic dataclass raise the errors of all its values as `UsageError`; numbers are not read from text."""
 
-    def construct(self: Any, **values: Any) -> None:
+    def construct(self: Any, **values: object) -> None:
         try:
             kind.__pydantic_validator__.validate_python(ArgsKwargs((), values), self_instance=self, strict=True)  # type: ignore[attr-defined]
         except ValidationError as error:

@@ -179,7 +179,7 @@ def stage_terms(
     # Device time of the forward pass.
     ahead = layers * forward.device + head.device
     for second in job.second_models if stage.has_head else ():
-        if second.planned_placement != "cached":
+        if second.planned_placement not in ("cached", "layout"):
             seconds = _second_model_seconds(step, second)
             terms[f"{second.role}_forward"] = seconds
             ahead += seconds
@@ -550,6 +550,11 @@ def estimate_step_time(
     first = _kind(stages[0])
     for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
         terms[name] = terms.get(name, 0.0) + value
+    for second in job.second_models:
+        if second.trained:
+            alone = job.without_second_models()
+            own = estimate_step_time(layout, second.spec, hardware, alone, constants=constants).terms
+            terms[f"{second.role}_step"] = sum(value for name, value in own.items() if name != "step_overhead")
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
     tokens = layout.global_batch_size * job.seq_len_tokens

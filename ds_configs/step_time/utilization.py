@@ -33,7 +33,9 @@ def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, jo
     passes = 3 if job.method == "full" else 2
     needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
     for second in job.second_models:
-        if second.planned_placement != "cached":
+        if second.trained:
+            needed[f"{second.role}_step"] = passes * sum(_forward_flops(second.spec, job))
+        elif second.planned_placement != "cached":
             needed[f"{second.role}_forward"] = sum(_forward_flops(second.spec, job))
     return {term: tokens * flops for term, flops in needed.items()}
 

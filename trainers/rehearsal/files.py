@@ -157,14 +157,15 @@ def scale_plan(
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, layout)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
-    loss = plan.job.loss if plan.job.teacher is None else "eager"
-    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
+    loss = "eager" if plan.job.second_models else plan.job.loss
+    job = without_kernels(plan.job).without_second_models()
+    job = replace(job, seq_len_tokens=seq_len, precision=precision, loss=loss)
     for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
-    if plan.job.teacher is not None:
-        changes.append(Change(where="job: teacher", before=plan.job.teacher.name, after=None))
+    for second in plan.job.second_models:
+        changes.append(Change(where=f"job: {second.role}", before=second.spec.name, after=None))
     offload: dict[str, Any] = {}
     deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
     nvme.mkdir()

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.second_models import SecondModelRole
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
@@ -337,8 +338,10 @@ def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:
     return model_directory(name, revision=settings.revision)
 
 
-def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: RankContext) -> Any:
-    """Return a frozen teacher with the plan's placement, in the compute type."""
+def loaded_second_model(
+    role: SecondModelRole, name: str, revision: str | None, job: LaunchedJob, context: RankContext
+) -> Any:
+    """Return a frozen second model, loaded for the plan's placement in the compute type."""
     import torch
 
     from ...plugins.transformers.second_model import load_second_model
@@ -346,11 +349,12 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
-    teacher = load_second_model(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
-    if context.plan.chosen.layout.tiled_mlp and not untiled_experts(teacher):
-        tile_mlps(teacher, None)
-        share_tiled_mlps(teacher)
-    return teacher
+    placement = job.placements[role]
+    model = load_second_model(name, revision=revision, placement=placement, dtype=dtype, engine=engine)
+    if context.plan.chosen.layout.tiled_mlp and not untiled_experts(model):
+        tile_mlps(model, None)
+        share_tiled_mlps(model)
+    return model
 
 
 def trained_tokens(global_batch_size: int, steps: int, samples: int, tokens: int) -> int:

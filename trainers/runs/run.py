@@ -194,7 +194,7 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
         "settings": settings.model_copy(update=commits),
         "training_arguments": prepared.training_arguments,
         "output_dir": str(request.output_dir.absolute()),
-        "placement": next((choice.placement for choice in plan.chosen.placements.values()), "replica"),
+        "placements": {role: choice.placement for role, choice in plan.chosen.placements.items()},
         "world_size": plan.hardware.world_size,
         "train_samples": statistics.train_samples,
         "train_tokens": statistics.train_tokens,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.job import Method, TeacherFields, TrainingFields, TrainingJob
-from ...ds_configs.specs.second_models import Placement
+from ...ds_configs.specs.second_models import Placement, SecondModelRole
 from ...ds_configs.specs.settings import (
     GuardFields,
     HardwareFields,
@@ -160,7 +160,7 @@ class LaunchedJob(RankJob):
     training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
     settings: LaunchedSettings = Field(description="settings of the user")
     output_dir: str = Field(description="directory for the model")
-    placement: Placement = Field(description="placement of the teacher; unused without one")
+    placements: dict[SecondModelRole, Placement] = Field(description="placement of each second model")
     world_size: int = Field(description="ranks that must start")
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")

@@ -84,12 +84,13 @@ def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `shardwright` that train with a plan; `arguments` are the user's flags of `train`.
 
     Raises:
-        UsageError: the plan cannot be read or has a teacher, or there are no flags.
+        UsageError: the plan cannot be read or has a second model, or there are no flags.
     """
     plan = Plan.load(plan_directory)
     words = train_arguments(plan, directory=str(plan_directory))
-    if plan.job.teacher is not None:
-        rule, fix = f"has the teacher {plan.job.teacher.name}", f"pass your script, or use {shlex.join(words)}"
+    for second in plan.job.second_models:
+        rule = f"has the {second.role} {second.spec.name}, but train uses none"
+        fix = "pass your script" + (f", or use {shlex.join(words)}" if plan.job.teacher else "")
         raise UsageError(ConfigError(where="plan", value=str(plan_directory), rule=rule, fix=fix))
     if not arguments:
         fix = f"pass your script and its arguments, or flags of train after `--`; this is the same: {shlex.join(words)}"

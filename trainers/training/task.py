@@ -179,9 +179,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
     """Return the settings with the plan's values and the planned commit of the model."""
-    if plan.job.teacher is not None:
-        name = plan.job.teacher.name
-        rule, fix = f"has the teacher {name}, but train uses none", "use distill, or plan without a teacher"
+    if seconds := plan.job.second_models:
+        rule = f"has the {seconds[0].role} {seconds[0].spec.name}, but train uses none"
+        fix = f"plan without a {seconds[0].role}" + (", or use distill" if plan.job.teacher else "")
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
     return as_planned(settings, plan).model_copy(update={"revision": revision})

@@ -92,9 +92,9 @@ def tune(
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
-    if plan.job.teacher is not None:
-        rule = "trials train without a teacher"
-        errors.append(ConfigError(where="teacher", value=plan.job.teacher.name, rule=rule, fix="plan without it"))
+    for second in plan.job.second_models:
+        rule = "is not loaded by trials"
+        errors.append(ConfigError(where=second.role, value=second.spec.name, rule=rule, fix="plan without it"))
     if plan.model.task != "causal_lm":
         rule = f"is a {plan.model.task} model; trials train causal language models"
         errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule))

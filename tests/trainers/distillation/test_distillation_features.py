@@ -78,6 +78,13 @@ def test_hidden_states_match_the_reference() -> None:
     assert float(cast.detach()) == pytest.approx(float(expected.detach()), rel=2e-2)
 
 
+@pytest.mark.parametrize(("own", "taught"), [(32, 48), (48, 32)])
+def test_projectors_keep_the_size_of_a_vector(own: int, taught: int) -> None:
+    vectors = drawn(2000, own, seed=1)
+    projected = feature_matching.projectors(own, taught, 1)[0](vectors).detach()
+    assert float(projected.square().mean().sqrt()) == pytest.approx(float(vectors.square().mean().sqrt()), rel=0.05)
+
+
 CASES: dict[str, tuple[dict[str, Any], bool, int | None]] = {
     "causal": ({}, True, None),
     "bidirectional": ({}, False, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from shardwright.trainers.distillation import (
     SelfTeacher,
 )
 from shardwright.trainers.distillation.on_policy import completed_by_student
+from shardwright.trainers.distillation.teacher import split_batch, with_decoder_inputs
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
 from transformers.utils import ModelOutput
@@ -238,7 +240,55 @@ def test_early_exit_learns_from_the_output_and_gives_no_logits(tmp_path: Path) -
         trainer.compute_loss(trainer.model, collate(rows("llama", 2)), return_outputs=True)
 
 
+def test_batches_are_split_as_models_read_them() -> None:
+    model, labels = tiny("t5"), torch.tensor([[5, 6, -100], [7, -100, -100]])
+    without_method = SimpleNamespace(config=model.config)
+    made = with_decoder_inputs(without_method, {"labels": labels})["decoder_input_ids"]  # type: ignore[arg-type]
+    assert torch.equal(made, model.prepare_decoder_input_ids_from_labels(labels=labels))
+    ids = torch.tensor([[1, 5, 6], [1, 7, 0]])
+    shifted = split_batch({"input_ids": ids, "shift_labels": labels}, shifts=True)
+    assert torch.equal(shifted.labels, labels), "a sequence-parallel data loader has shifted them"
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    classes = split_batch({"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([2, 0])}, shifts=False)
+    assert classes.position_weights().tolist() == [pytest.approx([1 / 3] * 3), [0.5, 0.5, 0.0]]
+
+
+def test_a_loss_that_an_engine_rounds_is_reported_in_fp32(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), None)
+    batch, exact = collate(rows("llama", 4)), {}
+
+    class Rounding(torch.nn.Module):
+        def forward(self, **inputs: Any) -> Any:
+            exact["loss"] = float((outputs := trainer.model(**inputs))["loss"].detach())
+            return {name: value.bfloat16() for name, value in outputs.items()}
+
+    assert float(trainer.compute_loss(Rounding(), batch).detach()) == exact["loss"]
+    assert exact["loss"] != float(torch.tensor(exact["loss"]).bfloat16())
+
+
 class TestOnPolicy:
+    def test_completions_follow_unpadded_prompts_and_end_with_their_first_end_token(self, tmp_path: Path) -> None:
+        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+        model = tiny("llama", vocab_size=300)
+        model.generation_config.eos_token_id = ends = list(range(100, 200))
+        trainer = trainer_of(
+            tmp_path, model, tiny("llama", seed=1, vocab_size=300), [], None, processing_class=byte_tokenizer(300)
+        )
+        ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.full_like(ids, -100)}
+        own, completions = OnPolicy(max_new_tokens=12), []
+        for trainer.state.global_step, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            made = completed_by_student(trainer, batch, own, index)
+            for row, prompt in enumerate(([5, 6], [7, 8, 9, 4])):
+                assert made["input_ids"][row, : len(prompt)].tolist() == prompt
+                labels = made["labels"][row, len(prompt) :]
+                completion = labels[labels != -100].tolist()
+                assert [token for token in completion[:-1] if token in ends] == []
+                assert len(completion) == 12 or completion[-1] in ends
+                completions.append(tuple(completion))
+        assert len({*completions}) == 8, "each step, micro-batch and row draws its own"
+
     def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from paths import CONFIGS
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.communication import forward_gathered_elements
-from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.memory.estimate import estimate_memory, second_model_bytes
+from shardwright.ds_configs.memory.host import second_model_host_terms
 from shardwright.ds_configs.memory.loss import distillation_loss_terms, fused_temporary_bytes
-from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, second_model_gpu_bytes, second_model_terms
+from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, frozen_model_terms
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -33,6 +35,10 @@ ZERO2 = Layout(engine="deepspeed", zero_stage=2, dp_shard=8)
 
 def placed(placement: str, **changes: Any) -> TrainingJob:
     return TrainingJob(teacher=LLAMA_8B, teacher_placement=placement, **changes)  # type: ignore[arg-type]
+
+
+def terms_of(layout: Layout, job: TrainingJob) -> Any:
+    return frozen_model_terms(job.second_models[0], layout, job)
 
 
 class TestChoice:
@@ -91,7 +97,7 @@ class TestMemory:
     def test_weight_bytes_of_each_placement(self):
         count = LLAMA_8B.parameter_count
         weights = {
-            placement: second_model_terms(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
+            placement: terms_of(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
             - LLAMA_8B.buffer_bytes * (placement != "cached")
             for placement in PLACEMENTS
         }
@@ -107,7 +113,7 @@ class TestMemory:
 
     def test_fsdp2_keeps_the_root_unit_and_two_layers(self):
         fsdp2 = Layout(engine="fsdp2", dp_shard=8)
-        gathered = second_model_terms(fsdp2, placed("sharded"))["second_models_forward"]["teacher_gathered"]
+        gathered = terms_of(fsdp2, placed("sharded"))["second_models_forward"]["teacher_gathered"]
         layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
         assert gathered == 2 * (2 * 128256 * 4096 + 4096 + 2 * layer)
 
@@ -120,7 +126,7 @@ class TestMemory:
         assert forward_gathered_elements(small, SHARDED_ZERO) <= small.parameter_count
 
     def test_the_teacher_runs_before_the_student(self):
-        terms = second_model_terms(ZERO2, placed("sharded"))
+        terms = terms_of(ZERO2, placed("sharded"))
         assert terms["second_models_forward"].keys() >= {"teacher_activations", "teacher_gathered"}
         for moment, found in terms.items():
             if moment != "second_models_forward":
@@ -149,10 +155,10 @@ class TestMemory:
         stage = 1 if engine == "deepspeed" else None
         small = Layout(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
         more = replace(small, dp_shard=2 * ranks)
-        (teacher,) = job.second_models
-        assert 0 < second_model_gpu_bytes(teacher, more, job) <= second_model_gpu_bytes(teacher, small, job)
+        (teacher,), hardware = job.second_models, parse_hardware("8xH100-80GB")
         larger = replace(small, micro_batch_size=micro_batch + 1)
-        assert second_model_gpu_bytes(teacher, larger, job) >= second_model_gpu_bytes(teacher, small, job)
+        sizes = [second_model_bytes(teacher, each, hardware, job)[0] for each in (more, small, larger)]
+        assert 0 < sizes[0] <= sizes[1] <= sizes[2]
 
 
 class TestFusedLoss:
@@ -246,7 +252,42 @@ class TestOnOneProcess:
             assert torch.equal(head.weight_VH, whole.lm_head.weight)
 
 
-@pytest.mark.parametrize(("placement", "gathered"), [("replica", 0), ("sharded", 1), ("offloaded", 1)])
-def test_the_loss_reads_the_whole_head_of_a_teacher_without_replicas(placement: str, gathered: int) -> None:
-    terms = second_model_terms(ZERO2, placed(placement))
-    assert terms["forward_end"].get("teacher_head", 0) == gathered * 2 * LLAMA_8B.embedding_parameters
+HEAD, COUNT, TOKENS = 128_256 * 4096, 8_030_261_248, 2 * 4096
+FOUR_BIT = 2 * COUNT - round((2 - 0.5 - 1 / 64 - 4 / (64 * 256)) * 32 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "engine", "ranks", "accelerator", "loading", "training"),
+    [
+        ("replica", "ddp", 8, {"gathered": 0, "head": 0}, 8 * 2 * COUNT, 0),
+        ("sharded", "deepspeed", 8, {"head": 2 * HEAD}, 0, 0),
+        ("sharded", "fsdp2", 8, {"head": 2 * HEAD}, 8 * 2 * COUNT, 0),
+        ("offloaded", "deepspeed", 8, {"weights": 512, "head": 2 * HEAD}, 0, None),
+        ("offloaded", "single", 1, {"weights": 512, "gathered": 2 * HEAD, "head": 2 * HEAD}, 2 * COUNT, 2 * COUNT),
+        ("quantized", "ddp", 8, {"gathered": 2 * 4096 * 14336, "head": 0}, 8 * FOUR_BIT, 0),
+        ("cached", "ddp", 8, {"targets": 50 * 12 * TOKENS}, 0, 8 * 302 * TOKENS),
+    ],
+)
+def test_bytes_of_a_placement_by_hand(
+    placement: str, engine: Any, ranks: int, accelerator: dict[str, int], loading: int, training: int | None
+) -> None:
+    sizes = {"dp_shard": ranks} if engine in ("deepspeed", "fsdp2") else {"dp_replicate": ranks}
+    layout = Layout(engine=engine, zero_stage=2 if engine == "deepspeed" else None, micro_batch_size=2, **sizes)
+    job = placed(placement)
+    terms = terms_of(layout, job)
+    found: dict[str, int] = {}
+    for moment in terms.values():
+        found |= moment
+    for name, count in accelerator.items():
+        assert found.get(f"teacher_{name}", 0) == count, name
+    if placement != "cached":
+        assert found["teacher_hidden_states"] == 2 * TOKENS * 4096
+        shared = replace(layout, dp_shard=4, sp=2) if engine == "deepspeed" else layout
+        assert terms_of(shared, job)["second_models_forward"]["teacher_activations"] == found["teacher_activations"]
+    host = second_model_host_terms(job.second_models[0], layout, parse_hardware(f"{ranks}xH100-80GB"), job)
+    assert host[0]["checkpoint_loading"] == pytest.approx(loading, abs=8)
+    if training is None:
+        # Pinned blocks have the sizes of powers of two; shards of 4 layers' matrices, of norms and of the vocabulary.
+        shapes = {4096 * 4096: 64, 1024 * 4096: 64, 14336 * 4096: 96, 4096: 65, HEAD: 2}
+        training = sum(8 * many * 2 ** math.ceil(math.log2(2 * size / 8)) for size, many in shapes.items())
+    assert sum(host[1].values()) == training

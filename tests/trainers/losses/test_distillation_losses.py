@@ -202,6 +202,20 @@ def test_bf16_gradients_use_an_unrounded_factor() -> None:
     assert float(slope) == pytest.approx(factor, rel=5e-4)
 
 
+def test_small_fp16_gradients_do_not_vanish() -> None:
+    """Gradients of tokens of a probability of 1e-7 are near fp16's smallest number until the backward pass."""
+    torch.manual_seed(0)
+    hidden, weight = torch.full((1, 1), 1.0).half(), (3 * torch.randn(4000, 1) - 4).half().requires_grad_()
+    weight.data[0] = 9.0
+    head = OutputHead(weight_VH=weight)
+    sums = fused_token_loss(hidden, head, torch.zeros(1, dtype=torch.long), None, TokenObjective(alpha=0.0))
+    (found,) = torch.autograd.grad(sums.loss * 2.0**14, weight)
+    expected = 2.0**14 * weight.detach().double().softmax(0)
+    small = (expected > 2.0**14 * 1e-7) & (expected < 2.0**14 * 1e-5)
+    assert int(small.sum()) > 100
+    assert float(((found.double() - expected).abs() / expected)[small].max()) < 0.02
+
+
 def test_fused_loss_supports_autocast_and_tied_embeddings() -> None:
     torch.manual_seed(0)
     embedding = torch.randn(61, WIDTH).requires_grad_()

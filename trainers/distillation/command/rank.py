@@ -6,7 +6,7 @@ from typing import Any
 
 from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ...parallel.trainer_for import planned_parallelism
-from ...runs.ranks import RankContext, TrainingTask, placed_teacher, starting_weights, trained_model
+from ...runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
 from .settings import DistillJob, distillation_config
 
 
@@ -27,7 +27,7 @@ class DistillTask(DistillJob, TrainingTask):
         settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
         if settings.teacher_cache is None:
-            teacher: Any = placed_teacher(self.teacher, settings.teacher_revision, self, context)
+            teacher: Any = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
         else:
             teacher = TeacherCache.open(settings.teacher_cache)
             for name in ("train_dataset", "eval_dataset"):
@@ -36,7 +36,7 @@ class DistillTask(DistillJob, TrainingTask):
             trainer_class=DistillationTrainer,
             model=student,
             teacher=teacher,
-            teacher_placement=self.placement,
+            teacher_placement=self.placements["teacher"],
             distillation=distillation_config(settings, self.vocab_size),
             **common,
         )

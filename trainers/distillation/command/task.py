@@ -221,4 +221,5 @@ def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Sample
         errors.append(ConfigError(where=where, rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
-    return replace(samples, evaluation=known)
+    statistics = replace(samples.statistics, evaluation_samples=len(known))
+    return replace(samples, evaluation=known, statistics=statistics)

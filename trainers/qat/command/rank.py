@@ -12,8 +12,8 @@ from ...runs.ranks import (
     RankContext,
     TrainingTask,
     held_out_cross_entropy,
+    loaded_second_model,
     logged,
-    placed_teacher,
     read_logged,
     result_fields,
     trained_model,
@@ -47,8 +47,8 @@ class QATTask(QATJob, TrainingTask):
 
             common |= {
                 "trainer_class": DistillationTrainer,
-                "teacher": placed_teacher(self.teacher, self.teacher_revision, self, context),
-                "teacher_placement": self.placement,
+                "teacher": loaded_second_model("teacher", self.teacher, self.teacher_revision, self, context),
+                "teacher_placement": self.placements["teacher"],
                 "distillation": teacher_distance_config(self.settings, self.vocab_size),
             }
         trainer = planned_parallelism(context.plan).make_trainer(model=model, **common)

@@ -14,6 +14,7 @@ from distilling import tiny
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.distillation.cache.cache_writer import CacheSettings, prepare_cache, run_cache_job
 
 VOCAB = 300
 
@@ -27,9 +28,14 @@ def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
-    for name, changes in (("teacher", {"hidden": 48}), ("student", {}), ("stranger", {})):
+    for name, changes in (
+        ("teacher", {"hidden": 48}),
+        ("student", {}),
+        ("stranger", {}),
+        ("narrow", {"vocab_size": 128}),
+    ):
         made[name] = root / name
-        tiny("llama", vocab_size=VOCAB, **changes).save_pretrained(made[name])
+        tiny("llama", **({"vocab_size": VOCAB} | changes)).save_pretrained(made[name])
     words = byte_tokenizer(VOCAB)
     words.add_tokens(["Hello"])
     words.save_pretrained(made["stranger"])
@@ -66,6 +72,8 @@ def test_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Path
     assert shown["plan"]["chosen"]["teacher"]["placement"] == "replica"
     assert shown["dataset"]["train_samples"] > 0
     assert {"out/REPORT.md", "out/README.md", "out/plan/plan.json", "out/metrics.jsonl"} <= set(shown["files"])
+    generated = distill(*common(models, *DATA, "--dry-run", "--format", "json", "--on-policy", 0.5))
+    assert json.loads(generated.out)["settings"]["prompt_tokens"] == 16, "half of a text, whose tokens all have labels"
     human = distill(*common(models, *DATA, "--dry-run", "--hardware", "8xA100-80GB"))
     assert human.code == 0 and "A run would write out/plan/accelerate.yaml" in human.out
     assert not list(tmp_path.iterdir())
@@ -119,6 +127,8 @@ def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path
     rest = ("--output-dir", "out", "--seq-len", 32, *DATA, "--dry-run")
     strangers = distill(models["stranger"], models["student"], *rest)
     assert strangers.code == 0, "a student without a tokenizer takes its teacher's"
+    narrow = distill(models["stranger"], models["narrow"], *rest)
+    assert narrow.code == 2 and "the teacher's has ids up to" in narrow.err
     split = distill(models["teacher"], models["stranger"], *rest)
     assert split.code == 2 and "use models of one family" in split.err
     unsafe = distill(models["unsafe"], models["student"], *rest)
@@ -126,6 +136,26 @@ def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path
     swapped = distill(models["student"], models["teacher"], *rest)
     assert swapped.code == 0 and "are they swapped?" in swapped.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_decides_which_held_out_samples_are_compared(
+    distill: Shell, models: dict[str, Path], tmp_path: Path
+) -> None:
+    for name, letters in (("stored", "abcdefghijk"), ("train", "abcdefgh"), ("more", "ijklm"), ("others", "lm")):
+        rows = ({"prompt": f"say {letter}: ", "completion": letter * 3} for letter in letters)
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    stored = CacheSettings(dataset=str(tmp_path / "stored.jsonl"), seq_len=32)
+    run_cache_job(prepare_cache(str(models["teacher"]), stored), tmp_path / "cache")
+    rest = ("--teacher-cache", "cache", "--dry-run", "--format", "json")
+    data = ("--dataset", "train.jsonl", "--evaluation-dataset")
+    shown = json.loads(distill(*common(models, *rest, *data, "more.jsonl")).out)
+    assert shown["dataset"]["evaluation_samples"] == 3 and shown["plan"]["chosen"]["teacher"]["placement"] == "cached"
+    for own, rule in (
+        ((*data, "others.jsonl"), "has none of the held-out samples"),
+        (("--dataset", "more.jsonl", "--evaluation-dataset", "train.jsonl"), "lacks 2 of 5 training samples"),
+    ):
+        found = distill(*common(models, *rest, *own))
+        assert found.code == 2 and rule in found.out
 
 
 @pytest.mark.parametrize("part", ["teacher", "student"])

@@ -212,7 +212,7 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
 def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     settings: dict[str, str], model: str, teacher: tuple[str, str | None] | None, is_own: bool
 ) -> None:
-    facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1, "vocab_size": None}
+    facts = {"output_dir": "out", "training_arguments": {}, "placements": {}, "world_size": 1, "vocab_size": None}
     counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "source_directory": "m"}
     own = {"model": model, "stored_dtype": "bfloat16", "teacher": teacher and teacher[0]}
     job = QATJob(settings=QATSettings(**settings), **facts, **counts, **own)
