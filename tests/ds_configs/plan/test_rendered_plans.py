@@ -80,7 +80,8 @@ def described(line: str) -> dict[str, Any]:
         "out of memory": [] if model.revision is None else out_of_memory_text(plan, FAILURE).splitlines(),
         "doubts": doubts(chosen.layout, model, hardware, plan.job),
         "reasons": [layout.reason for layout in (chosen, *plan.rejected)][:SHOWN_REASONS],
-        "memory": chosen.memory.gpu.terms | chosen.memory.host.terms,
+        "memory": chosen.memory.gpu.terms,
+        "host memory": chosen.memory.host.terms,
         "seconds": {name: float(f"{seconds:.6g}") for name, seconds in chosen.time.terms.items()},
     }
 
