@@ -84,7 +84,7 @@ class Machine(Settings):
         if errors := self.errors():
             raise UsageError(errors)
         if self.until_stdin_closes:
-            from ..plugins.launching.lifetime import stop_with_stdin
+            from ..plugins.launching.elastic import stop_with_stdin
 
             stop_with_stdin()
         if self.node_rank is None or self.main_address is None:

@@ -24,8 +24,7 @@ from pathlib import Path
 import psutil
 
 from ...ds_configs.specs.errors import ShardwrightError
-from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
-from .lifetime import signal_at_parent_death, tell_to_end
+from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures, signal_at_parent_death, tell_to_end
 from .messages import LAUNCH_TOKEN, Message, log_message, read_message
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.

@@ -78,35 +78,26 @@ def captured_attention(
     captured: dict[int, LayerAttention] = {}
     seen: set[int] = set()
 
-    def record(number: int, module: torch.nn.Module, inputs: dict[str, torch.Tensor], kwargs: dict[str, Any]) -> None:
-        if expects_gradient and not torch.is_grad_enabled():
-            rule = "reentrant gradient checkpointing detaches captured attention from its graph"
-            raise UsageError(ConfigError(where="gradient_checkpointing", rule=rule, fix=_NO_REENTRANT))
-        scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
-        captured[number] = LayerAttention(
-            **{f"{name}_BHSD": inputs[name] for name in tensors},
-            scaling=inputs["query"].shape[-1] ** -0.5 if scaling is None else float(scaling),
-            causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
-            window=kwargs.get("sliding_window"),
-        )
-
     def recording(get_interface: Callable[..., Any]) -> Callable[..., Any]:
         def get_recording_interface(*args: object, **kwargs: object) -> Callable[..., Any]:
             attention = get_interface(*args, **kwargs)
 
-            def attend(
-                module: torch.nn.Module,
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
-                *args: object,
-                **kwargs: object,
-            ) -> Any:
+            def attend(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
                 number = numbers.get(id(module))
                 if number is not None:
                     seen.add(number)
-                    if number in layers:
-                        record(number, module, {"query": query, "key": key, "value": value}, kwargs)
+                if number is not None and number in layers:
+                    if expects_gradient and not torch.is_grad_enabled():
+                        rule = "reentrant gradient checkpointing detaches captured attention from its graph"
+                        raise UsageError(ConfigError(where="gradient_checkpointing", rule=rule, fix=_NO_REENTRANT))
+                    inputs = {"query": query, "key": key, "value": value}
+                    scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+                    captured[number] = LayerAttention(
+                        **{f"{name}_BHSD": inputs[name] for name in tensors},
+                        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+                        window=kwargs.get("sliding_window"),
+                    )
                 return attention(module, query, key, value, *args, **kwargs)
 
             return attend

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.huggingface_hub.hub import read_model_source
+from shardwright.plugins.huggingface_hub.hub import model_directory, read_model_source
 from shardwright.plugins.planning.models import load_model_spec
 
 CONFIG: dict[str, Any] = {
@@ -84,6 +84,21 @@ def test_a_huge_config_is_rejected_without_reading_all_of_it(directory: Path) ->
         file.truncate(2**40)
     with pytest.raises(RefusedInputError, match=r"must be at most 4194304 bytes"):
         load_model_spec(str(directory))
+
+
+def test_a_commit_is_downloaded_unless_its_tokenizer_is_cached(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning caches `config.json` alone."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(directory / "config.json"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "downloaded")
+    found = []
+    for file in ("config.json", "tokenizer.json", "model.safetensors"):
+        (directory / file).write_bytes((directory / "config.json").read_bytes())
+        found += [model_directory("org/name", revision="a" * 40, weights=weights) for weights in (False, True)]
+    downloaded = Path("downloaded")
+    assert found == [downloaded, downloaded, directory, downloaded, directory, directory]
+    assert model_directory("org/name", revision="main") == downloaded
 
 
 @given(name=st.text(max_size=40))

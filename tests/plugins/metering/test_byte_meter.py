@@ -115,6 +115,30 @@ def test_dtensor_counts_by_its_shard():
         assert meter.reading().roles["init"]["weights"] == live(meter) == 400
 
 
+def test_operators_inside_of_one_of_a_dtensor_count():
+    from torch.distributed.tensor import DTensor, Partial
+
+    with two_rank_mesh() as mesh, ByteMeter() as meter:
+        partial = DTensor.from_local(torch.zeros(100), mesh, [Partial()])
+        meter.enter("forward")
+        # It reduces first.
+        positive = torch.relu(partial)
+        assert peak(meter, "forward") == 1200
+        assert live(meter) == 800
+        del positive
+
+
+def test_outputs_of_zero3_linear_layers_are_activations():
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    with ByteMeter() as meter:
+        weight, inputs = torch.zeros(8, 4), torch.zeros(2, 4)
+        meter.enter("forward")
+        output = zero3_linear_wrap(inputs, weight)
+        roles = meter.reading().roles["forward"]
+        assert (roles["activations"], roles["buckets"]) == (output.nbytes, 0)
+
+
 def test_phases_keep_peaks_of_their_own():
     with ByteMeter() as meter:
         meter.enter("forward")

@@ -100,3 +100,13 @@ def test_parameters_and_saved_buffers_are_named_and_masks_are_not():
     model.first.bias.data[1] = float("nan")
     model.kept[0] = float("inf")
     assert nonfinite_weights(model) == ["first.bias", "kept"]
+
+
+def test_codes_of_4_bit_layers_are_no_numbers():
+    class Linear4bit(torch.nn.Linear):
+        """bitsandbytes packs codes into a tensor of any type."""
+
+    model = torch.nn.Sequential(Linear4bit(2, 2), torch.nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    assert nonfinite_weights(model) == ["0.bias", "1.weight", "1.bias"]
