@@ -174,10 +174,6 @@ def row_divergences(model: Any, dense: Any, rows_NS: torch.Tensor, *, batch_size
     return torch.cat(found).double()
 
 
-def perplexity(model: Any, rows_NS: torch.Tensor) -> float:
-    return float(row_losses(model, rows_NS).mean().exp())
-
-
 @torch.no_grad()
 def inject_outliers(model: Any, channels: Iterable[int], *, factor: float = 50.0) -> Any:
     """Scale hidden channels behind every norm and take the factor out of the weights that read them, in place.

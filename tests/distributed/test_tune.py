@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import shardwright
 from session import warm_command
@@ -72,36 +68,3 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
     with pytest.raises(ShardwrightError, match="out of memory in phase"):
         tune(plan, trials=1, steps=3)
-
-
-@pytest.mark.full
-def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:
-    mark = uuid.uuid4().hex
-    shardwright.plan(str(tiny_llama), "2xCPU", **WORDS).write(tmp_path / "plan")
-    command = [*warm_command("shardwright"), "tune", str(tmp_path / "plan")]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | {"TUNE_UNDER_TEST": mark, "SHARDWRIGHT_DATA_DIR": str(tmp_path / "data")}
-
-    def ranks() -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                variables = process.environ()
-            except psutil.Error:
-                continue
-            if variables.get("TUNE_UNDER_TEST") == mark and "LOCAL_RANK" in variables:
-                found.append(process)
-        return found
-
-    with subprocess.Popen(
-        command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
-    ) as process:
-        deadline = time.monotonic() + 240
-        while len(ranks()) < 2 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert len(ranks()) == 2
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "stopped during layout 1" in error
-    assert not ranks()

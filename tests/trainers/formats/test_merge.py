@@ -146,20 +146,6 @@ def test_a_damaged_adapter_is_one_error_and_leaves_no_files(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_files_are_replaced_only_with_force_and_never_in_the_sources(run: Shell, tmp_path: Path) -> None:
-    save_adapter(tmp_path)
-    (tmp_path / "merged").mkdir()
-    (tmp_path / "merged/notes.txt").write_text("mine")
-    done = run("tuned", "--output-dir", "merged")
-    assert done.code == 2 and "exists and is not empty" in done.errors[0]
-    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["notes.txt"]
-    for output, role in (("tuned", "the adapter"), ("model", "the base model")):
-        done = run("tuned", "--output-dir", output, "--force")
-        assert done.code == 2 and f"is {role} itself" in done.errors[0]
-    assert run("tuned", "--output-dir", "merged", "--force").code == 0
-    assert (tmp_path / "merged/model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.releases import installed_version
 from shardwright.trainers.parallel.trainer_for import (
     MULTIPLY_BY_RANKS,
     PlannedParallelism,
@@ -21,6 +23,7 @@ from shardwright.trainers.parallel.trainer_for import (
     check_second_models,
     parallelism_of,
 )
+from small_models import llama
 
 
 def names_in(function: Any) -> set[str]:
@@ -149,10 +152,12 @@ def test_classes_that_change_samples_or_steps_are_rejected_where_ranks_share_sam
 @pytest.mark.needs("trl")
 def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> None:
     from trl import DPOTrainer, GRPOTrainer
+    from trl.experimental.distillation import DistillationTrainer
     from trl.experimental.gmpo import GMPOTrainer
     from trl.experimental.sdpo import SDPOTrainer
 
     for kind, args, setting in (
+        (DistillationTrainer, {"eval_strategy": "steps"}, "eval_strategy"),
         (DPOTrainer, {"loss_type": ["sigmoid", "aot"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["aot_unpaired"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "use_weighting"),
@@ -225,3 +230,26 @@ def test_fsdp2_loading_on_the_first_rank_rejects_a_second_model(monkeypatch: pyt
     )
     trainer.is_fsdp_enabled = False
     check_second_models(trainer)
+
+
+def test_transformers_divides_by_tensor_parallel_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that Transformers changed its scaling: check `ExactTrainer.get_tp_size`."""
+    from transformers import Trainer, TrainingArguments
+
+    ranks, size, tokens = 4, 2, torch.ones(1, 11, dtype=torch.long)
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=3)
+    trainer: Any = Trainer(llama(hidden_size=16), arguments)
+    trainer.accelerator = SimpleNamespace(
+        num_processes=ranks, parallelism_config=None, gather=lambda n: n.repeat(ranks)
+    )
+    trainer.model._tp_size = size
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: torch.ones(())
+    monkeypatch.setattr(TrainingArguments, "world_size", ranks)
+    batch = {"input_ids": tokens, "labels": tokens}
+    counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    factor = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=counted)
+    # From 5.19 on it divides labels and factor under DeepSpeed.
+    divides = Version(installed_version("transformers") or "0") >= Version("5.19.0")
+    expected = ranks // size if divides else ranks
+    assert (int(counted), float(factor)) == (10 * expected, expected)
+    assert trainer.get_total_train_batch_size(arguments) == 3 * ranks // size

@@ -18,6 +18,7 @@ from shardwright.plugins.transformers.tiled_compute import tile_mlps
 from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
 from shardwright.trainers.parallel.sequence.shards import (
     cut,
+    digest_of,
     labelled_tokens,
     loss_labels,
     padding_and_packing,
@@ -297,3 +298,13 @@ def test_layers_without_exchanged_attention_are_rejected() -> None:
     assert any("registry of attention functions" in str(error) for error in model_errors(own, size=2, world_size=2))
     model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
     assert any("attention sink" in str(error) for error in model_errors(model, size=2, world_size=2))
+
+
+def test_batches_with_other_content_have_other_digests() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    same = {name: value.clone() for name, value in reversed(batch.items())} | {"text": "not a tensor"}
+    assert digest_of(same) == digest_of(batch)
+    others = (ids.flip(0), ids.reshape(5, 2), ids.to(torch.float64))
+    changes = [*({"input_ids": other} for other in others), {"pixels": ids}]
+    assert digest_of(batch) not in {digest_of(batch | change) for change in changes}

@@ -90,17 +90,6 @@ class TestOptions:
             QATCallback(SCHEME, **options)
 
 
-class TestModels:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [({"lora_dropout": 0.1}, "lora_dropout=0.1"), ({"use_dora": True}, "plain and rank-stabilized")],
-    )
-    def test_adapters_that_cannot_be_merged_are_rejected(self, options: Any, message: str) -> None:
-        model = get_peft_model(tiny(), LoraConfig(r=2, target_modules="all-linear", **options))
-        with pytest.raises(UsageError, match=message):
-            attach(model, QATConfig(scheme=SCHEME))
-
-
 class TestOptimizer:
     def test_optimizer_from_before_the_learned_scales_is_rejected(self, tmp_path: Path) -> None:
         model = tiny()
@@ -202,27 +191,27 @@ class TestTrainingArguments:
             Trainer(tiny(), arguments(tmp_path, **changes), **made).train()
 
 
-class TestAttachedBefore:
+class TestAdapters:
+    @pytest.mark.parametrize(
+        ("adapter", "rule", "message"),
+        [
+            ({"lora_dropout": 0.1}, "minmax", "lora_dropout=0.1"),
+            ({"use_dora": True}, "minmax", "plain and rank-stabilized"),
+            ({}, "learned", "a resumed run would lose them"),
+            ({"modules_to_save": ["embed_tokens"]}, "minmax", "output head and token embedding share one weight"),
+            ({"target_modules": ["q_proj", "lm_head"]}, "minmax", "output head and token embedding share one weight"),
+        ],
+    )
+    def test_adapters_that_the_checkpoint_cannot_hold_are_rejected(self, adapter: Any, rule: Any, message: str) -> None:
+        model = get_peft_model(
+            tiny(tie_word_embeddings=True), LoraConfig(r=2, **{"target_modules": ["q_proj"], **adapter})
+        )
+        with pytest.raises(UsageError, match=message):
+            attach(model, QATConfig(scheme=SCHEME, weight_rule=rule))
+
     def test_adding_adapters_after_attaching_is_rejected(self, tmp_path: Path) -> None:
         model = tiny()
         QATCallback(SCHEME).prepare(arguments(tmp_path), model)
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
         with pytest.raises(UsageError, match="rounds already"):
             attach(adapted, QATConfig(scheme=SCHEME))
-
-
-class TestAdapters:
-    def test_learned_scales_with_adapters_are_rejected(self) -> None:
-        model = add_lora(tiny(), rank=2, targets=None, fp32_adapters=True)
-        with pytest.raises(UsageError, match="a resumed run would lose them"):
-            attach(model, QATConfig(scheme=SCHEME, weight_rule="learned"))
-
-    @pytest.mark.parametrize(
-        "options", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "lm_head"]}]
-    )
-    def test_adapting_a_tied_head_is_rejected(self, options: Any) -> None:
-        model = get_peft_model(
-            tiny(tie_word_embeddings=True), LoraConfig(r=2, **{"target_modules": ["q_proj"], **options})
-        )
-        with pytest.raises(UsageError, match="output head and token embedding share one weight"):
-            attach(model, QATConfig(scheme=SCHEME))

@@ -234,6 +234,18 @@ def test_names_are_those_that_saving_writes(name, tmp_path):
     assert not [layer for layer in attachment.layers if layer.name.endswith(".gate")], "a router is rounded"
 
 
+JAMBA = {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 16}
+JAMBA |= {"attn_layer_period": 2, "attn_layer_offset": 0, "expert_layer_period": 2, "expert_layer_offset": 1}
+
+
+def test_routers_that_are_linear_layers_stay_dense():
+    model, dense = family("Jamba", **{**SMALL, **JAMBA}), "model.layers.1.feed_forward.router"
+    assert type(model.get_submodule(dense)) is torch.nn.Linear
+    attachment = attach(model, QATConfig(scheme=changed(scheme_named("W4A16"), group_size=16)))
+    assert attachment.layers and dense not in {layer.name for layer in attachment.layers}
+    assert dense in attachment.dense and dense in attachment.scheme.ignore
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
