@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.legality.rules import RULES
-from ...ds_configs.memory.meanings import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
+from ...ds_configs.search.run_estimates import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.synonyms import REMOVED
 from ...ds_configs.step_time.estimate import TERMS

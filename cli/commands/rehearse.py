@@ -90,16 +90,18 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     if rehearsal.measured:
         out.print()
         predicted, measured = rehearsal.predicted or {}, rehearsal.measured or {}
-        phases = [phase for phase in measured if phase in predicted]
+        phases = list(measured)
 
         def cell(own: int, planned: int) -> str:
             return f"{own / 1e6:.2f} / {planned / 1e6:.2f}" if own or planned else ""
 
         rows = [
-            (role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
+            (role, *(cell(measured[phase][role], predicted[phase][role]) for phase in phases))
             for role in next(iter(measured.values()), {})
         ]
-        totals = [(sum(measured[phase].values()), sum(predicted[phase].roles.values())) for phase in phases]
+        totals = [
+            (sum(roles.values()), sum(predicted[phase][role] for role in roles)) for phase, roles in measured.items()
+        ]
         rows.append(("total", *(cell(own, planned) for own, planned in totals)))
         title = "MB on the fullest rank, measured / predicted"
         print_rows(out, ("", *phases), rows, title=title, figures=phases)

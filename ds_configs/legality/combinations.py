@@ -7,7 +7,7 @@ rejected. `axes.py` has the rules about sizes and model families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -268,89 +268,50 @@ STEP_METHODS = frozenset(
 """Methods of the Trainer that decide which samples a rank reads, and what a step does with them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchLoss:
-    """Settings of a trainer whose loss of a batch is no sum over its rows, so that ranks cannot add up their parts."""
-
-    trainers: tuple[str, ...]
-    """Classes of TRL; their subclasses are included."""
-    setting: str
-    applies: Callable[[Any], object]
-    """Whether the configuration of a trainer has the setting."""
-    reason: str
-    fix: str
-
-
-def _loss_types(args: Any) -> set[str]:
-    loss_types = getattr(args, "loss_type", None) or ()
-    return {loss_types} if isinstance(loss_types, str) else set(loss_types)
-
-
-BATCH_LOSSES: tuple[BatchLoss, ...] = (
-    BatchLoss(
-        trainers=("DPOTrainer",),
-        setting="loss_type",
-        applies=lambda args: _loss_types(args) & {"aot", "aot_unpaired"},
-        reason="aot sorts the log-ratios of a batch, but a rank sorts only its own",
-        fix="use another loss_type, or one process",
-    ),
-    BatchLoss(
-        trainers=("DPOTrainer",),
-        setting="use_weighting",
-        applies=lambda args: getattr(args, "use_weighting", False) and "sft" in _loss_types(args),
-        reason="multiplies the sft loss, a mean over the tokens of a batch, by the mean weight of the batch",
-        fix="omit use_weighting, or sft in loss_type",
-    ),
-    BatchLoss(
-        trainers=("GRPOTrainer", "SDPOTrainer"),
-        setting="loss_type",
-        applies=lambda args: "bnpo" in _loss_types(args),
-        reason="bnpo divides by the tokens of each micro-batch of a rank",
-        fix="use loss_type='grpo' or 'dr_grpo'",
-    ),
-    BatchLoss(
-        trainers=("SDPOTrainer",),
-        setting="loss_type",
-        applies=lambda args: "dapo" in _loss_types(args),
-        reason="this trainer's dapo divides by the tokens of each micro-batch of a rank",
-        fix="use loss_type='grpo' or 'dr_grpo'",
-    ),
-    BatchLoss(
-        trainers=("GRPOTrainer",),
-        setting="entropy_coef",
-        applies=lambda args: getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False),
-        reason="the entropy bonus is a mean over the tokens of each micro-batch of a rank",
-        fix="set entropy_coef=0.0 and use_adaptive_entropy=False",
-    ),
-    BatchLoss(
-        trainers=("DistillationTrainer",),
-        setting="eval_strategy",
-        applies=lambda args: getattr(args, "eval_strategy", "no") != "no",
-        reason="its evaluation averages the means of ranks, and ends in an error under ZeRO-3 and FSDP2",
-        fix="set eval_strategy='no', and evaluate the saved model in one process",
-    ),
-)
-"""Seen with trl 1.16.0. These losses are sums over rows or tokens, or use means over all ranks, and are exact:
-
-- DPO: all other loss types, with `ld_alpha` and `use_weighting`; `sft` by `plugins/trl.py`.
-- CPO, ORPO and TPO: their mean over tokens by `plugins/trl.py`. KTO: its KL term is a mean over all ranks.
-- GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks.
-"""
-
-
 def batch_loss_errors(trainers: Collection[str], args: Any, *, data_ranks: int) -> list[ConfigError]:
     """Return an error for each setting with which the loss of several ranks differs from one process.
+
+    Such a loss of a batch is no sum over its rows, so that ranks cannot add up their parts. Seen with trl 1.16.0. These
+    losses are sums over rows or tokens, or use means over all ranks, and are exact:
+
+    - DPO: all other loss types, with `ld_alpha` and `use_weighting`; `sft` by `plugins/trl.py`.
+    - CPO, ORPO and TPO: their mean over tokens by `plugins/trl.py`. KTO: its KL term is a mean over all ranks.
+    - GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks.
 
     Args:
         trainers: Names of a trainer class and its bases in TRL.
         args: Its configuration.
         data_ranks: Ranks that read different samples.
     """
-    return [
-        ConfigError(where=each.setting, value=getattr(args, each.setting, None), rule=each.reason, fix=each.fix)
-        for each in BATCH_LOSSES
-        if data_ranks > 1 and not {*each.trainers}.isdisjoint(trainers) and each.applies(args)
-    ]
+    stated = getattr(args, "loss_type", None) or ()
+    losses = {stated} if isinstance(stated, str) else set(stated)
+    errors = []
+
+    def reject(setting: str, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=setting, value=getattr(args, setting, None), rule=rule, fix=fix))
+
+    if data_ranks < 2:
+        return []
+    if "DPOTrainer" in trainers and losses & {"aot", "aot_unpaired"}:
+        rule = "aot sorts the log-ratios of a batch, but a rank sorts only its own"
+        reject("loss_type", rule, "use another loss_type, or one process")
+    if "DPOTrainer" in trainers and getattr(args, "use_weighting", False) and "sft" in losses:
+        rule = "multiplies the sft loss, a mean over the tokens of a batch, by the mean weight of the batch"
+        reject("use_weighting", rule, "omit use_weighting, or sft in loss_type")
+    if not {"GRPOTrainer", "SDPOTrainer"}.isdisjoint(trainers) and "bnpo" in losses:
+        rule = "bnpo divides by the tokens of each micro-batch of a rank"
+        reject("loss_type", rule, "use loss_type='grpo' or 'dr_grpo'")
+    if "SDPOTrainer" in trainers and "dapo" in losses:
+        rule = "this trainer's dapo divides by the tokens of each micro-batch of a rank"
+        reject("loss_type", rule, "use loss_type='grpo' or 'dr_grpo'")
+    entropy = getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False)
+    if "GRPOTrainer" in trainers and entropy:
+        rule = "the entropy bonus is a mean over the tokens of each micro-batch of a rank"
+        reject("entropy_coef", rule, "set entropy_coef=0.0 and use_adaptive_entropy=False")
+    if "DistillationTrainer" in trainers and getattr(args, "eval_strategy", "no") != "no":
+        rule = "its evaluation averages the means of ranks, and ends in an error under ZeRO-3 and FSDP2"
+        reject("eval_strategy", rule, "set eval_strategy='no', and evaluate the saved model in one process")
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,10 +14,10 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.second_models import SecondModel
 from ..specs.terms import Term
-from . import communication, host, layers, loss, model_states, offload, second_models
+from . import communication, host, layers, loss, model_states, second_models
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
-from .host import HostMemory, estimate_host_memory, second_model_host_terms
+from .host import HostMemory, estimate_host_memory, offload_terms, second_model_host_terms
 from .layers import (
     activation_terms,
     checkpoint_bytes,
@@ -29,7 +29,6 @@ from .layers import (
 from .loss import loss_terms
 from .model_states import model_state_terms
 from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase, summed
-from .offload import offload_terms
 from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
 from .second_models import frozen_model_terms, trained_model_terms
 
@@ -258,7 +257,7 @@ OVERHEADS = (
 
 def declared_terms() -> tuple[Term, ...]:
     """Return every term of memory, and the seconds of offload and second models, in the order of their modules."""
-    groups = (model_states, communication, layers, loss, second_models, offload, host)
+    groups = (model_states, communication, layers, loss, second_models, host)
     buffers = Term("model_buffers", "rotary tables and other fp32 buffers, on every rank")
     return (buffers, *(term for group in groups for term in group.TERMS), *OVERHEADS)
 

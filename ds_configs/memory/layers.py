@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
 
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
@@ -123,28 +122,18 @@ def checkpoint_bytes(layout: Layout, traced: ActivationEstimate) -> int:
     return traced.checkpointed_bytes_per_layer // (layout.sp * layout.cp)
 
 
-class _LayerBytes(NamedTuple):
-    kept: int
-    """Kept until the backward pass."""
-    transient: int
-    """Temporary bytes of the backward pass."""
-
-
-def _layer_bytes(step: RankStep, *, recomputed: bool) -> _LayerBytes:
-    traced = step.traced
-    more = step.model.residual_dropout_masks * step.tokens * step.model.dimensions.hidden_size
-    if recomputed:
-        return _LayerBytes(traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more)
-    return _LayerBytes(traced.saved_bytes_per_layer + more, traced.backward_transient_bytes)
+def _mask_bytes(step: RankStep) -> int:
+    """Return the bytes of the dropout masks of a layer, which its backward pass needs."""
+    return step.model.residual_dropout_masks * step.tokens * step.model.dimensions.hidden_size
 
 
 def _kept_bytes(step: RankStep, layers: int) -> int:
     """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones."""
     total = step.model.dimensions.num_layers
     recomputed = min(layers, step.layout.recomputed_layers(total))
-    kept = (layers - recomputed) * _layer_bytes(step, recomputed=False).kept
+    kept = (layers - recomputed) * (step.traced.saved_bytes_per_layer + _mask_bytes(step))
     if on_accelerator := max(0, recomputed - step.layout.offloaded_layers(total)):
-        kept += on_accelerator * _layer_bytes(step, recomputed=True).kept
+        kept += on_accelerator * step.traced.checkpointed_bytes_per_layer
     return kept
 
 
@@ -175,7 +164,8 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     frees_input = casts and model.model_type in _CASTING_NORMS
 
     def backward(count: int, *, again: bool) -> Terms:
-        transient = _layer_bytes(step, recomputed=again).transient
+        recomputed_bytes = traced.recompute_backward_transient_bytes + _mask_bytes(step)
+        transient = recomputed_bytes if again else traced.backward_transient_bytes
         terms = saved(count) | {"backward_transient": transient // ranks} | dequantized
         if frees_input and "checkpoint_staging" in terms:
             terms["checkpoint_staging"] -= checkpoint

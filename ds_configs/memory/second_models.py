@@ -15,7 +15,7 @@ from ..specs.model import ModelSpec
 from ..specs.second_models import TRAINED_ROLES, SecondModel, SecondModelRole
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from . import communication, layers, loss, model_states, offload
+from . import communication, layers, loss, model_states
 from .activations import attention_of, estimate_activations
 from .communication import forward_gathered_elements
 from .moments import PHASES, Moment, Terms, at_moments
@@ -99,7 +99,7 @@ def trained_model_terms(role: SecondModelRole, step: Mapping[Moment, Terms]) -> 
 
 def terms_of_role(role: SecondModelRole, terms: Terms) -> Terms:
     """Return the bytes of a trained second model by its own terms, from those of a model that is trained alone."""
-    groups = (model_states, communication, layers, loss, offload)
+    groups = (model_states, communication, layers, loss)
     kinds = {term.name: term.role for group in groups for term in group.TERMS}
     named: Terms = {}
     for name, count in terms.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
@@ -34,7 +34,7 @@ _OFFLOADING_AXES = ("sp", "ep")
 """Axes that are tried together with offload without a request: long sequences and many experts need it."""
 
 
-def _requests_axes(job: TrainingJob) -> bool:
+def requests_axes(job: TrainingJob) -> bool:
     return any((size or 1) > 1 for size in job.axis_sizes.values())
 
 
@@ -74,35 +74,13 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
             for size in _divisors(world, limit):
                 yield {axis: size}
     if offload == "none" and not fixed.keys() & {"tp", "pp"}:
-        for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
-            yield {"tp": tp, "pp": pp}
-
-
-def _tensor_and_pipeline_sizes(model: ModelSpec, hardware: HardwareSpec) -> Iterator[tuple[int, int]]:
-    """Yield sizes of tensor and pipeline parallelism whose product divides the ranks."""
-    world = hardware.world_size
-    stages = _divisors(world, min(world, model.dimensions.num_layers))
-    for tp, pp in product(_divisors(world, hardware.gpus_per_node), stages):
-        if world % (tp * pp) == 0:
-            yield tp, pp
+        for tp, pp in product(_divisors(world, limits["tp"]), _divisors(world, limits["pp"])):
+            if world % (tp * pp) == 0:
+                yield {"tp": tp, "pp": pp}
 
 
 def _divisors(world: int, limit: int) -> list[int]:
     return [size for size in range(2, min(world, limit, 1024) + 1) if world % size == 0]
-
-
-def _with_axes(layout: Layout, axes: Mapping[str, int], hardware: HardwareSpec) -> Layout:
-    """Return a layout with these axes; the remaining ranks are data-parallel."""
-    others = 1
-    for axis, size in axes.items():
-        others *= size if axis != "ep" else 1
-    left = max(1, hardware.world_size // max(1, others))
-    changes: dict[str, Any] = dict(axes)
-    if layout.dp_shard == 1:
-        changes["dp_replicate"] = left
-    else:
-        changes["dp_shard"] = max(1, left // layout.dp_replicate)
-    return replace(layout, **changes)
 
 
 _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
@@ -125,7 +103,6 @@ def layouts_to_search(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
     """
     explicit = job.strategy != "auto"
     quantized = job.zero_quantized_weights or job.zero_quantized_gradients
-    requests_axes = _requests_axes(job)
     names: tuple[str, ...] = (job.strategy,) if explicit else _QUANTIZING if quantized else _AUTO_NAMES
     offloads: tuple[str, ...] = ("none", "cpu", "cpu-all")
     if job.offload == "nvme":
@@ -136,12 +113,17 @@ def layouts_to_search(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
         offloads = (*offloads, "nvme", "nvme-all")
     layouts: list[Layout | None] = []
     for offload in offloads:
-        if not requests_axes:
+        if not requests_axes(job):
             layouts += [_build(name, offload, model, hardware, job) for name in names]
         for axes in axes_to_try(model, hardware, job, offload):
             for name in _engines_for_axes(job, axes, quantized=quantized):
                 base = _build(name, offload, model, hardware, replace(job, strategy=name))
-                layouts.append(base and _with_axes(base, axes, hardware))
+                if base is not None:
+                    # The remaining ranks are data-parallel.
+                    left = max(1, hardware.world_size // prod(size for axis, size in axes.items() if axis != "ep"))
+                    shards = max(1, left // base.dp_replicate)
+                    sizes = {"dp_replicate": left} if base.dp_shard == 1 else {"dp_shard": shards}
+                    layouts.append(base.changed(**axes, **sizes))
     legal = [layout for layout in layouts if layout is not None]
     if not quantized:
         return legal
@@ -158,7 +140,7 @@ def _engines_for_axes(job: TrainingJob, axes: Mapping[str, int], *, quantized: b
     """
     names: tuple[StrategyName, ...]
     if job.strategy != "auto":
-        allowed = _requests_axes(job) or all(job.strategy in ENGINES_OF_AXIS[axis] for axis in axes)
+        allowed = requests_axes(job) or all(job.strategy in ENGINES_OF_AXIS[axis] for axis in axes)
         names = (job.strategy,) if allowed else ()
     else:
         engines: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3", "fsdp2")
@@ -167,7 +149,7 @@ def _engines_for_axes(job: TrainingJob, axes: Mapping[str, int], *, quantized: b
     if not quantized:
         return names
     able = tuple(name for name in names if name in _QUANTIZING)
-    if able or not _requests_axes(job):
+    if able or not requests_axes(job):
         return able
     return ("zero3",) if job.strategy == "auto" else (job.strategy,)
 
@@ -228,26 +210,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     )
 
 
-def complexity(layout: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
-    """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
-
-    Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
-    about which a plan knows least. Axes come next: a stock Trainer runs everything else.
-    """
-    devices = (layout.offload_optimizer, layout.offload_param)
-    mechanisms = (
-        *(device != "none" for device in devices),
-        "nvme" in devices,
-        layout.gradient_checkpointing,
-        layout.tiled_mlp,
-        layout.offloaded_checkpoints > 0,
-        layout.zero.hpz_partition_size > 1,
-        layout.engine == "fsdp2" and layout.dp_replicate > 1,
-        chunked_loss,
-    )
-    stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
-    offloads, axes = devices != ("none", "none"), len(layout.axes)
-    return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2"
+Complexity = tuple[bool, int, int, int, bool, bool]
 
 
 STEP_TOKENS = 16_384
@@ -343,9 +306,27 @@ class Candidate:
         return float(f"{self.time.tokens_per_second:.9g}")
 
     @cached_property
-    def complexity(self) -> tuple[bool, int, int, int, bool, bool]:
-        """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
-        return *complexity(self.layout, chunked_loss=self.job.loss == "chunked"), self.lean
+    def complexity(self) -> Complexity:
+        """Sort key: offloaded states, numbers of axes and mechanisms, sharding stage, FSDP2, buffers below defaults.
+
+        Mechanisms are what a layout adds to plain data parallelism. Offload comes first: its speed depends on the host,
+        about which a plan knows least. Axes come next: a stock Trainer runs everything else.
+        """
+        layout = self.layout
+        devices = (layout.offload_optimizer, layout.offload_param)
+        mechanisms = (
+            *(device != "none" for device in devices),
+            "nvme" in devices,
+            layout.gradient_checkpointing,
+            layout.tiled_mlp,
+            layout.offloaded_checkpoints > 0,
+            layout.zero.hpz_partition_size > 1,
+            layout.engine == "fsdp2" and layout.dp_replicate > 1,
+            self.job.loss == "chunked",
+        )
+        stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
+        offloads, axes = devices != ("none", "none"), len(layout.axes)
+        return offloads, axes, axes + sum(mechanisms), stage, layout.engine == "fsdp2", self.lean
 
     def with_recomputed(self, layers: int | None) -> Candidate:
         """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
@@ -423,7 +404,13 @@ def candidates(
             if is_legal and not any(context.broken_rules(BATCH_RULES, changed)):
                 lean = variant in layouts[1:]
                 yield Candidate(layout=changed, context=context, index=index, lean=lean)
-            elif collects and errors is not None and _is_requested(form, job):
+            elif (
+                collects
+                and errors is not None
+                # What the job requests, and nothing that the search adds.
+                and (form["tiled_mlp"], form["offloaded_checkpoints"] > 0)
+                == (job.tiled_mlp == "on", job.offload_activations == "on")
+            ):
                 errors += legality_errors(context.model, changed, context.job, context.hardware)
 
 
@@ -440,12 +427,6 @@ def _forms(context: SearchContext) -> list[dict[str, Any]]:
         for switch, tiled, offloads in product(switches, choices[job.tiled_mlp], choices[job.offload_activations])
         if switch or not offloads or job.offload_activations == "on"
     ]
-
-
-def _is_requested(form: Mapping[str, Any], job: TrainingJob) -> bool:
-    """Return whether a form has what the job requests, and nothing that the search adds."""
-    requested = (job.tiled_mlp == "on", job.offload_activations == "on")
-    return (form["tiled_mlp"], form["offloaded_checkpoints"] > 0) == requested
 
 
 def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -> list[tuple[int, int]]:

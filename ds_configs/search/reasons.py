@@ -12,7 +12,7 @@ from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
 from ..step_time.utilization import low_utilization_reason
-from .candidates import Candidate, SearchContext, global_batch_reason
+from .candidates import Candidate, SearchContext, global_batch_reason, requests_axes
 
 AS_FAST = 0.95
 """Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
@@ -100,8 +100,7 @@ def chosen_reason(
     if layout.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
     batch, ranks = job.global_batch_size, layout.world_size
-    requested = any((size or 1) > 1 for size in job.axis_sizes.values())
-    if batch is not None and layout.axes and not requested and batch % ((job.micro_batch_size or 1) * ranks):
+    if batch is not None and layout.axes and not requests_axes(job) and batch % ((job.micro_batch_size or 1) * ranks):
         shown = f" in micro-batches of {job.micro_batch_size}" if (job.micro_batch_size or 1) > 1 else ""
         sentences.append(f"Data parallelism alone cannot divide a global batch of {batch} over {ranks} ranks{shown}.")
     sentences += [f"{axis.upper()} {size} splits {split[axis]}." for axis, size in layout.axes.items()]
@@ -112,7 +111,7 @@ def chosen_reason(
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:
     layout, job = best.layout, context.job
-    sizes = " with the requested sizes" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
+    sizes = " with the requested sizes" if requests_axes(job) else ""
     if job.strategy != "auto":
         return "the requested strategy"
     if job.objective == "memory":

@@ -31,6 +31,7 @@ from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime, valued_terms
 from .candidates import (
     Candidate,
+    Complexity,
     SearchContext,
     candidates,
     layouts_to_search,
@@ -126,7 +127,7 @@ def _fastest(legal: list[Candidate]) -> Candidate:
     return legal[0] if len(legal) == 1 else min(legal, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[float, tuple[bool, int, int, int, bool, bool]]:
+def _order(candidate: Candidate) -> tuple[float, Complexity]:
     return -candidate.tokens_per_second, candidate.complexity
 
 
@@ -138,7 +139,7 @@ def _need(candidate: Candidate) -> tuple[int, int]:
 
 def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
     """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
-    heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, bool, Candidate]] = []
+    heap: list[tuple[float, Complexity, int, bool, Candidate]] = []
     order = count()
 
     def push(candidate: Candidate, bound: float, *, partly: bool = False) -> None:

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
+from ..memory.host import offloaded_step_seconds, parameter_copy_seconds
 from ..memory.model_states import is_stepped_by_muon
-from ..memory.offload import offloaded_step_seconds, parameter_copy_seconds
 from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels

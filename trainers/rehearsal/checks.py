@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from ...ds_configs.check.files import run_check
-from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
@@ -267,18 +265,6 @@ PHASES = ("loss", "backward", "step")
 OFFLOADED = "offloaded_checkpoints"
 """Term of layer inputs that wait in host memory."""
 
-RoleBytes = Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedPhase:
-    """Predicted tensor bytes of one phase on one CPU rank."""
-
-    terms: Mapping[str, int]
-    """Bytes by the plan's term names."""
-    roles: RoleBytes
-    """The same bytes by role."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Rehearsal:
@@ -292,10 +278,10 @@ class Rehearsal:
     """Values that differ from the plan's."""
     losses: tuple[float, ...] = ()
     """Loss of each step, mean over the ranks."""
-    measured: Mapping[str, RoleBytes] | None = None
+    measured: Mapping[str, Mapping[str, int]] | None = None
     """Bytes by phase and role on the fullest rank; `None` when training was not reached."""
-    predicted: Mapping[str, PredictedPhase] | None = None
-    """Prediction of the plan's formulas for the same sizes; `None` when training was not reached."""
+    predicted: Mapping[str, Mapping[str, Any]] | None = None
+    """Bytes of the plan's formulas for the same sizes, by phase and role and by `terms`; `None` as for `measured`."""
     host: Mapping[str, int] | None = None
     """Measured and predicted bytes of layer inputs in host memory on the fullest rank; `None` if none wait there."""
     seconds: float = 0.0
@@ -325,7 +311,7 @@ class Rehearsal:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rehearsal as the JSON values of `rehearsal.json`."""
-        plan, predicted = self.plan, self.predicted or {}
+        plan = self.plan
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
@@ -343,19 +329,10 @@ class Rehearsal:
             "changes": [asdict(change) for change in self.changes],
             "losses": list(self.losses),
             "measured": {phase: dict(roles) for phase, roles in (self.measured or {}).items()},
-            "predicted": {phase: {**part.roles, "terms": dict(part.terms)} for phase, part in predicted.items()},
+            "predicted": {phase: dict(roles) for phase, roles in (self.predicted or {}).items()},
             "host": None if self.host is None else dict(self.host),
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
             "versions": dict(self.versions),
             "command": self.command,
         }
-
-
-def write_report(rehearsal: Rehearsal, directory: Path) -> None:
-    """Write `rehearsal.json`.
-
-    Raises:
-        ShardwrightError: the file cannot be written.
-    """
-    write_files({REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}, directory, force=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.memory.estimate import cpu_rank_terms
-from ...ds_configs.plan.output import output_errors, reserved
+from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.step_time.estimate import TERMS
@@ -24,7 +25,6 @@ from .checks import (
     REPORT_FILE,
     ROLES,
     Check,
-    PredictedPhase,
     Rehearsal,
     check_checkpoint,
     check_export,
@@ -36,7 +36,6 @@ from .checks import (
     failed,
     passed,
     with_unreached,
-    write_report,
 )
 from .files import (
     STAGES,
@@ -142,7 +141,7 @@ def rehearse(
         rehearsal = replace(rehearsal, source=source, seconds=time.monotonic() - started, **facts)
         if kept:
             rehearsal = replace(rehearsal, files=(str(target / REPORT_FILE),))
-            write_report(rehearsal, target)
+            write_files({REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}, target, force=True)
     return rehearsal
 
 
@@ -239,8 +238,8 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
     return bytes_by_phase
 
 
-def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
-    plan, predictions = rehearsed.plan, {}
+def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
+    plan, predictions = rehearsed.plan, dict[str, dict[str, Any]]()
     for phase, terms in cpu_rank_terms(plan.chosen.layout, plan.model, plan.job).items():
         if phase in PHASES:
             # CPU ranks have both in the same memory, but the meter counts the host's apart.
@@ -248,5 +247,5 @@ def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
             roles = dict.fromkeys(ROLES, 0)
             for term, count in terms.items():
                 roles[TERMS[term].role] += count
-            predictions[str(phase)] = PredictedPhase(terms=terms, roles=roles)
+            predictions[str(phase)] = {**roles, "terms": terms}
     return predictions

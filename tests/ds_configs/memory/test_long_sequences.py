@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import public_config, public_model
+from planning import public_model
 from shardwright.ds_configs.memory.activations import estimate_activations, mlp_tiles, with_tiled_mlp
 from shardwright.ds_configs.memory.estimate import (
     cpu_rank_terms,
@@ -14,7 +14,6 @@ from shardwright.ds_configs.memory.estimate import (
     share_moment_terms,
 )
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import anything_fits, search
@@ -170,23 +169,3 @@ def test_plans_carry_the_mechanisms():
     del data["job"]["tiled_mlp"], data["job"]["offload_activations"]
     old = plan_from_dict(data, source="test").chosen.layout
     assert (old.tiled_mlp, old.offloaded_checkpoints) == (False, 0)
-
-
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("intermediate", [4096, 25600, 65536])
-def test_buffers_of_attention_are_not_added_to_the_mlp(intermediate, tiled):
-    spec = model_spec_from_config(
-        public_config("meta-llama/Llama-3.1-8B")
-        | {"model_type": "qwen3", "architectures": None, "num_attention_heads": 64, "head_dim": 128}
-        | {"intermediate_size": intermediate},
-        name="wide",
-    )
-    job = replace(JOB, seq_len_tokens=2**20)
-    layout = Layout(engine="fsdp2", cp=8, gradient_checkpointing=True, tiled_mlp=tiled)
-
-    def transient(gpu):
-        (share,) = rank_shares(layout, spec, job)
-        return share_moment_terms(layout, share, job, gpu=gpu)["last_layer_backward"]["backward_transient"]
-
-    # Kernels of an accelerator need more while attention is computed, which shows only if that is the fullest moment.
-    assert (transient(True) == transient(False)) == (intermediate > 4096 and not tiled)

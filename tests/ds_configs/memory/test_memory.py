@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.memory.communication import buffer_terms, default_zero_options
 from shardwright.ds_configs.memory.estimate import estimate_memory, share_moment_terms
-from shardwright.ds_configs.memory.host import estimate_host_memory
+from shardwright.ds_configs.memory.host import estimate_host_memory, offload_terms
 from shardwright.ds_configs.memory.model_states import model_state_terms, whole_tensors_of_partitions
 from shardwright.ds_configs.memory.moments import fullest_by_phase
-from shardwright.ds_configs.memory.offload import offload_terms
 from shardwright.ds_configs.memory.rank_parameters import (
     engine_parameters,
     rank_parameters,

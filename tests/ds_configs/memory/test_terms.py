@@ -15,15 +15,14 @@ from shardwright.cli.page.app import term_rows
 from shardwright.ds_configs.memory import estimate as memory_estimate
 from shardwright.ds_configs.memory import host
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.memory.estimate import cpu_rank_terms, declared_terms, estimate_memory
+from shardwright.ds_configs.memory.estimate import declared_terms, estimate_memory
 from shardwright.ds_configs.memory.moments import summed
-from shardwright.ds_configs.plan import plan as plans
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
-from shardwright.ds_configs.plan.plan import header_lines, make_plan, plan_to_dict
+from shardwright.ds_configs.plan.plan import make_plan, plan_to_dict
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.ds_configs.specs.second_models import SecondModel, SecondModelRole
+from shardwright.ds_configs.specs.second_models import SecondModelRole
 from shardwright.ds_configs.specs.terms import Term
 from shardwright.ds_configs.step_time import estimate
 from shardwright.ds_configs.step_time.estimate import TERMS
@@ -49,34 +48,6 @@ def test_every_term_occurs_where_it_is_declared_and_nowhere_else(place):
     }
     assert occurring == declared, f"declare its place in the module that computes it: {occurring ^ declared}"
     assert all(term.meaning for term in TERMS.values())
-
-
-def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypatch, capsys, tmp_path):
-    """Each role has the terms, the reports and the explanations of a teacher, without code of its own."""
-    # A job has a field for each role that it can have.
-    monkeypatch.setattr(plans, "ROLES", get_args(SecondModelRole))
-    for role in get_args(SecondModelRole):
-        second = SecondModel(role=role, spec=SMALL, placement="offloaded")
-        monkeypatch.setattr(TrainingJob, "second_models", property(lambda job, second=second: (second,)))
-        monkeypatch.setattr(TrainingJob, "placed", lambda job, role, placement: job)
-        # Jobs are keys of caches, so that each role needs a job with another length.
-        job = TrainingJob(seq_len_tokens=1031 + len(role), strategy="zero3")
-        plan = make_plan(SMALL, A100, job)
-        names = {term.name for term in plan.chosen.terms}
-        assert {f"{role}_weights", f"{role}_forward"} <= names
-        memory = estimate_memory(plan.chosen.layout, SMALL, A100, plan.job)
-        assert memory.gpu.allocated_bytes > 0 and memory.host.terms[f"{role}_weights"] >= 2 * SMALL.parameter_count
-        phases = cpu_rank_terms(plan.chosen.layout, SMALL, plan.job)
-        assert f"{role}_weights" in phases["loss"]
-        shown = json.dumps([table.rows for section in plan_report(plan).sections for table in section.tables])
-        assert f"the frozen {role}: " in shown and f"the forward pass of the {role}" in shown
-        assert any(line.startswith(f"Memory includes the {role}") for line in header_lines(plan, "here"))
-        assert run(["explain", f"{role}_gathered"]) == 0
-        assert f"the {role}'s parameters in use" in capsys.readouterr().out
-        plan.write(tmp_path / role)
-        assert run(["explain", str(tmp_path / role), "--format", "json"]) == 0
-        explained = json.loads(capsys.readouterr().out)
-        assert f"{role}_weights" in explained["host_terms"] and f"{role}_forward" in explained["step_time"]
 
 
 @pytest.mark.parametrize("place", ["accelerator", "host", "step"])

@@ -24,25 +24,6 @@ LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "hardware", "expected"),
-    [
-        (LLAMA_1B, "1xA100-80GB", "single"),
-        (LLAMA_70B, "4x8xH100-80GB", "zero3"),
-        (LLAMA_70B, "8xH100-80GB", "zero3+cpu-offload of optimizer"),
-        (LLAMA_70B, "2xRTX4090", "zero3+cpu-offload of optimizer and parameters"),
-        (LLAMA_70B, "2xA100-40GB", "zero3"),
-    ],
-)
-def test_choices_match_common_practice(model, hardware, expected):
-    """70 billion parameters on two smaller accelerators train with QLoRA."""
-    small = hardware in ("2xRTX4090", "2xA100-40GB")
-    plan = make_plan(model, parse_hardware(hardware), TrainingJob(method="qlora" if small else "full"))
-    assert plan.chosen.layout.label == expected
-    assert plan.chosen.memory.fits
-
-
 @pytest.mark.parametrize("hardware", ["8xA100-40GB", "8xH100-80GB", "2x8xH100-80GB"])
 def test_no_fitting_layout_that_a_trainer_runs_is_more_than_five_percent_faster(hardware):
     outcome = search(

@@ -152,10 +152,12 @@ def test_classes_that_change_samples_or_steps_are_rejected_where_ranks_share_sam
 @pytest.mark.needs("trl")
 def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> None:
     from trl import DPOTrainer, GRPOTrainer
+    from trl.experimental.distillation import DistillationTrainer
     from trl.experimental.gmpo import GMPOTrainer
     from trl.experimental.sdpo import SDPOTrainer
 
     for kind, args, setting in (
+        (DistillationTrainer, {"eval_strategy": "steps"}, "eval_strategy"),
         (DPOTrainer, {"loss_type": ["sigmoid", "aot"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["aot_unpaired"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "use_weighting"),
