@@ -41,8 +41,8 @@ from .rendering import (
     copied_configuration,
     deepspeed_config,
     launch_script,
+    max_grad_norm,
     planned_training_arguments,
-    resolved_deepspeed_config,
     run_line,
     trainer_line,
     uses_liger,
@@ -114,7 +114,19 @@ class Plan(LaunchSpec):
 
         >>> deepspeed.initialize(model=model, optimizer=optimizer, config=plan.deepspeed_config())  # doctest: +SKIP
         """
-        return resolved_deepspeed_config(self)
+        layout, precision = self.chosen.layout, self.job.precision
+        if layout.engine != "deepspeed":
+            rule = "does not use DeepSpeed"
+            fix = "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate"
+            raise UsageError(ConfigError(where="plan", value=layout.label, rule=rule, fix=fix))
+        numbers = {
+            "train_batch_size": layout.global_batch_size,
+            "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+            "gradient_accumulation_steps": layout.gradient_accumulation_steps,
+            "gradient_clipping": max_grad_norm(self.job),
+            "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
+        }
+        return deepspeed_config(self) | numbers
 
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
         """Write the plan's files and return their paths.

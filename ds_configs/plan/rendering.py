@@ -17,7 +17,7 @@ from ..memory.activations import has_fused_loss, has_window_blocks
 from ..memory.estimate import expands_segments
 from ..memory.host import stock_loading_bytes
 from ..search.search import Evaluated
-from ..specs.errors import ConfigError, UsageError
+from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TeacherFields, TrainingFields, TrainingJob
 from ..specs.layout import Layout, OffloadDevice
@@ -318,27 +318,6 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
     return config
-
-
-def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
-    """Return the configuration with numbers instead of `"auto"`, for `deepspeed.initialize` without Accelerate.
-
-    Raises:
-        UsageError: the plan does not use DeepSpeed.
-    """
-    layout, precision = plan.chosen.layout, plan.job.precision
-    if layout.engine != "deepspeed":
-        rule = "does not use DeepSpeed"
-        fix = "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate"
-        raise UsageError(ConfigError(where="plan", value=layout.label, rule=rule, fix=fix))
-    numbers = {
-        "train_batch_size": layout.global_batch_size,
-        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
-        "gradient_accumulation_steps": layout.gradient_accumulation_steps,
-        "gradient_clipping": max_grad_norm(plan.job),
-        "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
-    }
-    return deepspeed_config(plan) | numbers
 
 
 def muon_parameters(job: TrainingJob) -> dict[str, object]:

@@ -124,9 +124,7 @@ class EarlyExit:
         self._output = None
 
         def keep(_module: object, _inputs: object, output: Any) -> None:
-            # Gradient checkpointing runs the layer again in the backward pass.
-            if self._output is None:
-                self._output = output[0] if isinstance(output, tuple) else output
+            self._output = output[0] if isinstance(output, tuple) else output
 
         handle = self._layer.register_forward_hook(keep)
         try:

@@ -32,10 +32,8 @@ from .objective import (
     check_targets,
     compared_rows,
     row_losses,
-    row_weights,
     shared_columns,
     valid_rows,
-    weighted_rows,
 )
 from .token_objective import TokenObjective
 
@@ -61,7 +59,6 @@ def fused_token_loss(
     teacher: TeacherTargets | None,
     objective: TokenObjective,
     *,
-    weights_N: torch.Tensor | None = None,
     chunk_rows: int | None = None,
 ) -> TokenSums:
     """Return the result of `plain_token_loss` for the heads' logits, without ever holding the logits of all rows.
@@ -73,9 +70,8 @@ def fused_token_loss(
         UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     rows = valid_rows(labels_N, student_head.vocab_size)
-    weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
-        student_hidden_NH, labels_N, weights_N = student_hidden_NH[rows], labels_N[rows], weights_N[rows]
+        student_hidden_NH, labels_N = student_hidden_NH[rows], labels_N[rows]
         teacher = None if teacher is None else teacher.select(rows)
     if isinstance(teacher, TopKTargets):
         columns = shared_columns(student_head.vocab_size, student_head.vocab_size, objective)
@@ -87,7 +83,6 @@ def fused_token_loss(
     work = _Work(
         head=student_head,
         labels_N=labels_N,
-        weights_N=weights_N,
         teacher=teacher,
         objective=objective,
         chunk_rows=chunk_rows or most_chunk_rows(student_head.vocab_size * dtype.itemsize + taught_bytes),
@@ -95,7 +90,7 @@ def fused_token_loss(
         differentiates=torch.is_grad_enabled(),
     )
     loss = _FusedTokenLoss.apply(student_hidden_NH, student_head.weight_VH, student_head.bias_V, work)
-    return TokenSums(loss=loss, weight=weights_N.sum(), rows=work.rows)
+    return TokenSums(loss=loss, weight=loss.new_tensor(len(labels_N)), rows=work.rows)
 
 
 @dataclass(kw_only=True)
@@ -104,7 +99,6 @@ class _Work:
 
     head: OutputHead
     labels_N: torch.Tensor
-    weights_N: torch.Tensor
     teacher: TeacherTargets | None
     objective: TokenObjective
     chunk_rows: int
@@ -146,11 +140,11 @@ class _FusedTokenLoss(torch.autograd.Function):
                 _add_gradients(gradients, product, hidden, cast_VH, chunk)
                 del product
         rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
-        work.rows.update(weighted_rows(rows_N, work.weights_N))
+        work.rows.update(rows_N)
         if not values:
             return hidden_NH.new_zeros((), dtype=torch.float32)
         loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
-        return (work.weights_N * loss_N).sum()
+        return loss_N.sum()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -191,11 +185,12 @@ def _chunk_values(
         targets_n = torch.nn.functional.linear(teacher.hidden_NH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
     else:
         targets_n = teacher.logits_NV if isinstance(teacher, LogitTargets) else teacher
-    scaled_n = work.weights_N[chunk] * (work.gradient_scale * work.head.scale)
-    hard_n = scaled_n * (1.0 - objective.alpha)
-    soft_n = scaled_n * (objective.alpha * objective.temperature)
+    scale = work.gradient_scale * work.head.scale
+    factors = (scale * (1.0 - objective.alpha), scale * objective.alpha * objective.temperature)
+    # Tensors, because a weight that a schedule changes must not be compiled as a constant.
+    hard, soft = (torch.full((), factor, device=product_nV.device) for factor in factors)
     if objective.alpha not in (0.0, 0.5):
-        # Only whether it is 0 matters below: a weight that a schedule changes must not be compiled as a constant.
+        # Only whether it is 0 matters below.
         objective = replace(objective, alpha=0.5)
     constants = {"shapes": shapes, "objective": objective, "gradient": gradient}
 
@@ -203,7 +198,7 @@ def _chunk_values(
         targets = targets_n.select(rows) if isinstance(targets_n, TopKTargets) else targets_n
         if isinstance(targets, torch.Tensor):
             targets = targets[rows]
-        return rows_of(product_nV[rows], work.labels_N[chunk][rows], hard_n[rows], soft_n[rows], targets, **constants)
+        return rows_of(product_nV[rows], work.labels_N[chunk][rows], hard, soft, targets, **constants)
 
     if product_nV.device.type in _COMPILED_DEVICES and _kernels.usable:
         try:
@@ -219,8 +214,8 @@ def _chunk_values(
 def block_values(
     product_bV: torch.Tensor,
     labels_b: torch.Tensor,
-    hard_b: torch.Tensor,
-    soft_b: torch.Tensor,
+    hard: torch.Tensor,
+    soft: torch.Tensor,
     targets: torch.Tensor | TopKTargets | None,
     *,
     shapes: Sequence[tuple[float, float | None]],
@@ -229,16 +224,16 @@ def block_values(
 ) -> dict[str, torch.Tensor]:
     """Return the values of each row by name; with `gradient`, replace the product by the gradient of the loss.
 
-    `hard_b` and `soft_b` weight the gradients of cross-entropy and divergence; `shapes` are scale and soft-cap of the
-    student's logits, and of those of a teacher that gives hidden states.
+    The scalars `hard` and `soft` weight the gradients of cross-entropy and divergence. `shapes` are scale and soft-cap
+    of the student's logits, and of those of a teacher that gives hidden states.
     """
     logits = shaped_logits(product_bV, *shapes[0]).float()
     log_q = torch.log_softmax(logits, dim=-1)
-    rows, soft = {"student_cross_entropy": -log_q.gather(1, labels_b[:, None]).squeeze(1)}, None
+    rows, softened = {"student_cross_entropy": -log_q.gather(1, labels_b[:, None]).squeeze(1)}, None
     if isinstance(targets, torch.Tensor) and len(shapes) > 1:
         targets = shaped_logits(targets, *shapes[1])
     if targets is not None:
-        _, soft, values = compared_rows(
+        _, softened, values = compared_rows(
             logits,
             targets,
             labels_b,
@@ -254,10 +249,9 @@ def block_values(
     dz = log_q.exp_()
     columns = torch.arange(dz.shape[1], device=dz.device)
     dz.sub_((columns == labels_b[:, None]).float())
-    dz.mul_(hard_b[:, None])
-    if soft is not None:
-        soft.mul_(soft_b[:, None])
-        dz[:, : soft.shape[1]] += soft
+    dz.mul_(hard)
+    if softened is not None:
+        dz[:, : softened.shape[1]] += softened.mul_(soft)
     if slope is not None:
         dz.mul_(slope)
     product_bV.copy_(dz)
@@ -278,7 +272,7 @@ class _Kernels:
 
     def block_values(self, *inputs: Any, **constants: Any) -> dict[str, torch.Tensor]:
         for tensor in inputs:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         # One compilation per divergence, temperature, shape of the logits, and with or without gradient.
         with torch._dynamo.config.patch(recompile_limit=64):

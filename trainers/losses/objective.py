@@ -63,21 +63,21 @@ TeacherTargets = LogitTargets | HiddenTargets | TopKTargets
 class TokenSums:
     """Sums over the valid rows of a batch, in fp32; only `loss` carries a gradient.
 
-    Divide by the global sum of weights to get means.
+    Divide by the global number of valid rows to get means.
     """
 
     loss: torch.Tensor
-    """Σ w · ((1 - α) CE + α τ² D)."""
+    """Σ (1 - α) CE + α τ² D."""
     weight: torch.Tensor
-    """Σ w over valid rows; the number of valid rows without weights."""
+    """The number of valid rows, in fp32."""
     rows: Mapping[str, torch.Tensor]
-    """[N] detached values of the valid rows, times w, by name. What the teacher's targets do not determine is missing.
+    """[N] detached values of the valid rows, by name. What the teacher's targets do not determine is missing.
 
     `student_cross_entropy`, `teacher_cross_entropy` (not for top-k targets): with the labels. `divergence`: D at the
     objective's temperature, without τ². `forward_kl`: KL(teacher | student) at τ = 1. `agreement`: whether both
     models' likeliest tokens are the same. `overlap`: Σ_v min(p_v, q_v) at τ = 1, the expected acceptance of speculative
-    decoding. `nonfinite_teacher_rows`, without w: whether the teacher's logits are NaN or infinite; the caller must not
-    train on them.
+    decoding. `nonfinite_teacher_rows`: whether the teacher's logits are NaN or infinite; the caller must not train on
+    them.
     """
 
     @property
@@ -203,13 +203,6 @@ def top_k_divergence_and_gradient(
     return value_N, gradient_NV.scatter_(1, targets.ids_NK, gradient_bins[:, :-1])
 
 
-def weighted_rows(rows: dict[str, torch.Tensor], weights_N: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return w · value of each row by name; `nonfinite_teacher_rows` are counted without weights."""
-    return {
-        name: values_N if name == "nonfinite_teacher_rows" else values_N * weights_N for name, values_N in rows.items()
-    }
-
-
 def dense_rows(
     log_q_NV: torch.Tensor, log_p_NV: torch.Tensor, *, forward_kl_N: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
@@ -252,21 +245,18 @@ def plain_token_loss(
     labels_N: torch.Tensor,
     teacher: LogitTargets | TopKTargets | None,
     objective: TokenObjective,
-    *,
-    weights_N: torch.Tensor | None = None,
 ) -> TokenSums:
-    """Return ``Σ w ((1 - α) CE + α τ² D)`` over the rows whose label is not -100, in fp32 for any dtype, by autograd.
+    """Return ``Σ (1 - α) CE + α τ² D`` over the rows whose label is not -100, in fp32 for any dtype, by autograd.
 
     D compares the first V* columns of both models, the tokens that both have; CE is over all columns of the student.
-    Without a teacher the loss is ``Σ w (1 - α) CE``. Without any valid row it is 0, with a graph.
+    Without a teacher the loss is ``Σ (1 - α) CE``. Without any valid row it is 0, with a graph.
 
     Raises:
         UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     rows = valid_rows(labels_N, student_logits_NV.shape[1])
-    weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
-        student_logits_NV, labels_N, weights_N = student_logits_NV[rows], labels_N[rows], weights_N[rows]
+        student_logits_NV, labels_N = student_logits_NV[rows], labels_N[rows]
         teacher = None if teacher is None else teacher.select(rows)
     logits_NV = student_logits_NV.float()
     cross_entropy_N = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
@@ -280,8 +270,7 @@ def plain_token_loss(
         divergence_N, _, values = compared_rows(logits_NV, targets, labels_N, objective)
         rows_by_name |= values
     loss_N = row_losses(cross_entropy_N, divergence_N, objective)
-    shares = weighted_rows(rows_by_name, weights_N)
-    return TokenSums(loss=(weights_N * loss_N).sum(), weight=weights_N.sum(), rows=shares)
+    return TokenSums(loss=loss_N.sum(), weight=loss_N.new_tensor(len(loss_N)), rows=rows_by_name)
 
 
 def row_losses(
@@ -308,11 +297,6 @@ def valid_rows(labels_N: torch.Tensor, columns: int) -> torch.Tensor | None:
         raise UsageError(ConfigError(where="labels", value=int(labels_N[bad_N][0]), rule=rule))
     rows = valid_N.nonzero().squeeze(1)
     return None if len(rows) == len(labels_N) else rows
-
-
-def row_weights(labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
-    """Return fp32 weights, 1 by default."""
-    return torch.ones_like(labels_N, dtype=torch.float32) if weights_N is None else weights_N.float()
 
 
 def shared_columns(student_columns: int, teacher_columns: int, objective: TokenObjective) -> int:

@@ -203,7 +203,7 @@ class BalanceOverRanks:
             self._is_checked = True
             mask_T = self.without_repeated(mask_T, layers[0].logits_TE)
             balance = balance_loss_share(layers, mask_T, sum_over_ranks) * float(self._trainer.args.world_size)
-            # A teacher or a reference model has no gradient in training.
+            # A frozen second model has no gradient in training.
             if balance.requires_grad or not self._trainer.model.training:
                 self._latest = balance
             return balance

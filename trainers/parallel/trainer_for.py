@@ -353,14 +353,14 @@ def planned_parallelism(plan: Plan) -> PlannedParallelism:
 def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> None:
     """Attach the tiles and the checkpoints in host memory of a layout, unless a Trainer has them already.
 
-    With a teacher, the distillation's own loss is computed in chunks, so that no loss is tiled here.
+    A distillation computes its own loss in chunks, so that no loss is tiled here.
 
     Raises:
         UsageError: the model or the Trainer does not support them; lists all errors.
     """
     from .long_sequences import LongSequenceCallback
 
-    tiled_loss = job.loss == "chunked" and job.teacher is None and layout.pp == 1 and layout.tp == 1
+    tiled_loss = job.loss == "chunked" and not job.second_models and layout.pp == 1 and layout.tp == 1
     tiled_loss = tiled_loss and accepts_shifted_labels(base_model(trainer.model))
     attached = any(isinstance(other, LongSequenceCallback) for other in trainer.callback_handler.callbacks)
     if not attached and (layout.tiled_mlp or tiled_loss or layout.offloaded_checkpoints):
@@ -415,7 +415,7 @@ def check_balance_of_batches(trainer: Any) -> None:
 
 
 def check_second_models(trainer: Any) -> None:
-    """Reject a reference or teacher model that would compute other values under the layout.
+    """Reject a second model that would compute other values under the layout.
 
     Seen with trl 1.16.0: under FSDP2 Accelerate can load weights on the first rank only, and TRL shards the empty
     reference of the other ranks. Under sequence parallelism a second model attends only to a shard of the sequence.

@@ -90,7 +90,7 @@ def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
     words = train_arguments(plan, directory=str(plan_directory))
     for second in plan.job.second_models:
         rule = f"has the {second.role} {second.spec.name}, but train uses none"
-        fix = "pass your script" + (f", or use {shlex.join(words)}" if plan.job.teacher else "")
+        fix = "pass your script" + (f", or use {shlex.join(words)}" if words[1] != "train" else "")
         raise UsageError(ConfigError(where="plan", value=str(plan_directory), rule=rule, fix=fix))
     if not arguments:
         fix = f"pass your script and its arguments, or flags of train after `--`; this is the same: {shlex.join(words)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan, edited_files
+from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.planning.from_names import installed_release_difference
@@ -181,7 +182,8 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
     """Return the settings with the plan's values and the planned commit of the model."""
     if seconds := plan.job.second_models:
         rule = f"has the {seconds[0].role} {seconds[0].spec.name}, but train uses none"
-        fix = f"plan without a {seconds[0].role}" + (", or use distill" if plan.job.teacher else "")
+        command = train_arguments(plan, directory=settings.plan or "")[1]
+        fix = f"plan without a {seconds[0].role}" + (f", or use {command}" if command != "train" else "")
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
     return as_planned(settings, plan).model_copy(update={"revision": revision})

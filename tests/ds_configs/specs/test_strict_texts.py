@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.texts import (
     LARGEST_YAML_BYTES,
@@ -16,17 +13,6 @@ from shardwright.ds_configs.specs.texts import (
     yaml_mapping,
     yaml_value,
 )
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-
-
-@given(VALUES)
-def test_valid_json_equals_json_loads(value: object) -> None:
-    assert strict_json(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize(

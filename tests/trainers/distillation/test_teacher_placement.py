@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from paths import CONFIGS
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.communication import forward_gathered_elements
-from shardwright.ds_configs.memory.estimate import estimate_memory, second_model_bytes
 from shardwright.ds_configs.memory.host import second_model_host_terms
 from shardwright.ds_configs.memory.loss import distillation_loss_terms, fused_temporary_bytes
 from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, frozen_model_terms
@@ -94,29 +91,6 @@ class TestChoice:
 
 
 class TestMemory:
-    def test_weight_bytes_of_each_placement(self):
-        count = LLAMA_8B.parameter_count
-        weights = {
-            placement: terms_of(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
-            - LLAMA_8B.buffer_bytes * (placement != "cached")
-            for placement in PLACEMENTS
-        }
-        linear = 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-        four_bit = (0.5 + 1 / 64 + 4 / (64 * 256)) * linear + 2 * (count - linear)
-        assert weights == {
-            "replica": 2 * count,
-            "sharded": 2 * count // 8,
-            "offloaded": 0,
-            "quantized": pytest.approx(four_bit, abs=1),
-            "cached": 0,
-        }
-
-    def test_fsdp2_keeps_the_root_unit_and_two_layers(self):
-        fsdp2 = Layout(engine="fsdp2", dp_shard=8)
-        gathered = terms_of(fsdp2, placed("sharded"))["second_models_forward"]["teacher_gathered"]
-        layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
-        assert gathered == 2 * (2 * 128256 * 4096 + 4096 + 2 * layer)
-
     def test_zero3_gathers_within_its_window(self):
         """Of a forward pass only: the prefetched parameters, and one tensor beyond the limit."""
         live = SHARDED_ZERO.stage3_max_live_parameters
@@ -133,32 +107,6 @@ class TestMemory:
                 assert not found.keys() & {"teacher_activations", "teacher_gathered"}, moment
         kept = {moment for moment, found in terms.items() if "teacher_hidden_states" in found}
         assert kept == {"last_layer_forward", "forward_end"}
-
-    def test_no_logits_of_all_tokens_exist(self):
-        job = placed("replica", micro_batch_size=4)
-        layout = replace(ZERO2, micro_batch_size=4, gradient_checkpointing=True)
-        with_teacher = estimate_memory(layout, LLAMA_8B, parse_hardware("8xH100-80GB"), job).gpu.phases
-        alone = estimate_memory(layout, LLAMA_8B, parse_hardware("8xH100-80GB"), replace(job, teacher=None)).gpu.phases
-        logits = 4 * 4096 * 128256
-        assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
-
-    @settings(deadline=None, max_examples=40)
-    @given(
-        placement=st.sampled_from(PLACEMENTS),
-        ranks=st.sampled_from([2, 4, 8, 64]),
-        micro_batch=st.integers(1, 8),
-        seq_len=st.sampled_from([128, 1024, 8192]),
-        engine=st.sampled_from(["deepspeed", "ddp", "fsdp2"]),
-    )
-    def test_memory_is_monotonic_in_ranks_and_tokens(self, placement, ranks, micro_batch, seq_len, engine):
-        job = placed(placement, seq_len_tokens=seq_len)
-        stage = 1 if engine == "deepspeed" else None
-        small = Layout(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
-        more = replace(small, dp_shard=2 * ranks)
-        (teacher,), hardware = job.second_models, parse_hardware("8xH100-80GB")
-        larger = replace(small, micro_batch_size=micro_batch + 1)
-        sizes = [second_model_bytes(teacher, each, hardware, job)[0] for each in (more, small, larger)]
-        assert 0 < sizes[0] <= sizes[1] <= sizes[2]
 
 
 class TestFusedLoss:
@@ -253,19 +201,20 @@ class TestOnOneProcess:
 
 
 HEAD, COUNT, TOKENS = 128_256 * 4096, 8_030_261_248, 2 * 4096
-FOUR_BIT = 2 * COUNT - round((2 - 0.5 - 1 / 64 - 4 / (64 * 256)) * 32 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)))
+LAYER = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096
+FOUR_BIT = 2 * COUNT - round((2 - 0.5 - 1 / 64 - 4 / (64 * 256)) * 32 * (LAYER - 2 * 4096))
 
 
 @pytest.mark.parametrize(
     ("placement", "engine", "ranks", "accelerator", "loading", "training"),
     [
-        ("replica", "ddp", 8, {"gathered": 0, "head": 0}, 8 * 2 * COUNT, 0),
-        ("sharded", "deepspeed", 8, {"head": 2 * HEAD}, 0, 0),
-        ("sharded", "fsdp2", 8, {"head": 2 * HEAD}, 8 * 2 * COUNT, 0),
+        ("replica", "ddp", 8, {"weights": 2 * COUNT + 512, "gathered": 0, "head": 0}, 8 * 2 * COUNT, 0),
+        ("sharded", "deepspeed", 8, {"weights": COUNT // 4 + 512, "head": 2 * HEAD}, 0, 0),
+        ("sharded", "fsdp2", 8, {"gathered": 4 * HEAD + 2 * 4096 + 4 * LAYER, "head": 2 * HEAD}, 8 * 2 * COUNT, 0),
         ("offloaded", "deepspeed", 8, {"weights": 512, "head": 2 * HEAD}, 0, None),
         ("offloaded", "single", 1, {"weights": 512, "gathered": 2 * HEAD, "head": 2 * HEAD}, 2 * COUNT, 2 * COUNT),
-        ("quantized", "ddp", 8, {"gathered": 2 * 4096 * 14336, "head": 0}, 8 * FOUR_BIT, 0),
-        ("cached", "ddp", 8, {"targets": 50 * 12 * TOKENS}, 0, 8 * 302 * TOKENS),
+        ("quantized", "ddp", 8, {"weights": FOUR_BIT + 512, "gathered": 2 * 4096 * 14336}, 8 * FOUR_BIT, 0),
+        ("cached", "ddp", 8, {"weights": 0, "targets": 50 * 12 * TOKENS}, 0, 8 * 302 * TOKENS),
     ],
 )
 def test_bytes_of_a_placement_by_hand(
@@ -279,7 +228,7 @@ def test_bytes_of_a_placement_by_hand(
     for moment in terms.values():
         found |= moment
     for name, count in accelerator.items():
-        assert found.get(f"teacher_{name}", 0) == count, name
+        assert found.get(f"teacher_{name}", 0) == pytest.approx(count, abs=8), name
     if placement != "cached":
         assert found["teacher_hidden_states"] == 2 * TOKENS * 4096
         shared = replace(layout, dp_shard=4, sp=2) if engine == "deepspeed" else layout

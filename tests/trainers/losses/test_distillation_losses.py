@@ -66,13 +66,12 @@ def reference_loss(
     logits: torch.Tensor,
     taught: torch.Tensor,
     labels: torch.Tensor,
-    weights: torch.Tensor,
     objective: TokenObjective,
     columns: int,
 ) -> torch.Tensor:
     """Row by row, in fp64."""
     total = logits.sum() * 0.0
-    for z, t, label, weight in zip(logits, taught, labels.tolist(), weights.double(), strict=True):
+    for z, t, label in zip(logits, taught, labels.tolist(), strict=True):
         if label == -100:
             continue
         exponentials = (z - z.max()).exp()
@@ -80,7 +79,7 @@ def reference_loss(
         softened = [(row[:columns] - row[:columns].max()) / objective.temperature for row in (t, z)]
         p, q = (row.exp() / row.exp().sum() for row in softened)
         soft = reference_divergence(objective.divergence, p, q)
-        total = total + weight * ((1 - objective.alpha) * hard + objective.alpha * objective.temperature**2 * soft)
+        total = total + (1 - objective.alpha) * hard + objective.alpha * objective.temperature**2 * soft
     return total
 
 
@@ -105,7 +104,6 @@ class Case:
         self.head = OutputHead(weight_VH=self.weight, bias_V=self.bias, **head)
         other = OutputHead(weight_VH=(torch.randn(teacher, WIDTH) * 0.4).to(dtype), **head)
         self.targets = HiddenTargets(hidden_NH=torch.randn(rows, WIDTH).to(dtype), head=other)
-        self.weights = torch.rand(rows) + 0.5
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -148,8 +146,8 @@ def test_fused_loss_matches_reference_and_plain_loss(kind: str) -> None:
         columns = min(student, teacher, real or student)
         objective = TokenObjective(alpha=0.6, temperature=tau, divergence=kind, mixture=MIXTURE, vocab_size=real)  # type: ignore[arg-type]
         labels = labels_of(mask, 7, columns)
-        plain = case.plain(labels, objective, weights_N=case.weights)
-        fused = case.fused(labels, objective, weights_N=case.weights, chunk_rows=3)
+        plain = case.plain(labels, objective)
+        fused = case.fused(labels, objective, chunk_rows=3)
         assert_near(fused.loss, plain.loss, 1e-6, what)
         exact = [
             None if t is None else t.detach().double().requires_grad_() for t in (case.hidden, case.weight, case.bias)
@@ -158,7 +156,7 @@ def test_fused_loss_matches_reference_and_plain_loss(kind: str) -> None:
         other = case.targets.head
         other_64 = OutputHead(weight_VH=other.weight_VH.double(), scale=other.scale, soft_cap=other.soft_cap)
         taught = other_64.logits(case.targets.hidden_NH.double())
-        expected = reference_loss(head_64.logits(exact[0]), taught, labels, case.weights, objective, columns)
+        expected = reference_loss(head_64.logits(exact[0]), taught, labels, objective, columns)
         assert_near(fused.loss, expected, 1e-5, what)
         wanted = torch.autograd.grad(expected * 0.125, [t for t in exact if t is not None], allow_unused=True)
         wanted_of = dict(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import shardwright
 import torch
 import transformers
+from commands import Shell, every_command
 from safetensors.torch import load_file, save_file
-from shardwright.cli import main
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
@@ -213,22 +213,9 @@ def test_sharded_checkpoints_are_read_and_written(tmp_path, monkeypatch):
     assert torch.equal(student.model.layers[1].mlp.up_proj.weight, model.model.layers[2].mlp.up_proj.weight)
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setitem(main._COMMANDS, "student", ("student:student_command", "Cut a student out of a teacher."))
-
-    def call(*arguments: str) -> Result:
-        capsys.readouterr()
-        code = main.run(("student", *arguments))
-        return Result(code, *capsys.readouterr())
-
-    return call
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return partial(every_command(capsys, monkeypatch), "student")
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +275,7 @@ def test_python_student_equals_the_commands(shell, llama, tmp_path, capsys):
 def test_all_errors_of_a_request_are_reported_together(shell, llama, tmp_path, flags, messages):
     result = shell(llama, *flags, "--output-dir", str(tmp_path / "out"))
     assert result.code == 2, result
-    assert len(result.err.splitlines()) == len(messages), result.err
+    assert len(result.errors) == len(messages), result.err
     assert all(message in result.err for message in messages), result.err
     assert not list(tmp_path.iterdir())
 
