@@ -54,6 +54,7 @@ def test_standard_errors_by_hand():
     assert equal.value == pytest.approx(3.0)
     assert equal.standard_error == pytest.approx(math.sqrt(7 / 3))
     assert equal.is_significant is False
+    assert token_mean([4.0, 0.0, 8.0, 24.0], [4, 0, 4, 4]) == equal, "a window without labels is no sample"
     # Unequal windows: residuals 1 - 1.5·1 and 5 - 1.5·3 are ∓0.5.
     unequal = token_mean([1.0, 5.0], [1, 3])
     assert unequal.value == pytest.approx(1.5)
