@@ -32,6 +32,8 @@ from shardwright.ds_configs.memory.rank_parameters import rank_shares
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
 from shardwright.ds_configs.search.candidates import SearchContext
+from shardwright.ds_configs.search.optimizer_choice import search_optimizers
+from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.search.search import Evaluated, search
 from shardwright.ds_configs.search.suggestions import cheapest_changes
 from shardwright.ds_configs.specs.errors import UsageError
@@ -190,8 +192,13 @@ def search_values(name: str) -> Values:
     """Return what a search chooses and rejects, with the figures that decide."""
     model, hardware, fields = STORED["searches"][name]["plan"]
     job = {field: model_of(value) if field == "teacher" else value for field, value in fields.items()}
-    context = SearchContext(model=model_of(model), hardware=parse_hardware(hardware), job=TrainingJob(**job))
-    outcome = search(context)
+    name, _, nvme = hardware.partition(" ")
+    cluster = parse_hardware(name, nvme=nvme or None)
+    context = SearchContext(model=model_of(model), hardware=cluster, job=TrainingJob(**job))
+    try:
+        outcome = (search_optimizers if context.job.optimizer == "auto" else search)(context)
+    except UsageError as error:
+        return {"error": str(error)}
 
     def figures(each: Evaluated) -> list[float]:
         layout = each.layout
@@ -211,6 +218,7 @@ def search_values(name: str) -> Values:
     chosen = outcome.chosen
     if chosen is None:
         return values | {"what would fit": list(map(str, cheapest_changes(context)))}
+    values["less certain"] = list(doubts(chosen.layout, context.model, cluster, outcome.job))
     values |= {f"{role} {choice.placement}": choice.reason for role, choice in chosen.placements.items()}
     return {f"chosen {chosen.layout.label} with {chosen.loss} loss": figures(chosen), "why": chosen.reason} | values
 

@@ -297,10 +297,10 @@ class GuardCallback(StepEvents, TrainerCallback):
         names = nonfinite_gradients(model) or nonfinite_weights(model)
         by_rank = gathered((bool(own_loss_is_bad), names))
         losses = [str(rank) for rank, (loss_is_bad, _) in enumerate(by_rank) if loss_is_bad]
-        ranks = [str(rank) for rank, (_, held) in enumerate(by_rank) if held]
+        ranks = [str(rank) for rank, (_, broken) in enumerate(by_rank) if broken]
         parts = [f"the loss on rank {', '.join(losses)}"] if losses else []
         if ranks:
-            everywhere = sorted({name for _, held in by_rank for name in held})
+            everywhere = sorted({name for _, broken in by_rank for name in broken})
             parts.append(f"gradients or weights of {shortened(everywhere)} on rank {', '.join(ranks)}")
         step = state.global_step + 1
         seen = f"step {step}: not finite: {'; '.join(parts) or 'the norm of the gradients'}"

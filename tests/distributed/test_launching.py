@@ -19,7 +19,7 @@ from shardwright.plugins.deepspeed.compiled_operators import (
     remove_abandoned_locks,
     stale_locks,
 )
-from shardwright.plugins.launching.elastic import RankFailure, first_cause
+from shardwright.plugins.launching.elastic import ERROR_FILE, RankFailure, first_cause
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError, cpu_rank_environment, launch_ranks
 from shardwright.plugins.launching.messages import (
     Figures,
@@ -118,6 +118,15 @@ def test_when_one_of_two_launchers_fails_both_end(tmp_path: Path) -> None:
     assert caught.value.launcher_exit_code == 1
     assert time.monotonic() - started < 30
     assert lines[0] == "waits"
+
+
+def test_the_failure_of_another_launcher_may_be_the_cause(cold: None) -> None:
+    """The first launcher that ends has only lost its connection to the other one."""
+    lost = Launch(arguments=("-c", "import sys, time; time.sleep(0.2); sys.exit('lost')"))
+    failure = "[{'rank': 3, 'message': '', 'signal': 'SIGKILL'}]"
+    code = f"import json, os, sys, time; time.sleep(1.5); json.dump({failure}, open(os.environ['{ERROR_FILE}'], 'w')); "
+    with pytest.raises(LaunchFailedError, match="rank 3 was killed by SIGKILL"):
+        launch_ranks(lost, Launch(arguments=("-c", f"{code}sys.exit(1)")), timeout_seconds=60)
 
 
 @pytest.mark.distributed

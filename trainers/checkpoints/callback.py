@@ -33,7 +33,6 @@ from .record import (
 )
 from .resume import (
     Selection,
-    checkpoints,
     compared,
     finished,
     named_checkpoint,
@@ -127,17 +126,19 @@ class CheckpointCallback(StepEvents, TrainerCallback):
             UsageError: the run differs from the one that saved the checkpoint in a fact that may not change.
         """
         output_dir = Path(self._trainer.args.output_dir)
-        if not on_first_rank(lambda: bool(checkpoints(output_dir))):
+        path = self._resumed(lambda: newest_whole(output_dir))
+        if path is None:
             note_on_first_rank(f"{output_dir} has no checkpoint: training begins at step 0")
-            return None
-        return self._resumed(lambda: newest_whole(output_dir))
+        return path
 
-    def _resumed(self, choose: Callable[[], Selection]) -> str:
+    def _resumed(self, choose: Callable[[], Selection | None]) -> str | None:
         """Select on the first rank, which reads every byte, and broadcast the path."""
         facts = self._run_facts()
 
-        def selected() -> tuple[str, bool]:
+        def selected() -> tuple[str | None, bool]:
             selection = choose()
+            if selection is None:
+                return None, False
             errors, warnings = compared(selection.record.facts, facts)
             is_done, further = finished(selection, facts, self._trainer.args.max_steps)
             if errors := errors + further:

@@ -51,11 +51,10 @@ def checkpoints(output_dir: Path) -> dict[int, Path]:
     return dict(sorted(by_step.items()))
 
 
-def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection:
-    """Return the newest checkpoint of a run that `read` accepts as complete.
+def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection | None:
+    """Return the newest checkpoint of a run that `read` accepts as complete; `None` if there are no checkpoints.
 
     Raises:
-        UsageError: there is no checkpoint.
         RefusedInputError: none is complete; lists every checkpoint with its error.
     """
     skipped: list[tuple[Path, str]] = []
@@ -68,10 +67,7 @@ def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection:
         return Selection(path=path, record=record, skipped=tuple(f"{path.name} {why}" for path, why in skipped))
     if skipped:
         raise RefusedInputError([_not_whole(path, why) for path, why in skipped])
-    fix = "train with save_steps first, or do not resume"
-    raise UsageError(
-        ConfigError(where="resume", value=str(output_dir), rule="has no checkpoint to resume from", fix=fix)
-    )
+    return None
 
 
 def named_checkpoint(path: Path) -> Selection:

@@ -17,7 +17,7 @@ from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints.record import Reader, read_complete, read_whole
-from ..checkpoints.resume import Selection, checkpoints, compared, finished, newest_whole
+from ..checkpoints.resume import Selection, compared, finished, newest_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
@@ -190,18 +190,9 @@ CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints inside an output directory."""
 
 
-def newest_checkpoint(directory: Path, read: Reader) -> Selection | None:
-    """Return the newest checkpoint that `read` accepts; `None` if there are no checkpoints.
-
-    Raises:
-        RefusedInputError: no checkpoint is complete; gives the reason for each.
-    """
-    return newest_whole(directory, read) if checkpoints(directory) else None
-
-
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest checkpoint by names and sizes, as ranks read every byte; raises as `newest_checkpoint`."""
-    newest = newest_checkpoint(output_dir / CHECKPOINTS, read_complete)
+    """Return the newest checkpoint by names and sizes, as ranks read every byte; raises as `newest_whole`."""
+    newest = newest_whole(output_dir / CHECKPOINTS, read_complete)
     return None if newest is None else newest.path
 
 
@@ -219,7 +210,7 @@ def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -
     """
 
     def judged(read: Reader) -> tuple[Selection | None, bool, list[ConfigError]]:
-        newest = newest_checkpoint(directory, read)
+        newest = newest_whole(directory, read)
         if newest is None:
             return None, False, []
         is_done, errors = finished(newest, facts, steps)

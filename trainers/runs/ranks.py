@@ -37,8 +37,8 @@ from ...plugins.transformers.training_arguments import (
     weights_dtype,
 )
 from ..checkpoints.full_disk import full_disk_errors
-from ..checkpoints.record import on_first_rank, read_whole
-from ..checkpoints.resume import Selection
+from ..checkpoints.record import on_first_rank
+from ..checkpoints.resume import Selection, newest_whole
 from ..counting.counts import check_labelled
 from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
@@ -47,7 +47,7 @@ from ..data.samples import collate
 from ..data.templates import with_turn_end
 from ..parallel.trainer_for import planned_parallelism
 from .clock import MetricsWriter, ProgressSender
-from .inputs import job_options, newest_checkpoint
+from .inputs import job_options
 from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
@@ -163,7 +163,7 @@ def _checkpoint_to_resume(directory: Path, *, or_anew: bool) -> Selection | None
         RefusedInputError: there are checkpoints, but none is complete, and the run must not start at step 0.
     """
     try:
-        newest = newest_checkpoint(directory, read_whole)
+        newest = newest_whole(directory)
     except RefusedInputError as error:
         if not or_anew:
             raise
@@ -462,16 +462,16 @@ def _nats_and_counts(trainer: Any, inputs: dict[str, Any], labels_BS: Any) -> li
     part_rows = max(1, _EVALUATED_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
     if labels_BS.numel() <= part_rows or not has_plain_head(inner):
         return of_rows(lambda logits: logits, trainer.model_wrapped(**inputs, use_cache=False).logits)
-    found: list[Any] = []
+    sums_and_counts: list[Any] = []
 
     def compute(hidden_BSH: Any) -> Any:
-        found.extend(of_rows(output_head(inner).logits, hidden_BSH))
+        sums_and_counts.extend(of_rows(output_head(inner).logits, hidden_BSH))
         return hidden_BSH.new_zeros(())
 
     replacement = HeadReplacement(inner, compute)
     with replacement():
         replacement.check_logits(trainer.model_wrapped(**inputs, use_cache=False).logits)
-    return found
+    return sums_and_counts
 
 
 def logged(name: str, mean: Estimate) -> dict[str, float]:

@@ -326,12 +326,10 @@ def test_tools_of_a_row_are_rendered(tmp_path: Path) -> None:
     ("template", "said"),
     [
         ("{% for m in messages %}", "cannot render a question and its answer: Unexpected end of template"),
-        ("{{ messages[0].missing.further }}", "cannot render a question and its answer: .* has no attribute"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render .* '__class__' .* is unsafe"),
-        ("{{ raise_exception('no') }}", "cannot render a question and its answer: no;"),
         ("", "renders nothing"),
     ],
-    ids=["syntax", "undefined", "reads private attributes", "raises", "empty"],
+    ids=["syntax", "reads private attributes", "empty"],
 )
 def test_template_files_that_cannot_render_are_rejected(template: str, said: str, tmp_path: Path) -> None:
     made, file = tokenizer(PLAIN), tmp_path / "own.jinja"

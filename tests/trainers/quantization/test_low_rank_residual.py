@@ -20,15 +20,6 @@ def error(weight_OI, hessian_II, **changes) -> float:
     return weighted_error(matrix.dequantize().float() - weight_OI.float(), hessian_II)
 
 
-@pytest.mark.parametrize("with_hessian", [False, True])
-def test_the_error_falls_with_the_rank(with_hessian):
-    weight_OI, hessian_II = correlated(96, 128)
-    hessian = hessian_II if with_hessian else None
-    by_rank = [error(weight_OI, hessian, rank=rank) for rank in (0, 4, 16, 64)]
-    assert by_rank == sorted(by_rank, reverse=True)
-    assert by_rank[3] < 0.5 * by_rank[0]
-
-
 def test_one_correction_is_the_best_of_its_rank():
     """With codes at hand the correction is the singular value decomposition of what they leave, Hessian or not."""
     weight_OI, hessian_II = correlated(48, 64)

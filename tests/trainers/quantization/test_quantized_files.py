@@ -95,18 +95,3 @@ def test_asymmetric_int4(source, tmp_path):
     # Zero points are packed down the rows: that of row r stands at bit 4r, plus 8.
     assert found["weight_zero_point"][0, 0].item() == LOW_WORD
     assert stated["config_groups"]["group_0"]["weights"]["symmetric"] is False
-
-
-def test_dynamic_int8(source, tmp_path):
-    # Scale 1 = 127.5 / 127.5 for the row; -127.5 rounds to the even -128, 127.5 is cut to 127.
-    weight = torch.zeros(WIDTH, WIDTH)
-    weight[3, :6] = torch.tensor([-127.5, -127.0, -1.0, 0.5, 64.0, 127.5])
-    weight[4, :2] = torch.tensor([255.0, -1.0])
-    found, stated = written(source, tmp_path, weight, scheme_named("W8A8"))
-    assert_tensors(found, {"weight": ((WIDTH, WIDTH), torch.int8), "weight_scale": ((WIDTH, 1), torch.bfloat16)})
-    assert found["weight"][3, :6].tolist() == [-128, -127, -1, 0, 64, 127]
-    assert found["weight"][4, :2].tolist() == [127, 0]
-    assert found["weight_scale"][3:5, 0].tolist() == [1.0, 2.0]
-    assert stated["format"] == "int-quantized"
-    inputs = stated["config_groups"]["group_0"]["input_activations"]
-    assert (inputs["num_bits"], inputs["strategy"], inputs["dynamic"]) == (8, "token", True)

@@ -1,4 +1,7 @@
-"""What Transformers does with a model that an evaluation or an earlier training run has prepared."""
+"""What Transformers does with length groups, and with a model that an evaluation or an earlier run has prepared.
+
+A Trainer has one guard and one keeper of checkpoints, because a second one would replace the hooks of the first.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,41 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.trainers.checkpoints.callback import CheckpointCallback
+from shardwright.trainers.guards import GuardCallback
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+
+@pytest.mark.parametrize("kind", [GuardCallback, CheckpointCallback])
+def test_a_second_callback_of_a_kind_is_rejected(kind: type, tmp_path: Path) -> None:
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    trainer = Trainer(model=torch.nn.Linear(2, 2), args=arguments)
+    kind().attach(trainer)
+    with pytest.raises(UsageError) as error:
+        kind().attach(trainer)
+    assert str(error.value).startswith(f"{kind.__name__}: is already attached to this trainer")
+    trainer.remove_callback(kind)
+    kind().attach(trainer)
+
+
+def test_stock_ranks_draw_orders_of_their_own(tmp_path: Path) -> None:
+    """The order comes from the random numbers of the process: `ExactTrainer._get_train_sampler` is needed."""
+    rows: list[dict[str, Any]] = [{"input_ids": [1] * (1 + index % 7)} for index in range(32)]
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, train_sampling_strategy="group_by_length", report_to="none"
+    )
+    trainer = Trainer(torch.nn.Linear(1, 1), arguments, train_dataset=rows)
+    sampler = trainer._get_train_sampler()
+    assert isinstance(sampler, LengthGroupedSampler)
+    orders = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] != orders[2]
 
 
 class Model(torch.nn.Module):
