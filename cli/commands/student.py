@@ -44,7 +44,7 @@ def student_command(
     return 0
 
 
-def show_student(report: StudentReport) -> None:
+def show_student(made: StudentReport) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -52,25 +52,25 @@ def show_student(report: StudentReport) -> None:
     from ...ds_configs.specs.units import human_count
     from ..show import console, show_next
 
-    plan, out = report.plan, console()
+    out = console()
     table = Table(box=None, pad_edge=False)
     for name, justify in (("", "left"), ("teacher", "right"), ("student", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_row("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")
-    teacher, student = plan.teacher_widths, plan.student_widths
+    table.add_row("layers", f"{made.stack.count:,}", f"{len(made.kept_layers):,}")
+    teacher, student = made.teacher_widths, made.student_widths
     if teacher is not None and student is not None:
         for word, name in {"hidden size": "hidden_size", "MLP channels": "intermediate_size"}.items():
             table.add_row(word, f"{teacher[name]:,}", f"{student[name]:,}")
-    share = plan.student_parameters / plan.teacher_parameters
-    counts = [f"{human_count(count)}" for count in (plan.teacher_parameters, plan.student_parameters)]
+    share = made.student_parameters / made.teacher_parameters
+    counts = [f"{human_count(count)}" for count in (made.teacher_parameters, made.student_parameters)]
     table.add_row("parameters", *counts, f"{share:.1%}")
-    out.print(Text(printable(plan.source.name), style="bold"))
+    out.print(Text(printable(made.source.name), style="bold"))
     out.print(table)
-    if len(plan.kept_layers) < plan.stack.count:
-        out.print("layers kept:", ", ".join(map(str, plan.kept_layers)))
-    if report.output_dir is None:
+    if len(made.kept_layers) < made.stack.count:
+        out.print("layers kept:", ", ".join(map(str, made.kept_layers)))
+    if made.output_dir is None:
         out.print("No files written; pass --output-dir without --dry-run")
     else:
-        out.print(Text(f"Student in {printable(str(report.output_dir))}"))
+        out.print(Text(f"Student in {printable(str(made.output_dir))}"))
         after = ("--dataset", "YOUR_DATA", "--output-dir", "OUTPUT")
-        show_next("shardwright", "distill", plan.source.name, report.output_dir, *after)
+        show_next("shardwright", "distill", made.source.name, made.output_dir, *after)

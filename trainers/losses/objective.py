@@ -181,14 +181,6 @@ def binned(log_q_NV: torch.Tensor, targets: TopKTargets) -> tuple[torch.Tensor, 
     return torch.cat([student, tail_N[:, None]], dim=1), teacher
 
 
-def top_k_divergence_rows(
-    kind: Divergence, log_q_NV: torch.Tensor, targets: TopKTargets, mixture: float
-) -> torch.Tensor:
-    """Return the divergence over K + 1 bins of each row, [N], differentiable by autograd."""
-    student, teacher = binned(log_q_NV, targets)
-    return divergence_rows(kind, student, teacher, mixture)
-
-
 def top_k_divergence_and_gradient(
     kind: Divergence, log_q_NV: torch.Tensor, targets: TopKTargets, mixture: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,7 +228,7 @@ def top_k_rows(log_q_NV: torch.Tensor, targets: TopKTargets) -> dict[str, torch.
     same_N = log_q_NV.argmax(dim=-1) == targets.ids_NK.gather(1, likeliest_N).squeeze(1)
     rows = {"agreement": same_N.float()}
     if targets.temperature == 1.0:
-        rows["forward_kl"] = top_k_divergence_rows("forward_kl", log_q_NV, targets, 0.5)
+        rows["forward_kl"] = divergence_rows("forward_kl", *binned(log_q_NV, targets), 0.5)
     return rows
 
 
@@ -331,7 +323,7 @@ def compared_rows(
         if gradient:
             divergence_N, slope = top_k_divergence_and_gradient(kind, log_q, targets, mixture)
         else:
-            divergence_N = top_k_divergence_rows(kind, log_q, targets, mixture)
+            divergence_N = divergence_rows(kind, *binned(log_q, targets), mixture)
         # NaN or +infinite log-probabilities; -infinity is a mass of 0.
         largest_N = targets.log_probabilities_NK.amax(dim=-1)
         nonfinite_N = ~((largest_N < math.inf) & (targets.tail_log_probability_N < math.inf))

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +66,13 @@ def student(
     with redirect_stdout(sys.stderr):
         plan = plan_student(teacher, checked_request, revision=revision, output_dir=directory, force=force)
         if dry_run or directory is None:
-            return StudentReport(plan=plan, output_dir=None)
+            return plan
         return make_student(plan, teacher, directory, force=force)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudentPlan:
-    """Student to be made, before any weight is read."""
+class StudentReport:
+    """A student that is to be made, or was made."""
 
     source: ModelSource
     request: StudentRequest
@@ -88,33 +88,26 @@ class StudentPlan:
     teacher_parameters: int
     """Parameters of the teacher, tied ones once."""
     student_parameters: int
+    output_dir: Path | None = None
+    """Directory of the student; `None` if no files were written."""
 
     @property
     def least_bytes(self) -> int:
         """Lower bound of the bytes of the weights; no dense type that weights are stored in has fewer than 16 bits."""
         return self.student_parameters * (4 if self.request.dtype == "float32" else 2)
 
-
-@dataclass(frozen=True, kw_only=True)
-class StudentReport:
-    """Student that was made."""
-
-    plan: StudentPlan
-    output_dir: Path | None
-
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of `student.json`, without absolute paths except the teacher's."""
-        plan = self.plan
         return {
             "schema_version": 1,
-            "teacher": plan.source.name,
-            "revision": plan.source.revision,
-            "request": plan.request.model_dump() | {"text": [str(path) for path in plan.request.text]},
-            "kept_layers": list(plan.kept_layers),
-            "widths": plan.student_widths,
-            "teacher_widths": plan.teacher_widths,
-            "teacher_parameters": plan.teacher_parameters,
-            "student_parameters": plan.student_parameters,
+            "teacher": self.source.name,
+            "revision": self.source.revision,
+            "request": self.request.model_dump() | {"text": [str(path) for path in self.request.text]},
+            "kept_layers": list(self.kept_layers),
+            "widths": self.student_widths,
+            "teacher_widths": self.teacher_widths,
+            "teacher_parameters": self.teacher_parameters,
+            "student_parameters": self.student_parameters,
         }
 
 
@@ -125,7 +118,7 @@ def plan_student(
     revision: str | None = None,
     output_dir: Path | None = None,
     force: bool = False,
-) -> StudentPlan:
+) -> StudentReport:
     """Check a request against a teacher and return what will be made; reads the config, not the weights.
 
     Raises:
@@ -178,7 +171,7 @@ def plan_student(
     if request.dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = request.dtype
-    return StudentPlan(
+    return StudentReport(
         source=source,
         request=request,
         config=config,
@@ -191,7 +184,7 @@ def plan_student(
     )
 
 
-def make_student(plan: StudentPlan, teacher: str, output_dir: Path, *, force: bool = False) -> StudentReport:
+def make_student(plan: StudentReport, teacher: str, output_dir: Path, *, force: bool = False) -> StudentReport:
     """Write the student as a Transformers directory with its `student.json`; a failure leaves no files.
 
     Raises:
@@ -242,11 +235,10 @@ def make_student(plan: StudentPlan, teacher: str, output_dir: Path, *, force: bo
             if plan.request.dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(dtype=getattr(torch, plan.request.dtype))
             student[new_name] = tensor
-        report = StudentReport(plan=plan, output_dir=output_dir)
         with appearing_directory(output_dir) as unfinished:
             save_checkpoint(student, unfinished, shard_bytes=SHARD_BYTES)
             copy_companions(directory, unfinished)
-            files = {"config.json": plan.config, FILE_NAME: report.to_dict()}
+            files = {"config.json": plan.config, FILE_NAME: plan.to_dict()}
             texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
             write_files(texts, unfinished, force=True)
-    return report
+    return replace(plan, output_dir=output_dir)

@@ -129,25 +129,27 @@ def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
 
 
 def test_a_packed_row_has_the_answers_to_its_documents(pair: Any, tmp_path: Path) -> None:
-    _, student, rows = pair
+    teacher, student, rows = pair
     cache = written(tmp_path / "cache", pair)
     single, packed = (CachedTeacherDataset(data, cache) for data in (rows[3:6], [packed_row(rows[3:6])]))
     assert packed[0]["teacher_rows"] == [row for sample in single for row in sample["teacher_rows"]]
     with pytest.raises(UsageError, match="has no sample of 192 tokens"):
         CachedTeacherDataset([{"input_ids": packed[0]["input_ids"]}], cache)[0]
-    losses = []
-    for data, collator in ((single, collate), (packed, padded_batch)):
-        trainer = DistillationTrainer(
-            model=copy.deepcopy(student),
-            args=training_arguments(tmp_path),
-            teacher=cache,
-            distillation=DistillationConfig(alpha=0.8),
-            train_dataset=data,
-            data_collator=collator,
-        )
-        trainer.train()
-        losses.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    live = ((rows[3:6], collate), ([packed_row(rows[3:6])], padded_batch))
+    for source, inputs in ((cache, ((single, collate), (packed, padded_batch))), (teacher, live)):
+        losses = []
+        for data, collator in inputs:
+            trainer = DistillationTrainer(
+                model=copy.deepcopy(student),
+                args=training_arguments(tmp_path),
+                teacher=source,
+                distillation=DistillationConfig(alpha=0.8),
+                train_dataset=data,
+                data_collator=collator,
+            )
+            trainer.train()
+            losses.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_writing_resumes_and_keeps_finished_files(pair: Any, tmp_path: Path) -> None:
