@@ -42,6 +42,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
+from shardwright.ds_configs.step_time.learning import MeasuredStep, corrected_time
 from shardwright.ds_configs.step_time.rates import TRANSFORMERS
 from shardwright.ds_configs.step_time.utilization import low_utilization_reason, utilization
 
@@ -174,6 +175,10 @@ def predictions(picks: Mapping[str, Any]) -> Values:
     for second in job.second_models:
         on_accelerator, on_host = second_model_bytes(second, layout, hardware, job)
         values |= {f"{second.role} on an accelerator": on_accelerator, f"{second.role} on the host": on_host}
+    names = dict.fromkeys(("identifier", "model", "layout"), "") | {"gpu": hardware.gpu, "engine": "ddp"}
+    run = MeasuredStep(**names, ranks=1, predicted_seconds=1.0, measured_seconds=1.3)
+    corrected = corrected_time(time, (run,), hardware=hardware, engine=layout.engine)
+    values["step after a run"] = [corrected.low_seconds, corrected.seconds, corrected.high_seconds]
     for kind, estimated in (("step", time), ("step of other software", other)):
         values |= {f"{kind}: {name}": seconds for name, seconds in estimated.terms.items()}
     values |= {f"step {name}": value for name, value in asdict(time).items() if name != "terms"}
