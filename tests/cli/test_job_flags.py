@@ -22,7 +22,7 @@ from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
-from shardwright.ds_configs.specs.job import AXIS_FIELDS, JobSettings, TrainingJob
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, JobSettings, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
 from shardwright.plugins.planning.from_names import checked_job, read_hardware
@@ -34,8 +34,8 @@ from shardwright.trainers.training.settings import TrainSettings
 
 QWEN, LLAMA = str(CONFIGS / "Qwen--Qwen2.5-0.5B"), str(CONFIGS / "meta-llama--Llama-3.1-8B")
 _TEXTS = {
-    "optimizer": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor", "muon", "auto"]),
-    "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "-x=1", "beta1=0.9, beta2=0.99"]),
+    "optimizer": st.sampled_from(["adamw_torch_fused", "galore_adamw", "adafactor", "muon", "auto"]),
+    "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "momentum=0.9, ns_steps=6"]),
 }
 
 
@@ -65,6 +65,8 @@ def _used(job: TrainingJob) -> TrainingJob:
     usual = TrainingJob()
     if job.method == "full":
         job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
+    if job_errors(job):
+        job = replace(job, optim_args=usual.optim_args)
     return job if job.teacher else replace(job, teacher_placement=usual.teacher_placement)
 
 
