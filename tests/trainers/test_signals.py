@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engine_settings import cpu_arguments
 from shardwright.trainers import guards
-from shardwright.trainers.guards import GuardCallback, StopRequest
-from transformers import Trainer
+from shardwright.trainers.guards import GuardCallback, NonFiniteError, StopRequest
+from transformers import Trainer, TrainerControl, TrainerState
 
 
 def in_a_child(work: Callable[[], object]) -> int:
@@ -85,3 +86,12 @@ def test_an_epoch_whose_last_step_is_not_finite_saves_no_checkpoint(
     GuardCallback().attach(trainer)
     trainer.train()
     assert len(list(tmp_path.glob("checkpoint-*"))) == saved
+
+
+def test_the_norm_of_a_deepspeed_engine_is_read_where_no_step_reports_one(tmp_path: Path) -> None:
+    """`PipelineTrainer` steps inside the engine, so that no norm is handed over."""
+    engine = SimpleNamespace(get_global_grad_norm=lambda: torch.tensor(torch.inf))
+    guard, model = GuardCallback(nonfinite_steps=1), torch.nn.Linear(1, 1)
+    guard._trainer = SimpleNamespace(is_deepspeed_enabled=True, model_wrapped=engine)
+    with pytest.raises(NonFiniteError, match="step 1: not finite: the norm of the gradients"):
+        guard.on_pre_optimizer_step(cpu_arguments(tmp_path, 1), TrainerState(), TrainerControl(), model=model)

@@ -1,11 +1,16 @@
-"""Options of machines without effect on an engine, and names that a scheduler does not accept."""
+"""Options of machines that have an effect, those that have none, and names that a scheduler does not accept."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from planning import public_model
 from shardwright.cli.main import run
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.clusters import machines
 
 
 @pytest.mark.parametrize("command", ["train", "distill", "qat"])
@@ -31,3 +36,20 @@ def test_training_commands_name_launch_for_several_machines(
 def test_an_option_without_effect_is_rejected(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["launch", "plan", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_all_machines_meet_at_the_stated_port(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(public_model("Qwen/Qwen2.5-0.5B"), parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3"))
+    plan.write(tmp_path / "plan")
+    (tmp_path / "hosts").write_text("host-a\nhost-b\n")
+    (tmp_path / "script.py").write_text("import transformers\n\ntransformers.Trainer()\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "--on", "ssh", "--hostfile", "hosts", "--main-port", "12345", "plan", "script.py"]
+    assert run([*words[:1], "--dry-run", *words[1:]]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "host-" in line]
+    assert len(lines) == 2 and all("--main-port 12345" in line for line in lines)
+    ports = []
+    monkeypatch.setattr(machines, "run_over_ssh", lambda *_, port, **__: ports.append(port))
+    assert run(words) == 0 and ports == [12345]

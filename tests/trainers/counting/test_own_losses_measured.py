@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.trainers.counting.counts import Counting
 from shardwright.trainers.counting.own_losses import kind_of_loss
 from shardwright.trainers.exact import count_as_one_process
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 
 ROWS, STEPS = 8, 2
 
@@ -162,6 +163,18 @@ def test_sums_and_regularizers_of_samples_are_weighed_in_training(
 ) -> None:
     split, whole = (trained(kind, tmp_path, parts, **settings)[:-1] for parts in (4, 1))
     assert split == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize(("balances", "ranks", "weighed"), [(False, 1, True), (True, 1, False), (False, 2, False)])
+def test_an_own_loss_is_one_of_rows_unless_ranks_or_a_balance_loss_share_it(
+    balances: bool, ranks: int, weighed: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=32, output_router_logits=balances)
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to="none")
+    trainer = Trainer(model=MixtralForCausalLM(config), args=args, train_dataset=rows(), compute_loss_func=func)
+    counting = Counting(trainer, ranks, weighs_means=True, weighs_own_losses=True)
+    assert (counting.own_loss is not None) == weighed
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", ["integer_weights", "kernel_of_the_hub"])
+@pytest.mark.parametrize("name", ["integer_weights", "kernel_of_the_hub", "index_without_shard"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_every_loader_rejects_a_broken_model_with_its_path(loader: str, name: str, sound: Path, tmp_path: Path) -> None:
     assert LOADERS[loader](str(sound), tmp_path / "sound") is not None

@@ -21,6 +21,7 @@ from shardwright.trainers.distillation import (
 )
 from shardwright.trainers.distillation.on_policy import completed_by_student
 from shardwright.trainers.distillation.teacher import split_batch, with_decoder_inputs
+from shardwright.trainers.exact import count_as_one_process
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
 from transformers.utils import ModelOutput
@@ -382,3 +383,25 @@ def test_subclass_reads_logits_in_training_and_evaluation(implementation: Any, l
     trainer.train()
     trainer.evaluate()
     assert set(shapes) == {(True, True), (False, True)}
+
+
+def test_a_subclass_logs_each_batch_once(tmp_path: Path) -> None:
+    """The first batch is computed once more, to measure what kind of loss a subclass has."""
+
+    class OwnLoss(DistillationTrainer):
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            return super().compute_loss(*arguments, **keywords)
+
+    logged = []
+    for kind in (DistillationTrainer, OwnLoss):
+        trainer = kind(
+            model=tiny("llama"),
+            args=training_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2),
+            teacher=tiny("llama", seed=1),
+            train_dataset=rows("llama", 4),
+            data_collator=collate,
+        )
+        count_as_one_process(trainer, weighs_own_losses=True)
+        trainer.train()
+        logged.append([entry["kl_per_token"] for entry in trainer.state.log_history if "kl_per_token" in entry])
+    assert logged[0] and logged[1] == pytest.approx(logged[0], rel=1e-6)

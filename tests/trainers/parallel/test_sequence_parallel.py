@@ -308,3 +308,17 @@ def test_batches_with_other_content_have_other_digests() -> None:
     others = (ids.flip(0), ids.reshape(5, 2), ids.to(torch.float64))
     changes = [*({"input_ids": other} for other in others), {"pixels": ids}]
     assert digest_of(batch) not in {digest_of(batch | change) for change in changes}
+
+
+def test_attention_takes_its_mask_by_name() -> None:
+    """Some models of Transformers pass it so, such as Doge."""
+    from shardwright.plugins.deepspeed import ulysses
+
+    def core(module: Any, query: Any, key: Any, value: Any, attention_mask: Any) -> tuple[Any, Any]:
+        return query, attention_mask
+
+    module, chosen = torch.nn.Module(), ulysses._ChosenAttention(core)
+    assert chosen(module, 1, 2, 3, attention_mask=4) == (1, 4)
+    shared = SimpleNamespace(active=True, exchanges=0, attention=core)
+    chosen.sequences[module] = shared  # type: ignore[assignment]
+    assert chosen(module, 1, 2, 3, attention_mask=4) == (1, None) and shared.exchanges == 1

@@ -253,18 +253,23 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     assert replaced(cpu_accelerate, offloaded)[0]["fsdp_config"]["fsdp_offload_params"] is False
 
 
-def test_kernels_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
+def test_kernels_are_replaced_and_reported_but_4_bit_weights_stay(tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
     from shardwright.trainers.training.settings import TrainSettings, planned_argument_errors
 
     kernels = {"precision": "fp8", "torch_compile": True, "use_liger_kernel": True, "strategy": "fsdp2"}
     sizes = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
     planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **sizes, **kernels)
-    planned.write(tmp_path / "plan")
-    (tmp_path / "work").mkdir()
-    files = PlanFiles.read(tmp_path / "plan")
     config = json.loads((tiny_llama / "config.json").read_text())
-    scaled = scale_plan(planned, files, config, ranks=2, steps=2, work=tmp_path / "work")
+
+    def rehearsed(made: Plan, directory: Path) -> Any:
+        made.write(directory)
+        (work := directory.with_suffix(".work")).mkdir()
+        return scale_plan(made, PlanFiles.read(directory), config, ranks=2, steps=2, work=work)
+
+    quantized = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **sizes, strategy="zero3", method="qlora")
+    assert rehearsed(quantized, tmp_path / "qlora").plan.job.method == "qlora"
+    scaled = rehearsed(planned, tmp_path / "plan")
     changes = {change.where: (change.before, change.after) for change in scaled.changes}
     assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
     assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
