@@ -115,7 +115,7 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
         lora_targets=("all-linear",),
     )
     hardware = parse_hardware(f"{RANKS}xCPU")
-    return tuple(str(error) for error in legality_errors(spec, asked.full_layout, job, hardware))
+    return tuple(str(error) for error in legality_errors(spec, asked.layout, job, hardware))
 
 
 def make_trainer(class_name: str, swept: SweptLayout, directory: str, *, alone: bool) -> Any:
