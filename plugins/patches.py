@@ -469,6 +469,28 @@ PATCHES: tuple[Patch, ...] = (
         )
     ),
     # torch.
+    *(
+        process(
+            f"loopback-store-{module}",
+            f"{module}:TCPStore",
+            "A torch store listens on every interface, even if its host is 127.0.0.1.",
+            "tests/plugins/launching/test_loopback.py::test_a_store_listens_on_loopback_alone",
+            every_run=True,
+        )
+        for module in (
+            "torch.distributed",
+            "torch.distributed.rendezvous",
+            "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+        )
+    ),
+    process(
+        "abandoned-locks",
+        "torch.utils.file_baton:FileBaton.wait(self)",
+        "torch waits forever for a lock that a killed compilation left behind.",
+        f"{_BUGS}test_torch_waits_for_an_abandoned_lock",
+        every_run=True,
+    ),
     process(
         "ring-attention-on-cpu-ranks",
         "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
-from ..deepspeed.compiled_operators import remove_abandoned_locks
+from ..deepspeed.compiled_operators import break_abandoned_locks
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
         # `AcceleratorState` then enters its FSDP branch, which reads only the type; the device is still the CPU.
         patches.apply("fsdp2-on-cpu-ranks", lambda _: DistributedType.MULTI_GPU, item="distributed_type")
     else:
-        remove_abandoned_locks()
+        break_abandoned_locks()
         _start_gloo_state(deepspeed=True)
     return {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
 

@@ -11,11 +11,13 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
+from .. import patches
 from ..launching.launch import Launch, LaunchFailedError, launch_ranks
 
 # 1 to 3 minutes on a usual machine; a shared one with few cores may take five times as long.
@@ -96,21 +98,30 @@ def prepare_operators(operators: Sequence[str]) -> None:
             lock.unlink(missing_ok=True)
 
 
-def remove_abandoned_locks() -> None:
-    """Remove locks that killed processes left beside compiled operators, for which this rank would wait forever."""
-    directory = extensions_directory()
-    for lock in (*directory.glob("*/lock"), *directory.glob("*/*/lock")):
-        if is_abandoned(lock):
-            print(f"removed {lock}, left by a killed process", file=sys.stderr, flush=True)
-            lock.unlink(missing_ok=True)
+def break_abandoned_locks() -> None:
+    """Make ranks that load an operator remove a lock left by a killed process.
+
+    The lock of a compiled operator is held only while its file is loaded. If it is older than `ABANDONED_SECONDS` and
+    no process of this host has it open, nothing will remove it.
+    """
+
+    def passing_abandoned(wait: Callable[[Any], None]) -> Callable[[Any], None]:
+        def wait_for_holder(self: Any) -> None:
+            lock = Path(self.lock_file_path)
+            while lock.exists() and not is_abandoned(lock):
+                time.sleep(self.wait_seconds)
+            if lock.exists():
+                print(f"removed {lock}, left by a killed process", file=sys.stderr, flush=True)
+                lock.unlink(missing_ok=True)
+            wait(self)
+
+        return wait_for_holder
+
+    patches.apply("abandoned-locks", passing_abandoned)
 
 
 def is_abandoned(lock: Path) -> bool:
-    """Return whether the lock of a compiled operator was left by a killed process.
-
-    It is held only while the operator's file is loaded. If it is older than `ABANDONED_SECONDS` and no process of this
-    host has it open, nothing will remove it.
-    """
+    """Return whether the lock of a compiled operator was left by a killed process."""
     try:
         age = time.time() - lock.stat().st_mtime
     except OSError:

@@ -18,7 +18,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from ..launching.background import FirstRank
 from ..transformers.training_arguments import deepspeed_configuration
-from .compiled_operators import remove_abandoned_locks
+from .compiled_operators import break_abandoned_locks
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,7 @@ def prepare_nvme_offload(arguments: TrainingArguments) -> None:
     """
     configuration = deepspeed_configuration(arguments) or {}
     if configuration:
-        remove_abandoned_locks()
+        break_abandoned_locks()
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     if not any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections):

@@ -6,7 +6,8 @@ outlives the process.
 
 gloo listens on the address of the host's own name, which is 127.0.1.1 in Debian's `/etc/hosts`, so that ranks of two
 such nodes cannot connect. NCCL uses the first interface, which may be a container's. Ranks therefore use loopback on a
-single node, else the interface of the route to the other nodes.
+single node, else the interface of the route to the other nodes. A `TCPStore` listens on every interface, even for host
+`127.0.0.1`, unless it gets a bound socket; anyone who can connect to a store can write to it.
 
 Ranks of a killed launcher continue to train as orphans and write checkpoints. On Linux
 `PR_SET_PDEATHSIG` of prctl ends them. A launcher on another machine only has its standard input: a signal to `ssh` ends
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import json
 import logging
 import os
@@ -31,12 +33,14 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from .. import patches
 from .messages import LAUNCH_TOKEN
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -141,6 +145,7 @@ _MAIN_ADDRESS = ("--main_process_ip", "--master-addr")
 """Flags of Accelerate and torchrun for several nodes."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables with the interface of a backend."""
+_BACKLOG = 2048
 
 
 def main_address(command: Sequence[str]) -> str | None:
@@ -193,10 +198,39 @@ def own_address(main: str) -> str:
 
 
 def stay_on_loopback() -> None:
-    """On a single node, make collectives of this rank listen on loopback only; call it before ranks connect."""
+    """On a single node, make this rank or launcher listen on loopback only; call it before ranks connect."""
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         for name in _INTERFACES:
             os.environ.setdefault(name, "lo")
+    for name in patches.names("loopback-store-"):
+        patches.apply(name, lambda plain: partial(_store, plain))
+
+
+def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> Any:
+    """Create a store; for a loopback host, bind its server to 127.0.0.1 only."""
+    # The fourth argument, after the world size.
+    is_master = args[1] if len(args) > 1 else kwargs.get("is_master", False)
+    if is_master and _is_loopback(host_name):
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            # This process shares its server, or torch reports the error.
+            listener.close()
+        else:
+            listener.listen(_BACKLOG)
+            kwargs["master_listen_fd"] = listener.fileno()
+            port = listener.getsockname()[1]
+            listener.detach()
+    return plain(host_name, port, *args, **kwargs)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 # `PR_SET_PDEATHSIG` of linux/prctl.h.

@@ -10,6 +10,7 @@ import inspect
 import io
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -501,6 +502,21 @@ def test_deepspeed_fixes_the_shapes_of_attention() -> None:
     kind = patches.upstream_value(next(patch for patch in PATCHES if patch.name == "ulysses-shapes"))
     assert kind.__module__ == ulysses_sp.__name__
     assert "assert query.shape == self.required_query_shape" in inspect.getsource(kind.forward)
+
+
+def test_torch_waits_for_an_abandoned_lock(tmp_path: Path) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    lock = tmp_path / "lock"
+    lock.touch()
+    stock = patches.upstream_value(next(patch for patch in PATCHES if patch.name == "abandoned-locks"))
+    waiting = threading.Thread(target=stock, args=(FileBaton(str(lock), wait_seconds=0.01),), daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    lock.unlink()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 def test_ring_attention_names_no_operator_of_the_cpu() -> None:
