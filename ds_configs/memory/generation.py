@@ -7,6 +7,7 @@ phase, never a sum.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from ..serving import RUNTIME_BYTES, CachedLayer, key_value_cache, workspace_bytes
 from ..specs.job import TrainingJob
@@ -106,6 +107,11 @@ def vllm_bytes(layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
     work = workspace_bytes(sizes, tensor_parallel_size=size, batched_tokens=VLLM_BATCHED_TOKENS, sequences=sequences)
     weights = 2 * model.parameter_count // size
     return weights + max(work.values()) + RUNTIME_BYTES + blocks * cache.block_bytes
+
+
+def vllm_share(layout: Layout, model: ModelSpec, job: TrainingJob, device_bytes: int) -> float:
+    """Return the share of a GPU for a colocated engine: as requested, or as much as `vllm_bytes`, in percent."""
+    return job.vllm_memory_share or ceil(100 * vllm_bytes(layout, model, job) / device_bytes) / 100
 
 
 def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) -> dict[Moment, Terms]:

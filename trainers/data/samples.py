@@ -16,7 +16,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
-Kind = Literal["text", "messages", "prompt and completion"]
+Kind = Literal["text", "messages", "prompt and completion", "pairs", "labelled answers", "prompts"]
 Sample = dict[str, list[int]]
 
 MESSAGE_COLUMNS = ("messages", "conversations")
@@ -161,7 +161,7 @@ def load_samples(
     chats: Counter[str] = Counter()
     (train, counts), (evaluation, _) = (
         _made_samples(part, tokenizer, seq_len, kind=kind, packing=packing, source=source, chats=chats)
-        for part in _split_rows(filled, kind, seed, evaluation_fraction)
+        for part in split_rows(filled, kind, seed, evaluation_fraction)
     )
     if chats["rewritten"]:
         lost = chats["unlabelled answers"]
@@ -280,9 +280,10 @@ def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tupl
     return prompt, completion
 
 
-def _split_rows(
+def split_rows(
     rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
 ) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
+    """Return training and evaluation rows: content and seed decide, so that equal rows are in the same set."""
     if fraction <= 0:
         return rows, []
     if len(rows) == 1 and kind == "text":
