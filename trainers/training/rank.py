@@ -6,7 +6,7 @@ from typing import Any
 
 from ...ds_configs.specs.layout import Layout
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
-from ..counting.estimates import Estimate
+from ..counting.counts import Estimate
 from ..parallel.trainer_for import planned_parallelism
 from ..runs.ranks import (
     RankContext,

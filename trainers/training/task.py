@@ -18,10 +18,10 @@ from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
+from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ..data.packing import packed_if_possible
+from ..data.samples import packed_if_possible
 from ..data.sources import local_place
-from ..data.templates import set_chat_template
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,

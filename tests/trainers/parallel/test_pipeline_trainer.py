@@ -20,13 +20,13 @@ from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cu
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,
 )
-from shardwright.trainers.parallel.pipeline.batches import of_one_shape
-from shardwright.trainers.parallel.pipeline.checks import (
+from shardwright.trainers.counting.counts import labelled_tokens
+from shardwright.trainers.parallel.pipeline import (
+    PipelineTrainer,
     check_pipeline,
     engine_errors,
+    of_one_shape,
 )
-from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
-from shardwright.trainers.parallel.sequence.shards import labelled_tokens
 from transformers import TrainingArguments
 
 pytestmark = pytest.mark.slow

@@ -1,12 +1,12 @@
 """`PipelineTrainer`: a Trainer whose optimizer step runs one schedule of DeepSpeed's pipeline engine.
 
-Shapes: B samples of a micro-batch, S tokens.
+Shapes: B samples of a micro-batch, S tokens of its longest sample.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from ....ds_configs.memory.rank_parameters import pipeline_stages
-from ....ds_configs.specs.errors import ConfigError, UsageError
-from ....ds_configs.specs.job import TrainingJob
-from ....ds_configs.specs.layout import PipelineStage, partition_errors
-from ....plugins.accelerate.repeated_samples import SamplesOnce
-from ....plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
-from ....plugins.deepspeed_pipeline.engine import (
+from ...ds_configs.legality.axes import batch_errors, pipeline_errors
+from ...ds_configs.memory.rank_parameters import pipeline_stages
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.layout import Layout, OffloadDevice, PipelineStage, partition_errors
+from ...ds_configs.specs.model import ModelTraits
+from ...plugins.accelerate.repeated_samples import SamplesOnce
+from ...plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
+from ...plugins.deepspeed_pipeline.engine import (
+    BATCH_KEY,
     ShapeWatch,
     free_logits_early,
     optimizer_step,
@@ -29,25 +32,20 @@ from ....plugins.deepspeed_pipeline.engine import (
     set_global_batch,
     summed_loss,
 )
-from ....plugins.deepspeed_pipeline.module import build_pipeline_module
-from ....plugins.launching.messages import note_on_first_rank
-from ....plugins.transformers.meta_model import model_spec_from_meta
-from ....plugins.transformers.prepared_model import prepare_before_training
-from ....plugins.transformers.run_settings import run_errors
-from ....plugins.transformers.training_arguments import weights_dtype
-from ...counting.counts import evaluated_mean
-from ...exact import Axis, ExactTrainer, count_as_one_process
-from ..sequence.shards import labelled_tokens
-from .batches import for_stages, of_one_shape, sampled_batch_errors
-from .checks import (
-    check_pipeline,
-    engine_errors,
-    length_errors,
-    override_errors,
-)
+from ...plugins.deepspeed_pipeline.module import build_pipeline_module
+from ...plugins.deepspeed_pipeline.stage import ENGINE_SECTION
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.meta_model import model_spec_from_meta
+from ...plugins.transformers.prepared_model import prepare_before_training
+from ...plugins.transformers.run_settings import own_class, run_errors
+from ...plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
+from ..counting.counts import evaluated_mean, labelled_tokens
+from ..data.chat import IGNORED_LABEL
+from ..exact import Axis, ExactTrainer, count_as_one_process
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 LONGEST_SEQUENCE_TOKENS = 4096
 """Sequence length for which stages are balanced, if the model supports it."""
@@ -364,3 +362,276 @@ def balanced(
     )
     spec = model_spec_from_meta(config, name="model")
     return pipeline_stages(spec, job, ranks, tensor_parallel_size=tensor_parallel_size)
+
+
+def check_pipeline(
+    args: TrainingArguments,
+    model: PreTrainedModel,
+    *,
+    stages: int,
+    tensor_parallel_size: int = 1,
+    eval_dataset: Any,
+) -> None:
+    """Reject a model and arguments that a pipeline does not support.
+
+    Args:
+        args: The training arguments.
+        model: The model; only its configuration and whether it has adapters are read.
+        stages: Number of ranks of one pipeline, without those that share a stage.
+        tensor_parallel_size: Number of ranks that share each stage.
+        eval_dataset: An evaluation dataset, several by name, or `None`.
+
+    Raises:
+        UsageError: a rule is broken; lists all errors with the nearest legal values.
+    """
+    config = model.config
+    deepspeed = deepspeed_configuration(args)
+    text = config.get_text_config()
+    zero = (deepspeed or {}).get("zero_optimization", {})
+    axes = args.parallelism_config
+    errors = pipeline_errors(
+        ModelTraits(model_type=config.model_type, num_layers=text.num_hidden_layers),
+        Layout(
+            engine="deepspeed" if deepspeed else "fsdp2" if args.fsdp else "ddp",
+            zero_stage=zero.get("stage", 0) if deepspeed else None,
+            offload_optimizer=_offload(zero, "offload_optimizer"),
+            offload_param=_offload(zero, "offload_param"),
+            pp=stages,
+            tp=tensor_parallel_size,
+            sp=1 if axes is None else axes.sp_size,
+            cp=1 if axes is None else axes.cp_size,
+            ep=int((deepspeed or {}).get("expert_parallel", {}).get("autoep_size", 1)),
+        ),
+        world_size=args.world_size,
+        micro_batches=args.gradient_accumulation_steps,
+        method="lora" if hasattr(model, "peft_config") else "full",
+    )
+    if stages == 1:
+        rule = "a pipeline needs at least two stages"
+        errors.append(ConfigError(where="pp", value=1, rule=rule, fix="use the Trainer"))
+    replicas = args.world_size // max(1, stages * tensor_parallel_size)
+    errors += [*_argument_errors(args, replicas), *_section_errors(args, deepspeed or {}, zero)]
+    datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+    if any(data is not None and not hasattr(data, "__len__") for data in datasets):
+        errors += length_errors(None, replicas)
+    if errors:
+        raise UsageError(errors)
+
+
+def length_errors(samples: int | None, replicas: int) -> list[ConfigError]:
+    """Return the error of an evaluation dataset of unknown length (`samples` is `None`) that several replicas share."""
+    if samples is not None or replicas <= 1:
+        return []
+    rule = "needs a length, so that samples that fill the last batch of a replica are not counted twice"
+    return [ConfigError(where="eval_dataset", rule=rule, fix="use a map-style dataset")]
+
+
+def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_size: int) -> list[ConfigError]:
+    """Complete a DeepSpeed configuration for a pipeline; return an error for each user value that contradicts it.
+
+    Args:
+        args: Training arguments with a DeepSpeed configuration.
+        replicas: Number of copies of the pipeline.
+        tensor_parallel_size: Number of ranks that share each stage.
+    """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    errors = []
+    # Transformers holds only a configuration passed to TrainingArguments; `accelerate launch` sets the plugin's.
+    configuration = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
+    micro, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    right = micro * accumulated * replicas
+    allowed: list[Any] = [None, "auto", right]
+    if args.deepspeed:
+        written = getattr(args.deepspeed, "config", None) or HfDeepSpeedConfig(args.deepspeed).config
+    else:
+        written = configuration.config
+        # An earlier Trainer has replaced "auto" by the product with all ranks.
+        allowed.append(micro * accumulated * args.world_size)
+    if (total := written.get(BATCH_KEY)) not in allowed:
+        errors = batch_errors(global_batch_size=int(total), micro_batch_size=micro, data_parallel_size=replicas)
+        rule = "must be per_device_train_batch_size * gradient_accumulation_steps * replicas of the pipeline = "
+        rule, fix = f"{rule}{micro} * {accumulated} * {replicas}", f'write {right} or "auto"'
+        errors = errors or [ConfigError(where="train_batch_size", value=int(total), rule=rule, fix=fix)]
+    if tensor_parallel_size > 1:
+        section = configuration.config.setdefault("pipeline", {})
+        for key, required in ENGINE_SECTION.items():
+            if section.setdefault(key, required) != required:
+                rule = f"must be {str(required).lower()} for stages that {tensor_parallel_size} ranks share"
+                errors.append(ConfigError(where=f"pipeline.{key}", value=section[key], rule=rule, fix="omit it"))
+    return errors
+
+
+def _offload(zero: Mapping[str, Any], name: str) -> OffloadDevice:
+    device = (zero.get(name) or {}).get("device", "none")
+    value: OffloadDevice = str(getattr(device, "value", device))  # type: ignore[assignment]
+    return value
+
+
+def _argument_errors(args: TrainingArguments, replicas: int) -> list[ConfigError]:
+    exact = "the last stage computes only the cross-entropy of tokens"
+    schedule = "DeepSpeed's schedule runs all micro-batches of a step"
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    evaluation = "stages evaluate in the precision in which they train"
+    rejected: list[tuple[str, object, bool, str]] = [
+        ("fp16", True, bool(args.fp16), "stages do not exchange the loss scale; use bf16 or fp32"),
+        ("label_smoothing_factor", args.label_smoothing_factor, args.label_smoothing_factor != 0, exact),
+        ("use_liger_kernel", True, args.use_liger_kernel, exact),
+        ("neftune_noise_alpha", args.neftune_noise_alpha, args.neftune_noise_alpha is not None, exact),
+        ("torch_compile", True, args.torch_compile, "stages are not compiled"),
+        ("auto_find_batch_size", True, args.auto_find_batch_size, schedule),
+        (
+            "train_sampling_strategy",
+            args.train_sampling_strategy,
+            args.train_sampling_strategy in ("batch_rebalance", "group_by_length"),
+            "draws an order that the stages of one pipeline do not share; use random or sequential",
+        ),
+        (
+            "optim",
+            optimizer,
+            optimizer in ("lomo", "adalomo") or optimizer.startswith("schedule_free"),
+            "steps inside the backward pass or changes weights for evaluation, which a schedule does not call",
+        ),
+        ("torch_empty_cache_steps", args.torch_empty_cache_steps, args.torch_empty_cache_steps is not None, schedule),
+        ("bf16_full_eval", True, args.bf16_full_eval, evaluation),
+        ("fp16_full_eval", True, args.fp16_full_eval, evaluation),
+        (
+            "even_batches",
+            False,
+            replicas > 1 and not args.accelerator_config.even_batches,
+            f"the {replicas} replicas must take the same number of steps",
+        ),
+        ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
+        ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
+    ]
+    return [ConfigError(where=name, value=value, rule=rule) for name, value, is_set, rule in rejected if is_set]
+
+
+def _section_errors(
+    args: TrainingArguments, deepspeed: Mapping[str, Any], zero: Mapping[str, Any]
+) -> list[ConfigError]:
+    errors = []
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and kwargs not in ({}, {"use_reentrant": False}):
+        rule = "stages recompute each decoder layer, without re-entering autograd"
+        errors.append(ConfigError(where="gradient_checkpointing_kwargs", value=kwargs, rule=rule, fix="omit it"))
+    fix = "omit it and create PipelineTrainer(tensor_parallel_size=...)"
+    if args.parallelism_config is not None and args.parallelism_config.tp_size > 1:
+        rule, size = "shards unpartitioned models, not the stages of a pipeline", args.parallelism_config.tp_size
+        errors.append(ConfigError(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
+    if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        rule = "AutoTP shards unpartitioned models, not the stages of a pipeline"
+        errors.append(ConfigError(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
+    gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    if gradient_dtype is not None and _offload(zero, "offload_optimizer") != "none":
+        where = "data_types.grad_accum_dtype"
+        rule = "cannot be combined with offload_optimizer: gradients of tied weights would not be summed"
+        errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
+    if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
+        where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
+        errors.append(ConfigError(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
+    return errors
+
+
+_NEVER_CALLED = frozenset(
+    """
+    compute_loss compute_loss_context_manager autocast_smart_context_manager prediction_step
+    _prepare_context_parallel_inputs _clip_grad_norm _get_grad_norm _mixed_mesh_grad_norm _has_mixed_mesh_grads
+    _defer_fsdp_gradient_reduction _sync_replicated_trainable_parameters
+    """.split()  # noqa: SIM905
+)
+"""Methods of a Trainer that a schedule does not call: stages compute the loss, and the engine clips over all stages."""
+_REPLACEABLE = frozenset({"__init__", "save_model"})
+"""Methods of `PipelineTrainer` that a subclass may override; the others run the stages."""
+_COUNTED = frozenset({"get_total_train_batch_size", "_get_num_items_in_batch"})
+"""Methods of the Trainer whose results are divided by the ranks of a replica."""
+
+
+def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
+    """Return an error for each overridden method that a pipeline does not call or cannot replace.
+
+    An attribute of the object that wraps a called method, for example to measure it, is allowed.
+    """
+    own = vars(trainer).keys() & _NEVER_CALLED
+    needed = {name for name in vars(pipeline).keys() - _REPLACEABLE if callable(getattr(pipeline, name))} | _COUNTED
+    errors = []
+    for name in sorted(_NEVER_CALLED | needed):
+        if name in own or getattr(own_class(trainer), name, None) is not getattr(pipeline, name, None):
+            rule = "is never called" if name in _NEVER_CALLED else "runs the stages of a pipeline and must stay"
+            where, fix = f"{type(trainer).__name__}.{name}", "omit it, or use ZeRO with tp or sp and the Trainer"
+            errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    return errors
+
+
+_FILL = {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED_LABEL}
+
+
+def sampled_batch_errors(batch: Mapping[str, Any]) -> list[ConfigError]:
+    """Return an error for each entry of a collated batch that stages cannot pass on, and for each missing entry."""
+    import torch
+
+    rule, fix = f"pipeline stages accept only {', '.join(_FILL)}", "omit it in the collator"
+    errors = [ConfigError(where="batch", value=name, rule=rule, fix=fix) for name in batch if name not in _FILL]
+    for name in ("input_ids", "labels"):
+        if name not in batch:
+            errors.append(ConfigError(where="batch", rule=f"needs {name}", fix="add it in the collator"))
+    for name, tensor in batch.items():
+        if name in _FILL and (not torch.is_tensor(tensor) or tensor.dim() != 2):
+            shape = str(list(tensor.shape)) if torch.is_tensor(tensor) else type(tensor).__name__
+            errors.append(ConfigError(where=f"batch: {name}", value=shape, rule="must be a tensor [samples, tokens]"))
+    return errors
+
+
+def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Pad the batches of a step to the largest number of samples and of tokens among them.
+
+    Added tokens are on the right, where no token attends to them, and have no label. An existing mask excludes them. A
+    batch without a mask gets one only if another batch of the step has one: without a mask, positions separate packed
+    sequences. Added samples repeat the first sample of their batch without its labels, because attention cannot
+    normalize over a sample without visible tokens.
+
+    Raises:
+        UsageError: a batch has entries that stages cannot pass on, or only some batches have positions.
+    """
+    import torch
+
+    errors = [error for batch in batches for error in sampled_batch_errors(batch)]
+    if len({"position_ids" in batch for batch in batches}) > 1:
+        rule = "must be in every micro-batch of a step or in none of them"
+        errors.append(ConfigError(where="batch: position_ids", rule=rule, fix="add it in the collator"))
+    if errors:
+        raise UsageError(list(dict.fromkeys(errors)))
+    samples = max(len(batch["input_ids"]) for batch in batches)
+    tokens = max(batch["input_ids"].shape[1] for batch in batches)
+    is_masked = any("attention_mask" in batch for batch in batches)
+    padded = []
+    for batch in batches:
+        entries = dict(batch)
+        if is_masked and "attention_mask" not in entries:
+            entries["attention_mask"] = torch.ones_like(entries["input_ids"])
+        for name, tensor_BS in entries.items():
+            missing = tokens - tensor_BS.shape[1]
+            grown_BS = torch.nn.functional.pad(tensor_BS, (0, missing), value=_FILL[name]) if missing else tensor_BS
+            if more := samples - len(grown_BS):
+                added_BS = grown_BS[:1].expand(more, -1)
+                grown_BS = torch.cat(
+                    [grown_BS, added_BS if name != "labels" else torch.full_like(added_BS, IGNORED_LABEL)]
+                )
+            entries[name] = grown_BS
+        padded.append(entries)
+    return padded
+
+
+def for_stages(
+    batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the inputs of the first stage, and for the last stage the labels with the factor of their summed loss.
+
+    Args:
+        batch: Tensors [B, S] by name.
+        loss_factor: Factor of the summed cross-entropy, a float32 scalar.
+    """
+    from ...plugins.deepspeed_pipeline.stage import stage_inputs
+
+    inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+    return inputs, (batch["labels"], loss_factor)
