@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ...ds_configs.legality.axes import batch_errors, pipeline_errors
+from ...ds_configs.legality.trainer_parameters import parameter_errors
 from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TrainingJob
@@ -33,7 +34,7 @@ from ...plugins.deepspeed_pipeline.engine import (
     summed_loss,
 )
 from ...plugins.deepspeed_pipeline.module import build_pipeline_module
-from ...plugins.deepspeed_pipeline.stage import ENGINE_SECTION
+from ...plugins.deepspeed_pipeline.stage import ENGINE_SECTION, stage_inputs
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.meta_model import model_spec_from_meta
 from ...plugins.transformers.prepared_model import prepare_before_training
@@ -44,8 +45,7 @@ from ..data.chat import IGNORED_LABEL
 from ..exact import Axis, ExactTrainer, count_as_one_process
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedModel
 
 LONGEST_SEQUENCE_TOKENS = 4096
 """Sequence length for which stages are balanced, if the model supports it."""
@@ -115,42 +115,13 @@ class PipelineTrainer(Trainer):
             raise UsageError(overridden)
         unpartitioned = source_of(model, revision=revision)
         ranks = pipeline_stages if isinstance(pipeline_stages, int) else len(pipeline_stages)
-        check_pipeline(
-            args,
-            unpartitioned,
-            stages=ranks,
-            tensor_parallel_size=tensor_parallel_size,
-            eval_dataset=kwargs.get("eval_dataset"),
-        )
+        check_pipeline(args, unpartitioned, stages=ranks, tensor_parallel_size=tensor_parallel_size, **kwargs)
         self._stages, self._tensor_ranks = ranks, tensor_parallel_size
         self._replicas = args.world_size // self._ranks_of_a_replica
         stages = pipeline_stages
         if isinstance(stages, int):
             stages = balanced(unpartitioned, args, ranks, tensor_parallel_size=tensor_parallel_size)
-        layers = unpartitioned.config.get_text_config().num_hidden_layers
-        errors = run_errors(
-            args,
-            unpartitioned,
-            callbacks=kwargs.get("callbacks") or (),
-            pipeline=True,
-            stage_tensor_ranks=tensor_parallel_size,
-            has_own_optimizer=kwargs.get("optimizer_cls_and_kwargs") is not None,
-        )
-        errors += partition_errors(stages, layers)
-        needs_logits = "needs logits, which only the last stage has"
-        unsupported = {
-            "compute_metrics": needs_logits,
-            "compute_loss_func": needs_logits,
-            "preprocess_logits_for_metrics": needs_logits,
-            "model_init": "is not supported: a pipeline is built from one model",
-            "dual_pipe": "is removed: stages run the 1F1B schedule",
-            "optimizers": "holds parameters of the complete model; use optimizer_cls_and_kwargs",
-        }
-        errors += [
-            ConfigError(where=name, rule=rule, fix="omit it")
-            for name, rule in unsupported.items()
-            if kwargs.get(name) not in (None, False, (None, None))
-        ]
+        errors = partition_errors(stages, unpartitioned.config.get_text_config().num_hidden_layers)
         errors += engine_errors(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
         if errors:
             raise UsageError(errors)
@@ -180,17 +151,13 @@ class PipelineTrainer(Trainer):
         """Number of ranks that read the same samples."""
         return self._stages * self._tensor_ranks
 
-    @property
-    def _replica(self) -> int:
-        """Index of the copy of the pipeline that this rank belongs to."""
-        return int(self.args.process_index // self._tensor_ranks % self._replicas)
-
     def create_accelerator_and_postprocess(self) -> None:
         """Make all stages of one pipeline read the same samples, and count them once."""
         super().create_accelerator_and_postprocess()
         samples = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self._replicas
         set_global_batch(self.accelerator.state.deepspeed_plugin.hf_ds_config, samples)
-        read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
+        replica = self.args.process_index // self._tensor_ranks % self._replicas
+        read_own_replica(self.accelerator, replicas=self._replicas, replica=replica)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
@@ -234,8 +201,14 @@ class PipelineTrainer(Trainer):
         return optimizer_step(model, self._scheduled(model, batches, factor)).detach().to(self.args.device)
 
     def _scheduled(self, engine: Any, batches: list[Any], factor: torch.Tensor) -> list[Any]:
-        """Return micro-batches of one shape for the stages."""
-        micro_batches = [for_stages(batch, factor) for batch in batches]
+        """Return the inputs of the first stage, and for the last one the labels and the factor of their summed loss."""
+        micro_batches = [
+            (
+                stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")),
+                (batch["labels"], factor),
+            )
+            for batch in batches
+        ]
         self._shapes.expect(engine, micro_batches[0][0])
         return micro_batches
 
@@ -370,52 +343,115 @@ def check_pipeline(
     *,
     stages: int,
     tensor_parallel_size: int = 1,
-    eval_dataset: Any,
+    **settings: Any,
 ) -> None:
     """Reject a model and arguments that a pipeline does not support.
 
     Args:
         args: The training arguments.
-        model: The model; only its configuration and whether it has adapters are read.
+        model: The model; only its configuration, and whether its parameters are trained and have adapters, are read.
         stages: Number of ranks of one pipeline, without those that share a stage.
         tensor_parallel_size: Number of ranks that share each stage.
-        eval_dataset: An evaluation dataset, several by name, or `None`.
+        **settings: Further arguments of the Trainer.
 
     Raises:
         UsageError: a rule is broken; lists all errors with the nearest legal values.
     """
     config = model.config
-    deepspeed = deepspeed_configuration(args)
-    text = config.get_text_config()
-    zero = (deepspeed or {}).get("zero_optimization", {})
+    deepspeed = deepspeed_configuration(args) or {}
+    zero = deepspeed.get("zero_optimization", {})
     axes = args.parallelism_config
+    offload_optimizer = _offload(zero, "offload_optimizer")
     errors = pipeline_errors(
-        ModelTraits(model_type=config.model_type, num_layers=text.num_hidden_layers),
+        ModelTraits(model_type=config.model_type, num_layers=config.get_text_config().num_hidden_layers),
         Layout(
             engine="deepspeed" if deepspeed else "fsdp2" if args.fsdp else "ddp",
             zero_stage=zero.get("stage", 0) if deepspeed else None,
-            offload_optimizer=_offload(zero, "offload_optimizer"),
+            offload_optimizer=offload_optimizer,
             offload_param=_offload(zero, "offload_param"),
             pp=stages,
             tp=tensor_parallel_size,
             sp=1 if axes is None else axes.sp_size,
             cp=1 if axes is None else axes.cp_size,
-            ep=int((deepspeed or {}).get("expert_parallel", {}).get("autoep_size", 1)),
+            ep=int(deepspeed.get("expert_parallel", {}).get("autoep_size", 1)),
         ),
         world_size=args.world_size,
         micro_batches=args.gradient_accumulation_steps,
         method="lora" if hasattr(model, "peft_config") else "full",
     )
+    errors += run_errors(
+        args,
+        model,
+        callbacks=settings.get("callbacks") or (),
+        pipeline=True,
+        stage_tensor_ranks=tensor_parallel_size,
+        has_own_optimizer=settings.get("optimizer_cls_and_kwargs") is not None,
+    )
+    named = [name for name, value in settings.items() if value is not None and value != (None, None)]
+    errors += parameter_errors(named, ("pp",))
+    if settings.get("dual_pipe"):
+        rule = "is removed: stages run the 1F1B schedule"
+        errors.append(ConfigError(where="dual_pipe", rule=rule, fix="omit it"))
     if stages == 1:
         rule = "a pipeline needs at least two stages"
         errors.append(ConfigError(where="pp", value=1, rule=rule, fix="use the Trainer"))
     replicas = args.world_size // max(1, stages * tensor_parallel_size)
-    errors += [*_argument_errors(args, replicas), *_section_errors(args, deepspeed or {}, zero)]
-    datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-    if any(data is not None and not hasattr(data, "__len__") for data in datasets):
+    schedule = "DeepSpeed's schedule runs all micro-batches of a step"
+    evaluation = "stages evaluate in the precision in which they train"
+    order = args.train_sampling_strategy
+    rejected: list[tuple[str, object, bool, str]] = [
+        ("fp16", True, bool(args.fp16), "stages do not exchange the loss scale; use bf16 or fp32"),
+        ("use_liger_kernel", True, args.use_liger_kernel, "the last stage computes only the cross-entropy of tokens"),
+        ("auto_find_batch_size", True, args.auto_find_batch_size, schedule),
+        (
+            "train_sampling_strategy",
+            order,
+            order in ("batch_rebalance", "group_by_length"),
+            "draws an order that the stages of one pipeline do not share; use random or sequential",
+        ),
+        ("torch_empty_cache_steps", args.torch_empty_cache_steps, args.torch_empty_cache_steps is not None, schedule),
+        ("bf16_full_eval", True, args.bf16_full_eval, evaluation),
+        ("fp16_full_eval", True, args.fp16_full_eval, evaluation),
+        (
+            "even_batches",
+            False,
+            replicas > 1 and not args.accelerator_config.even_batches,
+            f"the {replicas} replicas must take the same number of steps",
+        ),
+        ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
+    ]
+    errors += [ConfigError(where=name, value=value, rule=rule) for name, value, is_set, rule in rejected if is_set]
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and kwargs not in ({}, {"use_reentrant": False}):
+        rule = "stages recompute each decoder layer, without re-entering autograd"
+        errors.append(ConfigError(where="gradient_checkpointing_kwargs", value=kwargs, rule=rule, fix="omit it"))
+    fix = "omit it and create PipelineTrainer(tensor_parallel_size=...)"
+    if axes is not None and axes.tp_size > 1:
+        rule = "shards unpartitioned models, not the stages of a pipeline"
+        errors.append(ConfigError(where="parallelism_config.tp_size", value=axes.tp_size, rule=rule, fix=fix))
+    if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
+        rule = "AutoTP shards unpartitioned models, not the stages of a pipeline"
+        errors.append(ConfigError(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
+    gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    if gradient_dtype is not None and offload_optimizer != "none":
+        where = "data_types.grad_accum_dtype"
+        rule = "cannot be combined with offload_optimizer: gradients of tied weights would not be summed"
+        errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
+    if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
+        where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
+        errors.append(ConfigError(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
+    data = settings.get("eval_dataset")
+    datasets = list(data.values()) if isinstance(data, dict) else [data]
+    if any(each is not None and not hasattr(each, "__len__") for each in datasets):
         errors += length_errors(None, replicas)
     if errors:
         raise UsageError(errors)
+
+
+def _offload(zero: Mapping[str, Any], name: str) -> OffloadDevice:
+    device = (zero.get(name) or {}).get("device", "none")
+    value: OffloadDevice = str(getattr(device, "value", device))  # type: ignore[assignment]
+    return value
 
 
 def length_errors(samples: int | None, replicas: int) -> list[ConfigError]:
@@ -459,77 +495,6 @@ def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_siz
             if section.setdefault(key, required) != required:
                 rule = f"must be {str(required).lower()} for stages that {tensor_parallel_size} ranks share"
                 errors.append(ConfigError(where=f"pipeline.{key}", value=section[key], rule=rule, fix="omit it"))
-    return errors
-
-
-def _offload(zero: Mapping[str, Any], name: str) -> OffloadDevice:
-    device = (zero.get(name) or {}).get("device", "none")
-    value: OffloadDevice = str(getattr(device, "value", device))  # type: ignore[assignment]
-    return value
-
-
-def _argument_errors(args: TrainingArguments, replicas: int) -> list[ConfigError]:
-    exact = "the last stage computes only the cross-entropy of tokens"
-    schedule = "DeepSpeed's schedule runs all micro-batches of a step"
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    evaluation = "stages evaluate in the precision in which they train"
-    rejected: list[tuple[str, object, bool, str]] = [
-        ("fp16", True, bool(args.fp16), "stages do not exchange the loss scale; use bf16 or fp32"),
-        ("label_smoothing_factor", args.label_smoothing_factor, args.label_smoothing_factor != 0, exact),
-        ("use_liger_kernel", True, args.use_liger_kernel, exact),
-        ("neftune_noise_alpha", args.neftune_noise_alpha, args.neftune_noise_alpha is not None, exact),
-        ("torch_compile", True, args.torch_compile, "stages are not compiled"),
-        ("auto_find_batch_size", True, args.auto_find_batch_size, schedule),
-        (
-            "train_sampling_strategy",
-            args.train_sampling_strategy,
-            args.train_sampling_strategy in ("batch_rebalance", "group_by_length"),
-            "draws an order that the stages of one pipeline do not share; use random or sequential",
-        ),
-        (
-            "optim",
-            optimizer,
-            optimizer in ("lomo", "adalomo") or optimizer.startswith("schedule_free"),
-            "steps inside the backward pass or changes weights for evaluation, which a schedule does not call",
-        ),
-        ("torch_empty_cache_steps", args.torch_empty_cache_steps, args.torch_empty_cache_steps is not None, schedule),
-        ("bf16_full_eval", True, args.bf16_full_eval, evaluation),
-        ("fp16_full_eval", True, args.fp16_full_eval, evaluation),
-        (
-            "even_batches",
-            False,
-            replicas > 1 and not args.accelerator_config.even_batches,
-            f"the {replicas} replicas must take the same number of steps",
-        ),
-        ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
-        ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
-    ]
-    return [ConfigError(where=name, value=value, rule=rule) for name, value, is_set, rule in rejected if is_set]
-
-
-def _section_errors(
-    args: TrainingArguments, deepspeed: Mapping[str, Any], zero: Mapping[str, Any]
-) -> list[ConfigError]:
-    errors = []
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    if args.gradient_checkpointing and kwargs not in ({}, {"use_reentrant": False}):
-        rule = "stages recompute each decoder layer, without re-entering autograd"
-        errors.append(ConfigError(where="gradient_checkpointing_kwargs", value=kwargs, rule=rule, fix="omit it"))
-    fix = "omit it and create PipelineTrainer(tensor_parallel_size=...)"
-    if args.parallelism_config is not None and args.parallelism_config.tp_size > 1:
-        rule, size = "shards unpartitioned models, not the stages of a pipeline", args.parallelism_config.tp_size
-        errors.append(ConfigError(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
-    if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
-        rule = "AutoTP shards unpartitioned models, not the stages of a pipeline"
-        errors.append(ConfigError(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
-    gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
-    if gradient_dtype is not None and _offload(zero, "offload_optimizer") != "none":
-        where = "data_types.grad_accum_dtype"
-        rule = "cannot be combined with offload_optimizer: gradients of tied weights would not be summed"
-        errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
-    if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
-        where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
-        errors.append(ConfigError(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
     return errors
 
 
@@ -620,18 +585,3 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
             entries[name] = grown_BS
         padded.append(entries)
     return padded
-
-
-def for_stages(
-    batch: Mapping[str, torch.Tensor], loss_factor: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
-    """Return the inputs of the first stage, and for the last stage the labels with the factor of their summed loss.
-
-    Args:
-        batch: Tensors [B, S] by name.
-        loss_factor: Factor of the summed cross-entropy, a float32 scalar.
-    """
-    from ...plugins.deepspeed_pipeline.stage import stage_inputs
-
-    inputs = stage_inputs(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
-    return inputs, (batch["labels"], loss_factor)
