@@ -41,6 +41,7 @@ from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
+from shardwright.ds_configs.specs.tasks import TASKS
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.learning import MeasuredStep, corrected_time
 from shardwright.ds_configs.step_time.rates import TRANSFORMERS
@@ -93,15 +94,38 @@ def job_of(picks: Mapping[str, Any]) -> TrainingJob:
         changes |= {"teacher": model_of(teacher or "llama"), "teacher_placement": placement}
     if targets:
         changes["lora_targets"] = ("q_proj", "v_proj")
+    if picks["task"]:
+        changes |= task_of(picks, method)
     return TrainingJob(
         seq_len_tokens=picks["seq_len_tokens"],
         precision=picks["precision"],
         method=method,
         optimizer=picks["optimizer"],
         weights_dtype=picks["weights"],
-        loss=picks["loss"],
-        **changes,
+        **{"loss": picks["loss"]} | changes,
     )
+
+
+def task_of(picks: Mapping[str, Any], method: str) -> dict[str, Any]:
+    """Return the fields of a task: its second models as TRL places them, and how it generates."""
+    name, _, generation = picks["task"].partition(" ")
+    task = TASKS[name]
+    if picks["teacher"] and "teacher" not in task.second_models:
+        raise UsageError([])
+    placed = "sharded" if picks["engine"] in ("zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid") else "replica"
+    fields: dict[str, Any] = {"task": name, "loss": "auto", "completion_tokens": picks["seq_len_tokens"] // 4}
+    models = {"reference": model_of(picks["model"]), "teacher": model_of("llama")}
+    for role in task.second_models:
+        if role != "teacher" or not picks["teacher"]:
+            fields[role] = models.get(role) or model_of("llama").with_score_head()
+            fields[f"{role}_placement"] = "layout" if role == "value" else placed
+    if "reference" in task.second_models and method != "full":
+        fields["reference_placement"] = "shared"
+    if task.generates:
+        engine, _, sleep = generation.partition(" ")
+        fields |= {"generation": engine or "transformers", "vllm_sleep": sleep or "off", "num_generations": 2}
+        fields |= {"vllm_tensor_parallel_size": 2, "vllm_memory_share": 0.3} if sleep else {}
+    return fields
 
 
 def layout_of(picks: Mapping[str, Any], model: ModelSpec, job: TrainingJob, hardware: HardwareSpec) -> Layout:
@@ -162,7 +186,7 @@ def predictions(picks: Mapping[str, Any]) -> Values:
     values |= {f"zero {name}": value for name, value in asdict(layout.zero).items() if value != USUAL_ZERO[name]}
     for share in rank_shares(layout, model, job):
         stage = "" if share.stage is None else f" of stage {share.stage.index}"
-        moments = share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU")
+        moments = share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU", device_bytes=hardware.gpu_bytes)
         values |= _by_moment(f"accelerator{stage}", list(moments.values()))
     if hardware.gpu == "CPU":
         for share, phases in cpu_share_terms(layout, model, job):

@@ -19,6 +19,7 @@ from .axes import (
     tensor_parallel_errors,
 )
 from .combinations import columns_of, incompatibility_errors
+from .tasks import groups_are_complete, losses_read_whole_heads, second_models_follow_the_engine
 
 FP8_CAPABILITY = 89
 """Smallest compute capability, times ten, with products in fp8."""
@@ -466,6 +467,9 @@ AXIS_RULES: tuple[Rule, ...] = (
     pipeline_parallelism,
     chunked_loss_is_supported,
     second_models_stay_whole,
+    second_models_follow_the_engine,
+    losses_read_whole_heads,
+    groups_are_complete,
     fp8_is_supported,
     liger_has_kernels,
 )
@@ -501,6 +505,7 @@ RULES: tuple[Rule, ...] = (
 BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
+    groups_are_complete,
     pipeline_parallelism,
     layerwise_updates_do_not_accumulate,
 )

@@ -863,7 +863,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             # A compiler keeps the calls of Liger's kernels.
             kernels="liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager",
         )
-        if traced is None or not has_window_blocks(model, job.seq_len_tokens):
+        if traced is None or unmasked == "masked" or not has_window_blocks(model, job.seq_len_tokens):
             return traced
         return _with_window_blocks(traced, model, job, micro_batch_size, mode)
 
@@ -891,8 +891,8 @@ SMALLEST_MASK_TOKENS = 2**13
 
 
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
-    if model.attention == "eager":
-        return "eager"
+    if model.attention == "eager" or unmasked == "masked":
+        return "eager" if model.attention == "eager" else "masked"
     has_window = 0 < (model.sliding_window or 0) < seq_len_tokens
     return "masked" if has_window and not has_window_blocks(model, seq_len_tokens) else unmasked
 

@@ -13,10 +13,12 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.second_models import SecondModel
+from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import Term
-from . import communication, host, layers, loss, model_states, second_models
+from . import communication, generation, host, layers, loss, model_states, second_models
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
+from .generation import generation_moments, vllm_bytes
 from .host import HostMemory, estimate_host_memory, offload_terms, second_model_host_terms
 from .layers import (
     activation_terms,
@@ -26,11 +28,11 @@ from .layers import (
     stage_terms,
     weight_copies,
 )
-from .loss import loss_terms
+from .loss import kept_loss_bytes, loss_terms
 from .model_states import model_state_terms
-from .moments import Moment, Phase, Terms, at_moments, fullest_by_phase, summed
+from .moments import PHASES, Moment, Phase, Terms, at_moments, fullest_by_phase, summed
 from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
-from .second_models import frozen_model_terms, trained_model_terms
+from .second_models import frozen_model_terms, runs_after_forward, trained_model_terms
 
 
 def share_moment_terms(
@@ -40,20 +42,32 @@ def share_moment_terms(
     *,
     unmasked: Attention = "auto",
     gpu: bool = True,
+    device_bytes: int = 0,
 ) -> dict[Moment, Terms]:
     """Return the named tensor bytes of a rank's share at each moment of a training step.
+
+    `device_bytes` is the memory of the accelerator, of which a colocated vLLM uses a share.
 
     Raises:
         UsageError: neither coefficients nor a bound from the model's structure exist.
     """
-    model, step = share.model, rank_step(layout, share, job, unmasked=unmasked, gpu=gpu)
+    model = share.model
+    step = rank_step(in_sequences(layout, job.task), share, job, unmasked=unmasked, gpu=gpu)
     activation_parts = activation_terms(step)
     if share.stage is not None:
         activation_parts = stage_terms(step, activation_parts)
-    parts = [activation_parts, loss_terms(step), weight_copies(step)]
-    parts += [second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu) for second in job.second_models]
     states = _states_and_buffers(layout, model, job)
-    combined = {moment: summed(states[moment], *(part[moment] for part in parts)) for moment in states}
+    parts = [states, activation_parts, weight_copies(step)]
+    later: list[dict[Moment, Terms]] = []
+    for second in job.second_models:
+        terms = second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu)
+        (later if runs_after_forward(second, job) else parts).append(terms)
+    losses = [loss_terms(step), *(dict.fromkeys(PHASES, terms["init"]) for terms in later)]
+    combined = {moment: summed(*(part[moment] for part in (*parts, *losses))) for moment in states}
+    if later:
+        kept = {"loss": kept_loss_bytes(step)}
+        during = summed(kept, *(part["forward_end"] for part in (*parts, *later)))
+        combined["forward_end"] = max(combined["forward_end"], during, key=lambda terms: sum(terms.values()))
     if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
         combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
@@ -66,6 +80,16 @@ def share_moment_terms(
         )
         for moment, again in again_in_last:
             combined[moment] = in_tiles_or_between_modules(step, combined[moment], again=again)
+    if TASKS[job.task].generates and not model.has_score_head:
+        engine_bytes = round(device_bytes * job.vllm_memory_share) if job.vllm_memory_share else 0
+        engine_bytes = engine_bytes or vllm_bytes(layout, model, job)
+        steps = [terms for moment, terms in combined.items() if moment != "init"]
+        resident = {name: min(terms.get(name, 0) for terms in steps) for name in steps[0]}
+        before = generation_moments(step, resident, engine_bytes=engine_bytes)
+        if job.generation == "vllm" and job.vllm_sleep != "on":
+            awake = {"vllm_engine": engine_bytes}
+            combined = {moment: summed(terms, awake) for moment, terms in combined.items()}
+        combined |= before
     return combined
 
 
@@ -74,7 +98,7 @@ def second_model_terms(
 ) -> dict[Moment, Terms]:
     """Return the named bytes of a second model on an accelerator at each moment of the trained model's step."""
     if not second.trained:
-        return frozen_model_terms(second, layout, job)
+        return frozen_model_terms(second, in_sequences(layout, job.task), job, gpu=gpu)
     alone = job.without_second_models()
     (share,) = rank_shares(layout, second.spec, alone)
     return trained_model_terms(second.role, share_moment_terms(layout, share, alone, unmasked=unmasked, gpu=gpu))
@@ -257,7 +281,7 @@ OVERHEADS = (
 
 def declared_terms() -> tuple[Term, ...]:
     """Return every term of memory, and the seconds of offload and second models, in the order of their modules."""
-    groups = (model_states, communication, layers, loss, second_models, host)
+    groups = (model_states, communication, layers, loss, generation, second_models, host)
     buffers = Term("model_buffers", "rotary tables and other fp32 buffers, on every rank")
     return (buffers, *(term for group in groups for term in group.TERMS), *OVERHEADS)
 
@@ -375,7 +399,9 @@ def estimate_memory(
     ]
     stages = []
     for share in rank_shares(layout, model, job):
-        phases = fullest_by_phase(share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU"))
+        phases = fullest_by_phase(
+            share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU", device_bytes=hardware.gpu_bytes)
+        )
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         allocated = sum(phases[phase].values())
         low, high = (round(allocated * factors[end] + overheads[end]) for end in (0, 2))
@@ -439,9 +465,8 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
         phases = fullest_by_phase({moment: summed(device[moment], host[moment]) for moment in device})
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
-            traced = cached_activations(share.model, job, unmasked="fused")(
-                layout.micro_batch_size, activation_mode(layout, job)
-            )
+            sequences = in_sequences(layout, job.task).micro_batch_size
+            traced = cached_activations(share.model, job, unmasked="fused")(sequences, activation_mode(layout, job))
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
             size = checkpoint_bytes(layout, traced)

@@ -13,6 +13,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import SecondModel
+from ..specs.tasks import in_sequences
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
 from .activations import activation_mode, cached_activations
@@ -81,7 +82,8 @@ def estimate_host_memory(
             alone = job.without_second_models()
             nvme += nvme_bytes(layout, second.spec, alone, rank_parameters(second.spec, alone, layout))
     if count := layout.offloaded_layers(model.dimensions.num_layers):
-        traced = cached_activations(model, job)(layout.micro_batch_size, activation_mode(layout, job))
+        sequences = in_sequences(layout, job.task).micro_batch_size
+        traced = cached_activations(model, job)(sequences, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)

@@ -9,6 +9,7 @@ from math import ceil
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import adapted_experts
+from ..specs.tasks import TASKS
 from ..specs.terms import Term
 from .activations import (
     SMALLEST_MASK_TOKENS,
@@ -98,6 +99,9 @@ def rank_step(
 ) -> RankStep:
     """Return a rank's micro-batch with the bytes of its activations."""
     model, mode = share.model, activation_mode(layout, job)
+    if TASKS[job.task].pads and (layout.micro_batch_size > 1 or model.sliding_window):
+        # Sequences of different lengths have a padding mask, with which windows do not run in blocks.
+        unmasked = "masked"
     # Tiles of the loss are part of the eager one.
     tiles_loss = job.loss == "chunked" and not has_fused_loss(model, layout, job, gpu=gpu)
     counted = replace(job, loss="eager") if tiles_loss else job
@@ -107,6 +111,10 @@ def rank_step(
     if layout.tiled_mlp:
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, ceil(job.seq_len_tokens / (layout.sp * layout.cp))))
     tokens = layout.micro_batch_size * job.seq_len_tokens
+    if unmasked == "masked" and model.sliding_window and layout.micro_batch_size > 1:
+        # Stored layers have the mask of their windows; padding adds that of full attention.
+        mask = tokens * job.seq_len_tokens
+        traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
     traced = with_attention(traced, model.dimensions, tokens, layout=layout, element=job.compute_bytes, on_gpu=gpu)
     if layout.cp > 1 and job.seq_len_tokens // layout.cp < SMALLEST_MASK_TOKENS:
         # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
@@ -114,7 +122,7 @@ def rank_step(
         traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, layout.micro_batch_size, mode)
-    return RankStep(layout=layout, share=share, job=job, traced=traced, mode=mode)
+    return RankStep(layout=layout, share=share, job=job, traced=traced, mode=mode, on_gpu=gpu)
 
 
 def checkpoint_bytes(layout: Layout, traced: ActivationEstimate) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
+from typing import NamedTuple
 
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.tasks import TASKS, Head
 from ..specs.terms import Term
 from .activations import ActivationEstimate, activation_mode, loss_tiles, norm_backward_bytes
 from .moments import Moment, Terms, at_moments
@@ -26,10 +28,24 @@ TERMS = (
     ),
     Term(
         "head_gradient",
-        "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
+        "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher or a fused head",
         role="gradients",
     ),
 )
+
+FUSED_TOKENS, FUSED_COLUMNS = 4096, 32768
+"""Tile of TRL's fused head: tokens and columns of the vocabulary (trl 1.16.0, kernels/chunked_logprob.py
+`TOKEN_CHUNK_SIZE`, trainer/utils.py `_CHUNKED_LOGPROB_CHUNK_SIZE`). Its buffer has all columns whatever the model
+has."""
+
+_FUSED_STATISTICS = 7 * 4
+"""Bytes per token of the fp32 statistics that the forward pass of the fused head folds tiles into."""
+
+_FUSED_KEPT = 8 + 2 * 4 + 4 * 4
+"""Bytes per token that it keeps: the label, two saved statistics, and up to four outputs."""
+
+_FUSED_FORWARD_LOGIT, _FUSED_BACKWARD_LOGIT = 3 * 4, 5 * 4 + 1 + 2 * 4
+"""Bytes per logit of a tile without Triton: fp32 temporaries of `_forward_tile` and `_backward_tile`."""
 
 CHUNK_BYTES = 320 * 2**20
 """Largest size of the logits of both heads that the fused loss computes at a time."""
@@ -81,6 +97,11 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
     layout, model, job, traced = step.layout, step.model, step.job, step.traced
     if not step.share.has_head:
         return at_moments({})
+    reads = loss_head(model, job)
+    if reads != "model":
+        ahead, _, back = head_bytes(layout, model, job, element=_element_bytes(step), on_gpu=step.on_gpu)
+        gradient = {"head_gradient": back.head_gradient} if back.head_gradient else {}
+        return at_moments({}, forward_end={"loss": ahead}, loss_backward=gradient | {"loss": back.others})
     if any(second.role == "teacher" for second in job.second_models):
         return distillation_loss_terms(layout, model, job)
     tiles, more = traced.loss_tiles, Terms()
@@ -105,6 +126,99 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
         loss_backward=more | gathered | {"loss": backward},
         head_backward={"loss": all_logits if job.loss != "chunked" else 0},
     )
+
+
+class HeadBackward(NamedTuple):
+    """Bytes of the backward pass of a task's head and loss at its fullest moment."""
+
+    others: int
+    head_gradient: int
+    """Of the fused head, whose gradient is summed in fp32 and then cast to the type of the weight."""
+
+
+def loss_head(model: ModelSpec, job: TrainingJob) -> Head:
+    """Return how the loss of a job reads a model's output; `eager` asks for the complete logits of older TRL."""
+    if model.has_score_head:
+        return "score"
+    head = TASKS[job.task].head
+    return "logits" if head == "fused" and job.loss == "eager" else head
+
+
+def kept_loss_bytes(step: RankStep) -> int:
+    """Return the bytes that the loss of a task keeps from the forward to the backward pass."""
+    return head_bytes(step.layout, step.model, step.job, element=_element_bytes(step), on_gpu=step.on_gpu)[1]
+
+
+def _element_bytes(step: RankStep) -> int:
+    """Bytes of a hidden state, which autocast keeps in fp32."""
+    return 2 if step.mode == "bf16" else 4
+
+
+def scored_tokens(layout: Layout, job: TrainingJob, *, on_gpu: bool) -> int:
+    """Return the tokens of a micro-batch on a rank whose log-probabilities are computed.
+
+    With Triton the fused head reads the hidden states of completions only (trl 1.16.0, `add_fused_lm_head`), of which
+    no length is known unless the job limits them; elsewhere of every token but the first.
+    """
+    length = job.seq_len_tokens - 1
+    if on_gpu and job.completion_tokens is not None:
+        length = min(length, job.completion_tokens)
+    return max(1, layout.micro_batch_size * length // (layout.sp * layout.cp))
+
+
+def head_bytes(
+    layout: Layout, model: ModelSpec, job: TrainingJob, *, element: int, on_gpu: bool
+) -> tuple[int, int, HeadBackward]:
+    """Return the bytes of head and loss of a task: at most in the forward pass, kept after it, at most in the backward.
+
+    They are beyond what the layers and the final norm keep. With n scored of N tokens, width h, V columns, `e` bytes
+    of a hidden state (`element`), `w` bytes of the compute type and tiles of t = min(n, 4096) tokens:
+
+    fused (trl 1.16.0, kernels/chunked_logprob.py): a copy of the scored states, `e n h`, for the output of the norm,
+    `e N h`; a buffer of `32768 w t`; statistics of 28 n. The backward pass sums both gradients in fp32, `4 n h` and
+    `4 V h`, with the buffer, or casts them afterwards. Without Triton a tile has fp32 temporaries.
+
+    logits (`get_batch_logps` of ORPOTrainer and CPOTrainer): the logits, their log-softmax and that of the preferred
+    half, `2.5 a N V` with `a` bytes of a logit, then `3.5 a N V`: both kept log-softmaxes, the scattered gradient and
+    its product. Accelerate converts logits to fp32 except under DeepSpeed.
+
+    divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
+    of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
+
+    score: the gradient of the hidden states.
+    """
+    head = loss_head(model, job)
+    tokens = layout.micro_batch_size * job.seq_len_tokens // (layout.sp * layout.cp)
+    hidden, columns = model.dimensions.hidden_size, model.dimensions.vocab_size
+    norm = norm_backward_bytes(element) * tokens * hidden
+    width = job.compute_bytes
+    if head == "score":
+        return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
+    if head in ("logits", "divergence"):
+        logits = (width if layout.engine == "deepspeed" else 4) * tokens * columns
+        converted = width * tokens * columns if layout.engine != "deepspeed" and width == 2 else 0
+        forward, kept, backward = (5, 3, 7) if head == "logits" else (18, 14, 20)
+        most = max(forward * logits // 2, logits + converted)
+        return most, kept * logits // 2, HeadBackward(max(backward * logits // 2, norm), 0)
+    scored = scored_tokens(layout, job, on_gpu=on_gpu)
+    rows, tile_columns = min(scored, FUSED_TOKENS), min(columns, FUSED_COLUMNS)
+    copied = element * scored * hidden if on_gpu or layout.micro_batch_size > 1 else 0
+    buffer = width * rows * FUSED_COLUMNS
+    casts = width * (rows + tile_columns) * hidden if width < element else 0
+    forward_tile = 0 if on_gpu else _FUSED_FORWARD_LOGIT * rows * tile_columns
+    kept = _FUSED_KEPT * scored + max(0, copied - (element * tokens * hidden if copied else 0))
+    forward = copied + (_FUSED_STATISTICS + 8) * scored + buffer + casts + forward_tile
+    trained = job.method == "full"
+    state_gradient = 4 * scored * hidden
+    head_gradient = 4 * model.embedding_parameters if trained else 0
+    cast_gradient = element * model.embedding_parameters if trained and element < 4 else 0
+    inside = buffer + casts
+    if not on_gpu:
+        products = 4 * (rows * tile_columns + tile_columns * hidden) if width == 2 else 0
+        inside += max(_FUSED_BACKWARD_LOGIT * rows * tile_columns, products)
+    ended = (element * scored * hidden if element < 4 else 0) + cast_gradient
+    backward = kept + state_gradient + max(inside, ended)
+    return forward, kept, HeadBackward(max(backward, norm), head_gradient)
 
 
 def distillation_loss_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
-Phase = Literal["init", "loss", "backward", "step"]
+Phase = Literal["init", "generate", "score", "loss", "backward", "step"]
+"""Phases of a step; only tasks that generate have `generate` and `score`."""
 
 
 Moment = Literal[
     "init",
+    "generate",
+    "score",
     "second_models_forward",
     "last_layer_forward",
     "forward_end",
@@ -23,14 +26,15 @@ Moment = Literal[
     "embedding_backward",
     "step",
 ]
-"""Moments of a step in order: the forward passes of second models; that of the last layer; forward and backward pass of
-the loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer;
-the token embedding; the optimizer step."""
+"""Moments of a step in order: completions and their scores, of tasks that generate; the forward passes of second
+models; that of the last layer; forward and backward pass of the loss; backward pass of the output head and reduction of
+its gradients; the same for the last and the first layer; the token embedding; the optimizer step."""
 
 
 Terms = dict[str, int]
 
 
+# Of every task; the other moments are phases of their own.
 PHASES: Mapping[Moment, Phase] = {
     "init": "init",
     "second_models_forward": "loss",
@@ -93,7 +97,7 @@ def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
     """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
     phases: dict[Phase, Terms] = {}
     for moment, terms in moments.items():
-        phase = PHASES[moment]
+        phase = PHASES[moment] if moment in PHASES else cast(Phase, moment)
         if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
             phases[phase] = terms
     return phases

@@ -203,6 +203,7 @@ class RankStep:
     job: TrainingJob
     traced: ActivationEstimate
     mode: Mode
+    on_gpu: bool
 
     @property
     def model(self) -> ModelSpec:

@@ -13,10 +13,11 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
 from ..specs.second_models import TRAINED_ROLES, SecondModel, SecondModelRole
+from ..specs.tasks import TASKS
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
 from . import communication, layers, loss, model_states
-from .activations import attention_of, estimate_activations
+from .activations import activation_mode, attention_of, estimate_activations
 from .communication import forward_gathered_elements
 from .moments import PHASES, Moment, Terms, at_moments
 from .rank_parameters import NF4_BYTES
@@ -108,13 +109,18 @@ def terms_of_role(role: SecondModelRole, terms: Terms) -> Terms:
     return named
 
 
-def frozen_model_terms(second: SecondModel, layout: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+def frozen_model_terms(
+    second: SecondModel, layout: Layout, job: TrainingJob, *, gpu: bool = True
+) -> dict[Moment, Terms]:
     """Return the named bytes of a frozen second model on one accelerator at each moment."""
     role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
     tokens = layout.micro_batch_size * job.seq_len_tokens
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
+    running = running_terms(second, layout, job, gpu=gpu)
+    if TASKS[job.task].head != "model":
+        return _task_model_terms(second, layout, job, running)
     # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
     outputs = {
         f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
@@ -122,19 +128,58 @@ def frozen_model_terms(second: SecondModel, layout: Layout, job: TrainingJob) ->
     }
     if placement == "shared" and (layout.zero_stage == 3 or layout.engine == "fsdp2"):
         outputs[f"{role}_head"] = width * spec.embedding_parameters
-    running = {
-        f"{role}_activations": _forward_bytes(layout, spec, job),
-        f"{role}_gathered": _gathered_bytes(second, layout, job),
-    }
     if placement == "shared":
         return at_moments({}, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
-    if placement == "quantized":
-        weights = _four_bit_bytes(spec, job)
-    else:
-        shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
-        weights = width * shares.get(placement, spec.parameter_count)
-    always = {f"{role}_weights": weights + spec.buffer_bytes}
+    always = {f"{role}_weights": _weight_bytes(second, layout, job)}
     return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
+
+
+def running_terms(second: SecondModel, layout: Layout, job: TrainingJob, *, gpu: bool) -> Terms:
+    """Return the named bytes that the forward pass of a frozen second model adds.
+
+    A reference computes log-probabilities after its layers, from the input of its head.
+    """
+    activations = forward_bytes(layout, second.spec, job)
+    if second.role == "reference":
+        element = 2 if activation_mode(layout, job) == "bf16" else 4
+        hidden = element * layout.micro_batch_size * job.seq_len_tokens * second.spec.dimensions.hidden_size
+        head, _, _ = loss.head_bytes(layout, second.spec, job, element=element, on_gpu=gpu)
+        activations = max(activations, hidden + head)
+    return {
+        f"{second.role}_activations": activations,
+        f"{second.role}_gathered": _gathered_bytes(second, layout, job),
+    }
+
+
+def _weight_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
+    """Bytes of a frozen model's weights and buffers on an accelerator while it does not run."""
+    spec, width = second.spec, job.compute_bytes
+    if second.planned_placement == "quantized":
+        return _four_bit_bytes(spec, job) + spec.buffer_bytes
+    if second.role == "reference" and layout.engine in ("single", "ddp") and job.method == "full":
+        # TRL loads it with the type of the trained weights (trl 1.16.0, dpo_trainer.py:924).
+        width = 4 if job.precision == "fp32" else job.trained_weight_bytes
+    shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
+    return width * shares.get(second.planned_placement, spec.parameter_count) + spec.buffer_bytes
+
+
+def runs_after_forward(second: SecondModel, job: TrainingJob) -> bool:
+    """Return whether a second model runs after the trained model's forward pass, whose kept activations exist then."""
+    return second.role == "reference" and not TASKS[job.task].generates
+
+
+def _task_model_terms(second: SecondModel, layout: Layout, job: TrainingJob, running: Terms) -> dict[Moment, Terms]:
+    """Return the bytes of a frozen second model of a task.
+
+    A reference runs after the forward pass of the trained model, whose kept activations exist meanwhile; of it only one
+    log-probability per token remains. A task that generates runs it, and a reward model, before the update. A teacher's
+    logits are part of the loss.
+    """
+    role, placement = second.role, second.planned_placement
+    always = {} if placement in ("shared", "cached") else {f"{role}_weights": _weight_bytes(second, layout, job)}
+    if placement == "cached" or (TASKS[job.task].generates and role != "teacher"):
+        return at_moments(always)
+    return at_moments(always, forward_end=running)
 
 
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
@@ -165,8 +210,8 @@ def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> in
     return job.compute_bytes * forward_gathered_elements(spec, zero)
 
 
-def _forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
-    """Activations of one layer without gradients: temporaries of a checkpointed layer, its input and its output.
+def forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
+    """Return the bytes of one layer without gradients: temporaries of a checkpointed layer, its input and its output.
 
     Without traced coefficients, attention and MLP count in compute precision. With sequence parallelism the model
     still reads complete sequences.

@@ -205,6 +205,7 @@ def make_plan(
         UsageError: the job is invalid, or every layout that it allows breaks a rule.
         PlanDoesNotFitError: no layout fits.
     """
+    job = job.completed(model)
     context = SearchContext(
         model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
     )

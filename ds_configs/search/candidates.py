@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil, prod
+from math import ceil, lcm, prod
 from typing import Any
 
 from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
@@ -15,9 +15,10 @@ from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
 from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import LossImplementation, StrategyName, TrainingJob
+from ..specs.job import GROUPED_TASKS, LossImplementation, StrategyName, TrainingJob
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
+from ..specs.tasks import TASKS
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.learning import MeasuredStep, corrected_time
 
@@ -57,7 +58,7 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
     }
     if requested:
         yield requested
-    if job.second_models:
+    if job.second_models or TASKS[job.task].head != "model":
         # They support no other axes than requested sequence parallelism.
         return
     if requested:
@@ -230,8 +231,11 @@ def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool 
         return job.global_batch_size
     if job.micro_batch_size is not None:
         return job.micro_batch_size * accelerators
-    most = 1 if smallest else max(1, STEP_TOKENS // job.seq_len_tokens)
-    return accelerators << (most.bit_length() - 1)
+    each = job.seq_len_tokens * TASKS[job.task].sequences_per_sample
+    most = 1 if smallest else max(1, STEP_TOKENS // each)
+    sequences = accelerators << (most.bit_length() - 1)
+    # Complete groups of completions.
+    return lcm(sequences, job.generations) if job.task in GROUPED_TASKS else sequences
 
 
 def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> str:
@@ -354,7 +358,7 @@ def losses(context: SearchContext) -> list[SearchContext]:
     With Liger's other kernels it is the only one, because `use_liger_kernel` of Transformers enables it too.
     """
     job, model = context.job, context.model
-    if job.loss != "auto":
+    if job.loss != "auto" or TASKS[job.task].head != "model":
         return [context]
     names: list[LossImplementation] = ["eager"]
     if not job.second_models and model.task == "causal_lm":

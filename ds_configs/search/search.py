@@ -6,14 +6,15 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from math import ceil
 
 from ..memory.estimate import MemoryEstimate, second_model_bytes
 from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import ConfigError, UsageError
-from ..specs.job import LossImplementation, TrainingJob, job_errors
+from ..specs.hardware import HardwareSpec
+from ..specs.job import GROUPED_TASKS, LossImplementation, Switch, TrainingJob, job_errors
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
@@ -26,6 +27,7 @@ from ..specs.second_models import (
     SecondModel,
     SecondModelRole,
 )
+from ..specs.tasks import TASKS
 from ..specs.terms import Term
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime, valued_terms
@@ -482,8 +484,44 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
     return Outcome(
         chosen=chosen,
         rejected=tuple(rejected),
-        job=job if best is None else replace(job, loss=best.job.loss),
+        job=job if best is None else _resolved(job, best.job),
     )
+
+
+def _resolved(job: TrainingJob, chosen: TrainingJob) -> TrainingJob:
+    """Return a job with the loss and the way to generate of a chosen candidate's."""
+    return replace(
+        job,
+        loss=chosen.loss,
+        generation=chosen.generation,
+        vllm_tensor_parallel_size=chosen.vllm_tensor_parallel_size,
+        vllm_sleep=chosen.vllm_sleep,
+    )
+
+
+def generation_choices(job: TrainingJob, hardware: HardwareSpec) -> list[TrainingJob]:
+    """Return the job with each way to generate, in order of preference.
+
+    vLLM decodes several times as fast as `generate`. Without sleep nothing is copied between phases; more ranks per
+    engine leave more memory for its cache.
+    """
+    if not TASKS[job.task].generates:
+        return [job]
+    if job.task not in GROUPED_TASKS or hardware.gpu == "CPU":
+        return [replace(job, generation="transformers")] if job.generation == "auto" else [job]
+    ways: list[TrainingJob] = []
+    if job.generation in ("auto", "vllm"):
+        sleeps: tuple[Switch, ...] = ("off", "on") if job.vllm_sleep == "auto" else (job.vllm_sleep,)
+        sizes = [size for size in (1, 2, 4, 8) if hardware.gpus_per_node % size == 0]
+        if job.vllm_tensor_parallel_size is not None:
+            sizes = [job.vllm_tensor_parallel_size]
+        ways += [
+            replace(job, generation="vllm", vllm_sleep=sleep, vllm_tensor_parallel_size=size)
+            for sleep, size in product(sleeps, sizes)
+        ]
+    if job.generation in ("auto", "transformers"):
+        ways.append(replace(job, generation="transformers"))
+    return ways or [job]
 
 
 def anything_fits(context: SearchContext) -> bool:
@@ -555,7 +593,7 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
         or _has_requested_axes(layout, job)
         or not (batch_is_illegal or (too_large and layout.offload_optimizer == "none"))
     ]
-    jobs = [job]
+    jobs = generation_choices(job, hardware)
     for second in job.second_models:
         names = second.automatic_placements(context.model, adapters=job.method != "full", ranks=hardware.world_size)
         if second.placement == "auto":

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args
 
-from pydantic import AliasChoices, ConfigDict, Field, create_model
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, create_model
 from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
@@ -16,6 +16,7 @@ from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
+from .tasks import TASKS, Task, TaskName
 from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
@@ -29,6 +30,7 @@ ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
+GenerationEngine = Literal["auto", "transformers", "vllm", "vllm-server"]
 WeightsType = Literal["auto", "fp32", "bf16"]
 
 
@@ -52,6 +54,7 @@ def _option(description: str, *, unit: str = "", hugging_face: Sequence[str] = (
     return Field(description=description, json_schema_extra=extra or None)
 
 
+_AUTO = BeforeValidator(lambda value: None if value == "auto" else value)
 Ranks = Annotated[int | None, Count(100_000), Field(json_schema_extra={"unit": "ranks"})]
 
 
@@ -154,6 +157,55 @@ class LayoutFields:
 
 
 @_fields
+class TaskFields:
+    """The objective of a training run, and how a task that generates does so; `None`: the task's default."""
+
+    group: ClassVar[str] = "Task"
+
+    task: Annotated[
+        TaskName, _option("Objective: supervised, preferences (dpo to reward), or reinforcement (grpo to gkd)")
+    ] = "sft"
+    beta: Annotated[
+        Annotated[float, Field(ge=0)] | None,
+        _AUTO,
+        _option("Weight of the divergence from the reference; with 0, grpo, rloo and ppo have none"),
+    ] = None
+    completion_tokens: Annotated[
+        int | None,
+        Count(100_000_000),
+        _option(
+            "Longest completion, which is part of --seq-len. Default: half of it if the task generates",
+            unit="tokens",
+            hugging_face=["max_completion_length", "max_new_tokens", "response_length"],
+        ),
+    ] = None
+    num_generations: Annotated[int | None, Count(100_000), _option("Completions per prompt")] = None
+    steps_per_generation: Annotated[
+        int | None, Count(100_000), _option("Micro-batches per generation. Default: those of an optimizer step")
+    ] = None
+    generation: Annotated[
+        GenerationEngine,
+        _option("Generate with transformers, vllm on the training GPUs, or vllm-server on GPUs of its own"),
+    ] = "auto"
+    vllm_memory_share: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None,
+        _AUTO,
+        _option("Share of a GPU for vLLM", hugging_face=["vllm_gpu_memory_utilization"]),
+    ] = None
+    vllm_tensor_parallel_size: Annotated[Ranks, _option("GPUs that share vLLM's weights")] = None
+    vllm_sleep: Annotated[
+        Switch, _option("Free vLLM's memory during the update", hugging_face=["vllm_enable_sleep_mode"])
+    ] = "auto"
+    reference_placement: Annotated[
+        PlacementOption,
+        _option("replica, sharded, offloaded (host), cached (computed ahead) or shared (adapters disabled)"),
+    ] = "auto"
+    """Unused without a reference, as those of reward and value model."""
+    reward_placement: Annotated[PlacementOption, _option("replica, sharded or offloaded (host)")] = "auto"
+    value_placement: Annotated[Literal["auto", "layout"], _option("layout: trained as the layout trains")] = "auto"
+
+
+@_fields
 class KernelFields:
     """Switches of the kernels that compute a model."""
 
@@ -187,7 +239,7 @@ class PlanFields:
 
 @raises_all_errors
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, TrainingFields):  # type: ignore[misc]
+class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFields, TrainingFields):  # type: ignore[misc]
     """A training run; the planner chooses fields that are `auto` or `None`.
 
     Flags, YAML, environment, `plan.json`, page and proposed commands are made from these fields: a new one needs no
@@ -201,6 +253,11 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
         _option("Tokens of one training sequence", unit="tokens", hugging_face=["max_length", "max_seq_length"]),
     ] = 4096
     teacher: Annotated[ModelSpec | None, _option("Frozen teacher model for distillation")] = None
+    reference: Annotated[
+        ModelSpec | None, _option("Frozen model whose log-probabilities a task compares. Default: the model itself")
+    ] = None
+    reward: Annotated[ModelSpec | None, _option("Frozen reward model that scores completions")] = None
+    value: Annotated[ModelSpec | None, _option("Value model of ppo, trained too")] = None
 
     def options(self) -> dict[str, Any]:
         """Return the fields by the names of their options."""
@@ -247,10 +304,41 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
             if (spec := getattr(self, role)) is not None
         )
 
+    @property
+    def divergence_weight(self) -> float:
+        """`beta`, or that of the task."""
+        return TASKS[self.task].beta if self.beta is None else self.beta
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the longest completion of a task that generates."""
+        return min(self.seq_len_tokens - 1, self.completion_tokens or -(-self.seq_len_tokens // 2))
+
+    @property
+    def generations(self) -> int:
+        """Completions per prompt."""
+        return TASKS[self.task].num_generations if self.num_generations is None else self.num_generations
+
+    def completed(self, model: ModelSpec) -> TrainingJob:
+        """Return the job with what its task needs: the trained model as reference, and models with a score as output.
+
+        GRPO, RLOO and PPO need no reference without a weight of the divergence from it.
+        """
+        needed = TASKS[self.task].second_models
+        changed: dict[str, Any] = {}
+        if "reference" in needed and self.reference is None and self.divergence_weight:
+            changed["reference"] = model
+        for role in ("reward", "value"):
+            if role in needed and (spec := getattr(self, role)) is not None:
+                changed[role] = spec.with_score_head()
+        return replace(self, **changed) if changed else self
+
     def without_second_models(self) -> TrainingJob:
-        """Return the job of the trained model alone."""
-        none: dict[str, Any] = dict.fromkeys(ROLES)
-        return replace(self, **none) if self.second_models else self
+        """Return the supervised job of the trained model alone."""
+        if not self.second_models and self.task == "sft":
+            return self
+        alone: dict[str, Any] = {field.name: field.default for field in fields(TaskFields)} | dict.fromkeys(ROLES)
+        return replace(self, **alone)
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""
@@ -290,7 +378,7 @@ PLACEMENT_FIELDS = tuple(f"{role}_placement" for role in ROLES)
 
 
 HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
-    name.removesuffix("_tokens"): tuple(names)
+    ("seq_len" if name == "seq_len_tokens" else name): tuple(names)
     for name, field in _FIELDS.items()
     if (names := (field.json_schema_extra or {}).get("hugging_face"))
 }
@@ -310,7 +398,69 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
     if job.method != "full" and not job.lora_targets:
         rule = "must contain at least one module name"
         errors.append(ConfigError(where="lora_targets", rule=rule, fix="use all-linear"))
+    return errors + _task_errors(job)
+
+
+_OF_GENERATION = (
+    "completion_tokens",
+    "num_generations",
+    "steps_per_generation",
+    "generation",
+    "vllm_memory_share",
+    "vllm_tensor_parallel_size",
+    "vllm_sleep",
+)
+"""Fields of tasks that generate; the first also limits the answers of preferences."""
+GROUPED_TASKS: tuple[TaskName, ...] = ("grpo", "rloo")
+"""Tasks whose samples are completions in groups of `num_generations` with one prompt, and that vLLM generates for."""
+
+
+def _task_errors(job: TrainingJob) -> list[ConfigError]:
+    """Return the errors of fields that the job's task does not read or lacks."""
+    task, usual = TASKS[job.task], TrainingJob()
+    grouped, on_vllm = job.task in GROUPED_TASKS, job.generation in ("vllm", "vllm-server")
+    reads = {
+        "beta": "reference" in task.second_models,
+        **dict.fromkeys(_OF_GENERATION[1:], grouped),
+        "completion_tokens": task.head != "model",
+        "generation": grouped or (task.generates and not on_vllm),
+    } | {role: role in task.second_models or (role, job.task) == ("teacher", "sft") for role in ROLES}
+    errors = []
+    for name, is_read in reads.items():
+        value = getattr(job, name)
+        if value != getattr(usual, name) and not is_read:
+            shown = value.name if isinstance(value, ModelSpec) else value
+            tasks = [other.name for other in TASKS.values() if name in (*other.second_models, *_fields_of(other))]
+            fix = f"use --task {' or '.join(tasks)}, or omit it" if tasks else "use --task grpo or rloo, or omit it"
+            errors.append(ConfigError(where=name, value=shown, rule=f"is not used by task {job.task}", fix=fix))
+    required = {"gkd": ("teacher",), "ppo": ("reward", "value")}.get(job.task, ())
+    for role in required:
+        if getattr(job, role) is None:
+            errors.append(ConfigError(where=role, rule=f"is required by task {job.task}", fix=f"pass --{role} MODEL"))
+    if job.completion_tokens is not None and job.completion_tokens >= job.seq_len_tokens:
+        rule = f"must be less than the {job.seq_len_tokens} tokens of a sequence, which contains the prompt too"
+        fix = f"use --seq-len {job.seq_len_tokens + job.completion_tokens}, or a smaller value"
+        errors.append(ConfigError(where="completion_tokens", value=job.completion_tokens, rule=rule, fix=fix))
+    if grouped and job.generations < 2:
+        rule = "must be at least 2: an advantage compares completions of one prompt"
+        errors.append(ConfigError(where="num_generations", value=job.generations, rule=rule))
+    if task.head != "model" and job.loss == "chunked":
+        rule = f"is not used by task {job.task}, whose loss reads the output head itself"
+        errors.append(ConfigError(where="loss", value=job.loss, rule=rule, fix="omit it"))
+    if task.head != "model" and job.use_liger_kernel:
+        rule = f"is not supported with task {job.task}: TRL replaces the model's forward pass"
+        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix="omit it"))
+    on_engine = ("vllm_memory_share", "vllm_tensor_parallel_size", "vllm_sleep")
+    if grouped and job.generation == "transformers":
+        for name in on_engine:
+            if getattr(job, name) != getattr(usual, name):
+                rule, fix = "is not used by generation transformers", "use --generation vllm, or omit it"
+                errors.append(ConfigError(where=name, value=getattr(job, name), rule=rule, fix=fix))
     return errors
+
+
+def _fields_of(task: Task) -> tuple[str, ...]:
+    return ("beta",) if "reference" in task.second_models else ()
 
 
 def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
@@ -324,7 +474,14 @@ def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
 
 
 class _JobSettings(
-    HardwareFields, RevisionFields, KernelFields, LayoutFields, TeacherFields, PlanFields, TrainingFields
+    HardwareFields,
+    RevisionFields,
+    KernelFields,
+    LayoutFields,
+    TaskFields,
+    TeacherFields,
+    PlanFields,
+    TrainingFields,
 ):
     """Settings from which a plan is made: a job, whose second models are not read yet, and the hardware."""
 

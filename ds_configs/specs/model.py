@@ -283,6 +283,18 @@ class ModelSpec:
     def parameter_count(self) -> int:
         return sum(parameter.total for parameter in self.parameters)
 
+    @property
+    def has_score_head(self) -> bool:
+        """Whether the output is a score instead of logits."""
+        return any(parameter.name == "score.weight" for parameter in self.parameters)
+
+    def with_score_head(self) -> ModelSpec:
+        """Return the model with a score per token instead of logits, as `ForSequenceClassification` classes have."""
+        width = self.dimensions.hidden_size
+        score = ParameterShape(name="score.weight", shape=(1, width), count=1, group="head", kind="linear")
+        backbone = tuple(parameter for parameter in self.parameters if parameter.group != "head")
+        return replace(self, parameters=(*backbone, score), tied_embeddings=False)
+
     def group_counts(self) -> dict[str, int]:
         """Return the number of parameters by group."""
         counts: dict[str, int] = defaultdict(int)

@@ -17,7 +17,7 @@ Placement = Literal["replica", "sharded", "offloaded", "quantized", "cached", "s
 copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored;
 `shared`: the trained model with its adapters disabled; `layout`: trained, with its states as in the layout."""
 
-PlacementOption = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
+PlacementOption = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached", "shared"]
 """Values of an option; with `auto`, the planner chooses."""
 
 AUTOMATIC_PLACEMENTS: tuple[Placement, ...] = ("replica", "sharded", "offloaded")

@@ -20,8 +20,9 @@ from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import SecondModel
+from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import StepTerm, Term
-from . import communication
+from . import communication, generation
 from .communication import (
     Calls,
     DataTraffic,
@@ -29,9 +30,9 @@ from .communication import (
     exchanges,
     transfer_seconds,
 )
+from .generation import GENERATION_ERROR, generation_seconds
+from .inputs import StepInputs
 from .model_work import (
-    Device,
-    ModelWork,
     Pass,
     device_of,
     head_passes,
@@ -92,7 +93,7 @@ _OTHERS = (
 )
 
 TERMS: Mapping[str, Term] = {
-    term.name: term for term in (*declared_terms(), *COMPUTATION, *communication.TERMS, *_OTHERS)
+    term.name: term for term in (*declared_terms(), *COMPUTATION, *communication.TERMS, *generation.TERMS, *_OTHERS)
 }
 """Every term of memory and time, by name."""
 
@@ -119,22 +120,6 @@ def time_term_name(term: str) -> str:
     return TERMS[term].title if term in TERMS else term.replace("_", " ")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
-    """Inputs of every part of a step."""
-
-    layout: Layout
-    model: ModelSpec
-    hardware: HardwareSpec
-    job: TrainingJob
-    software: Software
-    constants: GpuConstants
-    device: Device
-    work: ModelWork
-    tokens: float
-    """Of a micro-batch on a rank, with sequences split by sequence and context parallelism."""
-
-
 def stage_terms(
     step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
@@ -155,7 +140,7 @@ def stage_terms(
         backward = replace(backward, attention=backward.attention + added)
     head, head_back = Pass(), Pass()
     if stage.has_head:
-        chunked = job.loss == "chunked"
+        chunked = job.loss == "chunked" or TASKS[job.task].head == "fused"
         head, head_back = head_passes(step.work, step.tokens, step.device, software, chunked, full)
     recomputed = layout.recomputed_layers(layers)
     again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
@@ -514,6 +499,7 @@ def estimate_step_time(
         slowest_seconds = estimate_step_time(layout, model, hardware, plain, constants=constants).high_seconds
     software = software or software_of(job, eager_attention=model.attention == "eager")
     shared, whole = layout.sp * layout.cp, layout.pp == 1
+    layout = in_sequences(layout, job.task)
     step = StepInputs(
         layout=layout,
         model=model,
@@ -555,13 +541,18 @@ def estimate_step_time(
             alone = job.without_second_models()
             own = estimate_step_time(layout, second.spec, hardware, alone, constants=constants).terms
             terms[f"{second.role}_step"] = sum(value for name, value in own.items() if name != "step_overhead")
+    uncertain = 0.0
+    if TASKS[job.task].generates and not model.has_score_head:
+        generated = generation_seconds(step)
+        uncertain = GENERATION_ERROR * sum(generated.values())
+        terms |= generated
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
     tokens = layout.global_batch_size * job.seq_len_tokens
     return StepTime(
         seconds=seconds,
-        low_seconds=seconds / (1 + constants.error),
-        high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
+        low_seconds=(seconds - uncertain / 2) / (1 + constants.error),
+        high_seconds=max((seconds + uncertain) * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
     )

@@ -22,7 +22,7 @@ from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
-from shardwright.ds_configs.specs.job import AXIS_FIELDS, JobSettings, TrainingJob, job_errors
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TaskFields, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
 from shardwright.plugins.planning.from_names import checked_job, read_hardware
@@ -52,7 +52,8 @@ def _values(name: str, kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(
             [("all-linear",), ("q_proj", "v_proj"), (r".*\.(q|k)_proj",), (r"q_(proj|a,b)", "o_proj")]
         )
-    return {int: st.integers(1, 99_999), bool: st.booleans(), type(None): st.none()}[kind]
+    kinds = {int: st.integers(1, 99_999), float: st.floats(0.01, 0.99), bool: st.booleans(), type(None): st.none()}
+    return kinds[kind]
 
 
 _KINDS = get_type_hints(TrainingJob)
@@ -65,9 +66,12 @@ def _used(job: TrainingJob) -> TrainingJob:
     usual = TrainingJob()
     if job.method == "full":
         job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
-    if job_errors(job):
-        job = replace(job, optim_args=usual.optim_args)
-    return job if job.teacher else replace(job, teacher_placement=usual.teacher_placement)
+    if any(error.where in ("teacher", "reward", "value") and error.value is None for error in job_errors(job)):
+        job = replace(job, task="sft")
+    job = replace(job, **{error.where: getattr(usual, error.where) for error in job_errors(job)})
+    unplaced = {f"{role}_placement": "auto" for role in ROLES if getattr(job, role) is None}
+    assert not job_errors(job)
+    return replace(job, **unplaced)
 
 
 _app = cache(build_app)
@@ -99,7 +103,9 @@ def _changed(words: list[str], change: list[str]) -> list[str]:
 @given(job=JOBS, base=JOBS)
 @DRAWN
 def test_flags_make_the_same_job(job: TrainingJob, base: TrainingJob) -> None:
-    job, base = _used(job), replace(_used(base), teacher=job.teacher)
+    job = _used(job)
+    # No option removes a second model.
+    base = _used(replace(base, task=job.task, **{role: getattr(job, role) for role in ROLES}))
     words = shlex.split(shlex.join(["m", "--hardware", "8xH20", *job.flags()]))
     assert _planned_job(_parsed("plan", words)) == job
     if base.method == "full" or job.method != "full":
@@ -138,9 +144,8 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     made, names = training_job(own, parse_hardware("8xH20")), job_options(own)
     shared = {"seq_len", "precision", "optimizer", "optim_args", "weights_dtype", "offload_activations", "tiled_mlp"}
     assert shared | {"micro_batch_size", "method", "lora_targets", "offload", "strategy"} <= names
-    assert kind is not TrainSettings or names == TrainingJob().options().keys() - {"objective", "teacher"} - {
-        "teacher_placement"
-    }
+    unused = {"objective", "teacher_placement", *ROLES, *(field.name for field in fields(TaskFields))}
+    assert kind is not TrainSettings or names == TrainingJob().options().keys() - unused
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 
 

@@ -25,10 +25,15 @@ first = "    group: ClassVar[str] = \\"Training\\"\\n"
 line = "    dummy_size: Annotated[int | None, Count(9), _option(\\"Size\\", hugging_face=(\\"dummy\\",))] = None\\n"
 assert first in source
 teacher = "    teacher: Annotated[ModelSpec | None, _option(\\"Frozen teacher model for distillation\\")] = None\\n"
-reward = teacher.replace("teacher", "reward")
-reward += "    reward_placement: Annotated[PlacementOption, _option(\\"Where it is\\")] = \\"auto\\"\\n"
+judge = teacher.replace("teacher", "judge")
+judge += "    judge_placement: Annotated[PlacementOption, _option(\\"Where it is\\")] = \\"auto\\"\\n"
 assert teacher in source
-source = source.replace(teacher, teacher + reward)
+source = source.replace(teacher, teacher + judge)
+# Its role, and the task that runs it.
+from typing import Literal
+from shardwright.ds_configs.specs import second_models, tasks
+second_models.SecondModelRole = Literal["teacher", "reference", "reward", "value", "judge"]
+object.__setattr__(tasks.TASKS["sft"], "second_models", ("judge",))
 module = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = module
 exec(compile(source.replace(first, first + line, 1), spec.origin, "exec"), module.__dict__)
@@ -67,22 +72,22 @@ try:
 except UsageError as error:
     found["errors"] = str(error).splitlines()
 # A second model: its own flags, keys, fields, lines, terms and errors.
-(directory / "job.yaml").write_text("reward: a/b\\nreward_placement: sharded\\n")
+(directory / "job.yaml").write_text("judge: a/b\\njudge_placement: sharded\\n")
 own = settings("plan", model, "--config", str(directory / "job.yaml"))
-found["second model"] = [own.second_models(), own.reward_placement]
-words = ["plan", model, "--hardware", "8xA100-80GB", "--reward", sys.argv[3], "--reward-placement", "sharded"]
+found["second model"] = [own.second_models(), own.judge_placement]
+words = ["plan", model, "--hardware", "8xA100-80GB", "--judge", sys.argv[3], "--judge-placement", "sharded"]
 assert run([*words, "--output-dir", str(directory / "second")]) == 0
 plan = Plan.load(directory / "second")
 chosen = json.loads((directory / "second" / "plan.json").read_text())["chosen"]
-found["second plan"] = [chosen["teacher"], chosen["reward"]["placement"], *(one.role for one in plan.job.second_models)]
+found["second plan"] = [chosen["teacher"], chosen["judge"]["placement"], *(one.role for one in plan.job.second_models)]
 found["second flags"] = plan.job.flags(shardwright.TrainingJob())
 text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
 found["second commands"] = [line.split() for line in text.splitlines() if line.startswith("    shardwright plan ")]
-found["second terms"] = [group for group, title, *_ in term_rows(plan) if "reward" in title]
-on_page = settings_from({"model": "a/b", "hardware": "8xT4", "reward": "c/d", "reward_placement": "sharded"})
-found["second page"] = ["reward" in NAMES, command_of(on_page)]
+found["second terms"] = [group for group, title, *_ in term_rows(plan) if "judge" in title]
+on_page = settings_from({"model": "a/b", "hardware": "8xT4", "judge": "c/d", "judge_placement": "sharded"})
+found["second page"] = ["judge" in NAMES, command_of(on_page)]
 try:
-    shardwright.plan(model, "8xA100-80GB", reward_placement="sharded")
+    shardwright.plan(model, "8xA100-80GB", judge_placement="sharded")
 except UsageError as error:
     found["second error"] = str(error)
 print(json.dumps(found))
@@ -103,15 +108,15 @@ def test_a_new_field_of_a_job_and_a_new_second_model_are_declared_once(tmp_path:
         "dummy_size = 10: must be an integer from 1 to 9, or auto",
         "seq_len = 'x': must be an integer from 1 to 100,000,000",
     ]
-    placed = ["--reward-placement", "sharded"]
-    assert found["second model"] == [{"reward": "a/b"}, "sharded"]
-    assert found["second plan"] == [None, "sharded", "reward"]
-    assert {QWEN, "--reward", *placed} <= set(found["second flags"])
-    assert all(QWEN in words and "--reward-placement" in words for words in found["second commands"])
+    placed = ["--judge-placement", "sharded"]
+    assert found["second model"] == [{"judge": "a/b"}, "sharded"]
+    assert found["second plan"] == [None, "sharded", "judge"]
+    assert {QWEN, "--judge", *placed} <= set(found["second flags"])
+    assert all(QWEN in words and "--judge-placement" in words for words in found["second commands"])
     assert {"accelerator memory", "step"} <= set(found["second terms"])
-    assert found["second page"][0] and "--reward c/d" in found["second page"][1]
-    assert found["second error"] == "reward_placement = 'sharded': requires a reward; pass --reward too"
-    for line in ("Reward", "Memory includes the reward", "reward weights"):
+    assert found["second page"][0] and "--judge c/d" in found["second page"][1]
+    assert found["second error"] == "judge_placement = 'sharded': requires a judge; pass --judge too"
+    for line in ("Judge", "Memory includes the judge", "judge weights"):
         assert line in done.stdout or line in (tmp_path / "second" / "launch.sh").read_text(), line
 
 

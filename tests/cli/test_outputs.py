@@ -128,4 +128,4 @@ def test_the_answer_of_a_command_keeps_its_keys(
     answer: dict[str, Any] = json.loads(done.out)
     assert done.code == 0 and answer.keys() == set(KEYS[line].split()), done.err
     for layout in (answer.get("chosen"), *answer.get("rejected", ())) if line.startswith("plan") else ():
-        assert layout.keys() - {"teacher"} == set(CHOSEN.split())
+        assert layout.keys() - {"teacher", "reference", "reward", "value"} == set(CHOSEN.split())

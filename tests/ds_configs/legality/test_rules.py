@@ -107,6 +107,22 @@ CASES = {
         {"model": replace(LLAMA, task="masked_lm")},
         "is not a causal language model",
     ),
+    "reference of TRL": (
+        ZERO3,
+        {"task": "dpo", "reference": LLAMA, "reference_placement": "replica"},
+        "is not how TRL places a reference under ZeRO-3 and FSDP2; use sharded or cached",
+    ),
+    "offloaded reward model": (
+        DDP,
+        {"task": "grpo", "reward": LLAMA, "reward_placement": "offloaded"},
+        "is not how TRL places a reward under this engine; use replica",
+    ),
+    "groups of completions": (
+        ZERO1,
+        {"task": "grpo", "num_generations": 3},
+        "must divide the 8 completions of a generation: micro-batch 1 * data-parallel ranks 8 * steps per generation 1",
+    ),
+    "pipeline of pairs": (replace(ZERO1, pp=2, dp_shard=4), {"task": "orpo"}, "whose trainer has none; use pp = 1"),
     "shards": (replace(DDP, dp_replicate=4, dp_shard=2), {}, "must be 1 with DDP and ZeRO-0"),
     "offload stage 0": (replace(DDP, offload_optimizer="cpu"), {}, "requires ZeRO stage 1, 2 or 3"),
     "offload parameters": (replace(ZERO1, offload_param="cpu"), {}, "offload_param = 'cpu': requires ZeRO-3"),

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from paths import CONFIGS
 from planning import llama
-from pydantic import ConfigDict
-from pydantic.dataclasses import dataclass
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.estimate import estimate_memory, second_model_terms, share_moment_terms
 from shardwright.ds_configs.memory.host import estimate_host_memory, loading_terms
 from shardwright.ds_configs.memory.rank_parameters import RankShare, rank_parameters
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from shardwright.ds_configs.plan.plan import Plan, header_lines, make_plan
-from shardwright.ds_configs.specs import job as jobs
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.second_models import PlacementOption
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.utilization import utilization
 from shardwright.plugins.planning.models import load_model_spec
@@ -32,8 +28,6 @@ from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
 from shardwright.trainers.reports.plans import plan_report
 from shardwright.trainers.training.script import train_words
 
-ROLES = ("teacher", "reference", "reward", "value")
-OpenPlacement = PlacementOption | Literal["shared", "layout"]
 SMALL = llama(num_hidden_layers=4, hidden_size=512, intermediate_size=1536, vocab_size=4000)
 WIDE = llama(num_hidden_layers=2, hidden_size=1024, intermediate_size=2048, vocab_size=4000)
 A100 = parse_hardware("8xA100-80GB")
@@ -47,36 +41,13 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class PreferenceJob(jobs.TrainingJob):  # type: ignore[misc]
-    """A job of a release whose second models are those of every preference and reinforcement learning method."""
-
-    reference: ModelSpec | None = None
-    reference_placement: OpenPlacement = "auto"
-    reward: ModelSpec | None = None
-    reward_placement: OpenPlacement = "auto"
-    value: ModelSpec | None = None
-    value_placement: OpenPlacement = "auto"
-
-    __hash__ = jobs.TrainingJob.__hash__
-
-
-@pytest.fixture(autouse=True)
-def _roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = jobs.ROLES
-    for module in list(sys.modules.values()):
-        if vars(module).get("ROLES") is old:
-            monkeypatch.setattr(module, "ROLES", ROLES)
-    monkeypatch.setattr(jobs, "TrainingJob", PreferenceJob)
-
-
-def job_of(**settings: Any) -> PreferenceJob:
-    return PreferenceJob(seq_len_tokens=1024, **settings)
+def job_of(**settings: Any) -> TrainingJob:
+    return TrainingJob(seq_len_tokens=1024, **settings)
 
 
 def alone(model: ModelSpec, layout: Layout, **settings: Any) -> Any:
     """Return the terms of a model that is the trained one, at each moment."""
-    return share_moment_terms(layout, RankShare(model=model), jobs.TrainingJob(seq_len_tokens=1024, **settings))
+    return share_moment_terms(layout, RankShare(model=model), TrainingJob(seq_len_tokens=1024, **settings))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,7 +84,8 @@ def test_a_trained_second_model_needs_what_it_needs_alone(layout: Layout) -> Non
 
 
 def test_a_reference_that_shares_the_trained_model_has_no_weights() -> None:
-    job = job_of(reference=SMALL, method="lora", lora_rank=4)
+    job = job_of(task="dpo", method="lora", lora_rank=4).completed(SMALL)
+    assert job.reference == SMALL
     plan = make_plan(SMALL, A100, job)
     choice = plan.chosen.placements["reference"]
     assert choice.placement == "shared" and choice.reason.startswith("shared is the simplest placement")
@@ -129,11 +101,8 @@ def test_a_reference_that_shares_the_trained_model_has_no_weights() -> None:
         own, other = (second_model_terms(each.second_models[0], layout, each) for each in (shared, replica))
         assert "reference_weights" not in own["step"]
         is_sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
-        assert (own["second_models_forward"].get("reference_gathered", 0) > 0) == is_sharded
-        head = own["forward_end"].get("reference_head", 0)
-        assert head == (2 * SMALL.embedding_parameters if is_sharded else 0)
-        name = "reference_activations"
-        assert own["second_models_forward"][name] == other["second_models_forward"][name]
+        assert (own["forward_end"].get("reference_gathered", 0) > 0) == is_sharded
+        assert own["forward_end"]["reference_activations"] == other["forward_end"]["reference_activations"]
         assert (
             estimate_memory(layout, SMALL, A100, shared).host
             == estimate_memory(layout, SMALL, A100, job_of(method="lora", lora_rank=4)).host
@@ -143,28 +112,63 @@ def test_a_reference_that_shares_the_trained_model_has_no_weights() -> None:
         ({"method": "full"}, "reference_placement = 'shared': requires adapters"),
         ({"reference": WIDE}, "reference_placement = 'shared': requires adapters"),
         (
-            {"reward": WIDE, "reward_placement": "layout"},
-            "reward_placement = 'layout': requires a model that is trained",
+            {"task": "grpo", "reward": WIDE, "reward_placement": "shared"},
+            "reward_placement = 'shared': requires adapters",
         ),
-        ({"value": WIDE, "value_placement": "replica"}, "value_placement = 'replica': must be layout: it is trained"),
     ):
         with pytest.raises(UsageError, match=rule):
             make_plan(SMALL, A100, replace(job, reference_placement="shared", **wrong))
 
 
-def test_four_second_models_are_in_everything_that_a_plan_shows(
+def test_a_reference_runs_while_the_activations_of_the_trained_model_exist() -> None:
+    layout = Layout(engine="ddp", dp_replicate=8)
+    with_reference = job_of(task="dpo", reference=WIDE, reference_placement="replica")
+    dpo, orpo = (
+        share_moment_terms(layout, RankShare(model=SMALL), job) for job in (with_reference, job_of(task="dpo"))
+    )
+    during, before = dpo["forward_end"], orpo["forward_end"]
+    assert during["activations"] == before["activations"] and during["reference_activations"] > 0
+    assert sum(during.values()) - during["reference_weights"] > sum(before.values()) - before["loss"]
+    # A pair has two sequences.
+    alone = share_moment_terms(layout.changed(micro_batch_size=2), RankShare(model=SMALL), job_of(task="kto"))
+    assert alone["forward_end"] == before
+
+
+def test_phases_of_generation_are_never_added_to_the_update() -> None:
+    model = load_model_spec(str(CONFIGS / "Qwen--Qwen2.5-0.5B")).spec
+    job = job_of(task="grpo", reward=model, generation="vllm", vllm_memory_share=0.5).completed(model)
+    asleep, awake = (replace(job, vllm_sleep=sleep, vllm_tensor_parallel_size=1) for sleep in ("on", "off"))
+    layout = replace(ZERO3, zero_stage=2, gradient_accumulation_steps=8)
+    phases = {name: estimate_memory(layout, model, A100, each).gpu for name, each in (("on", asleep), ("off", awake))}
+    share = round(A100.gpu_bytes * 0.5)
+    for phase in ("loss", "backward", "step", "score"):
+        assert phases["off"].phases[phase] == phases["on"].phases[phase] + share, phase
+    assert phases["on"].phases["generate"] == phases["off"].phases["generate"] > share
+    assert phases["on"].phase == "generate" and phases["on"].allocated_bytes == phases["on"].phases["generate"]
+    # Every rank gathers all parameters for `generate` under ZeRO-3.
+    own = replace(job, generation="transformers", vllm_memory_share=None)
+    for stage, gathered in ((2, None), (3, 2 * model.parameter_count)):
+        moments = share_moment_terms(replace(layout, zero_stage=stage), RankShare(model=model), own)
+        assert moments["generate"].get("generation_weights") == gathered
+        cache = 2 * 2 * 8 * 1024 * model.dimensions.num_layers * model.dimensions.key_value_size
+        assert moments["generate"]["kv_cache"] == cache + cache // (2 * model.dimensions.num_layers)
+    times = {name: estimate_step_time(layout, model, A100, each) for name, each in (("vllm", asleep), ("own", own))}
+    assert times["vllm"].terms["generation_decode"] < times["own"].terms["generation_decode"]
+    assert times["own"].terms.get("scoring_forward") is None and times["own"].terms["reward_forward"] > 0
+
+
+def test_three_second_models_are_in_everything_that_a_plan_shows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_model_spec(str(CONFIGS / "Qwen--Qwen2.5-0.5B")).spec
-    seconds = {"teacher": WIDE, "reference": model, "reward": WIDE, "value": SMALL}
-    requested = {"teacher_placement": "quantized", "reward_placement": "sharded"}
-    job = job_of(method="lora", strategy="zero3", **seconds, **requested)
+    seconds = {"reference": model, "reward": WIDE, "value": SMALL}
+    job = job_of(task="ppo", method="lora", strategy="zero3", reward_placement="sharded", **seconds)
     plan = make_plan(model, A100, job)
     placements = {role: choice.placement for role, choice in plan.chosen.placements.items()}
-    assert placements == {"teacher": "quantized", "reference": "shared", "reward": "sharded", "value": "layout"}
+    assert placements == {"reference": "shared", "reward": "sharded", "value": "layout"}
     terms = {term.name for term in plan.chosen.terms}
-    assert {"teacher_weights", "reward_weights", "value_optimizer_states"} <= terms
-    assert {"teacher_forward", "reference_forward", "reward_forward", "value_step"} <= plan.chosen.time.terms.keys()
+    assert {"reward_weights", "value_optimizer_states"} <= terms
+    assert {"reference_forward", "reward_forward", "value_step", "generation_decode"} <= plan.chosen.time.terms.keys()
     assert not {"reference_weights", "value_forward"} & terms
     placed = plan.job
     for role, placement in placements.items():
@@ -178,23 +182,23 @@ def test_four_second_models_are_in_everything_that_a_plan_shows(
     assert "gradients of the trained value" in report or "the training step of the value" in report
     assert run(["explain", "value_optimizer_states"]) == 0
     assert "master weights and optimizer states of the trained value" in capsys.readouterr().out
-    flags = plan.job.flags(jobs.TrainingJob())
-    assert {"--reward-placement", "--value", "--reference", "--teacher"} <= set(flags)
+    flags = plan.job.flags(TrainingJob())
+    assert {"--task", "--reward-placement", "--value", "--reference"} <= set(flags)
     text = out_of_memory_text(plan, OutOfMemory(phase="backward", error="out of memory"))
     proposed = [line for line in text.splitlines() if line.startswith("    shardwright plan ")]
-    assert all(f"--{role}" in line for line in proposed for role in ROLES)
+    assert all(f"--{role}" in line for line in proposed for role in seconds)
     data = plan.to_dict()
-    assert {role: data["chosen"][role]["placement"] for role in ROLES} == placements
+    assert {role: data["chosen"][role]["placement"] for role in seconds} == placements
     plan.write(tmp_path / "plan")
     monkeypatch.setattr(Plan, "load", classmethod(lambda cls, directory: plan))
-    with pytest.raises(UsageError, match=r"has the teacher .*but train uses none"):
+    with pytest.raises(UsageError, match=r"has the reference .*but train uses none"):
         train_words(tmp_path / "plan", ["--dataset", "d"])
 
 
 def test_a_rehearsal_runs_without_second_models(tmp_path: Path) -> None:
     directory = CONFIGS / "Qwen--Qwen2.5-0.5B"
     model = load_model_spec(str(directory)).spec
-    plan = make_plan(model, A100, job_of(reward=WIDE, value=SMALL, strategy="zero3"))
+    plan = make_plan(model, A100, job_of(task="ppo", reward=WIDE, value=SMALL, strategy="zero3"))
     plan.write(tmp_path / "plan")
     (tmp_path / "work").mkdir()
     config = json.loads((directory / "config.json").read_text())

@@ -1,0 +1,182 @@
+"""Memory of the phases before an update of a task that generates: completions, and their scores.
+
+Phases follow each other on the same ranks: each has what is always resident and its own peak, and a plan is the largest
+phase, never a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..serving import RUNTIME_BYTES, CachedLayer, key_value_cache, workspace_bytes
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout
+from ..specs.model import ModelSpec
+from ..specs.second_models import SecondModel
+from ..specs.tasks import TASKS
+from ..specs.terms import Term
+from .communication import forward_gathered_elements
+from .loss import head_bytes
+from .moments import Moment, Terms, summed
+from .rank_parameters import RankStep
+from .second_models import forward_bytes, running_terms
+
+TERMS = (
+    Term("kv_cache", "keys and values of all completions that `generate` makes together", role="activations"),
+    Term(
+        "generation_weights",
+        "all parameters, gathered while `generate` runs under ZeRO-3 (ds3_gather_for_generation)",
+        role="buckets",
+    ),
+    Term(
+        "generation_activations",
+        "one layer of the prompts, or logits of the next tokens with their fp32 copies while they are sampled",
+        role="activations",
+    ),
+    Term(
+        "vllm_engine",
+        "colocated vLLM: weights, workspace, CUDA graphs and cache blocks; with sleep only while it generates",
+    ),
+    Term(
+        "vllm_synchronization",
+        "parameters on their way to vLLM: the largest one, or with adapters all of them",
+        role="buckets",
+    ),
+    Term("scoring_gathered", "parameters that a forward pass without gradients gathers", role="buckets"),
+    Term(
+        "scoring_activations",
+        "one layer, and the output head, of a forward pass without gradients over completions",
+        role="activations",
+    ),
+)
+
+VLLM_BATCHED_TOKENS = 4096
+"""Tokens per step of a colocated engine (trl 1.16.0, generation/vllm_generation.py:359)."""
+
+_SAMPLED_LOGIT_BYTES = 4 + 4 + 4
+"""fp32 bytes per logit while `generate` samples: the copy, scaled by the temperature, and probabilities (transformers
+5.17.0, generation/utils.py `_sample`)."""
+
+
+def generated_sequences(layout: Layout, job: TrainingJob) -> int:
+    """Return the completions that a rank generates together.
+
+    GRPO and RLOO generate for several micro-batches ahead, by default for those of an optimizer step
+    (`steps_per_generation`, trl 1.16.0), PPO for those of an optimizer step, GKD for one.
+    """
+    if job.task == "gkd":
+        return layout.micro_batch_size
+    return layout.micro_batch_size * (job.steps_per_generation or layout.gradient_accumulation_steps)
+
+
+def cache_bytes(model: ModelSpec, sequences: int, tokens: int, element: int) -> int:
+    """Return the bytes of keys and values of all layers; layers with a window keep its tokens (`DynamicCache`)."""
+    sizes = model.dimensions
+    windowed = windowed_layers(model)
+    window = min(tokens, model.sliding_window or tokens)
+    kept = (sizes.num_layers - windowed) * tokens + windowed * window
+    return 2 * element * sequences * kept * sizes.key_value_size
+
+
+def windowed_layers(model: ModelSpec) -> int:
+    """Return the layers whose attention has a window; of families that mix both kinds, by their usual pattern."""
+    layers = model.dimensions.num_layers
+    if not model.sliding_window:
+        return 0
+    every = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(model.model_type)
+    return layers - layers // every if every else layers
+
+
+def vllm_bytes(layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the bytes on a GPU that a colocated engine needs for all completions of its ranks together.
+
+    Weights in 16 bits over its ranks, the workspace of a step, CUDA graphs, and cache blocks of 16 tokens.
+    """
+    size = job.vllm_tensor_parallel_size or 1
+    sizes = model.dimensions
+    heads = max(1, sizes.num_key_value_heads // size)
+    windowed = windowed_layers(model)
+    per_head = 2 * sizes.key_value_size // max(1, sizes.num_key_value_heads)
+    full = CachedLayer(heads=heads, numbers_per_head=per_head)
+    layers = [full] * (sizes.num_layers - windowed)
+    layers += [replace(full, window=model.sliding_window)] * windowed
+    cache = key_value_cache(tuple(layers), number_bytes=2, block_tokens=16)
+    sequences = size * generated_sequences(layout, job)
+    blocks = sequences * cache.sequence_blocks(job.seq_len_tokens, tokens_in_flight=VLLM_BATCHED_TOKENS) + 1
+    work = workspace_bytes(sizes, tensor_parallel_size=size, batched_tokens=VLLM_BATCHED_TOKENS, sequences=sequences)
+    weights = 2 * model.parameter_count // size
+    return weights + max(work.values()) + RUNTIME_BYTES + blocks * cache.block_bytes
+
+
+def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) -> dict[Moment, Terms]:
+    """Return the named bytes of a rank while it generates and while it scores.
+
+    `resident` is what every moment of a step has, and `engine_bytes` what a colocated vLLM uses.
+    """
+    job = step.job
+    if job.generation in ("vllm", "vllm-server"):
+        own = engine_bytes if job.generation == "vllm" else 0
+        generating = summed(resident, {"vllm_engine": own, "vllm_synchronization": _synchronized(step)})
+    else:
+        generating = summed(resident, _generate_terms(step))
+    scoring = [_scoring_terms(step)]
+    for second in job.second_models:
+        if not second.trained and second.planned_placement != "cached" and second.role != "teacher":
+            scoring.append(_second_scoring_terms(step, second))
+    largest = max(scoring, key=lambda terms: sum(terms.values()))
+    awake = {"vllm_engine": engine_bytes} if job.generation == "vllm" and job.vllm_sleep != "on" else {}
+    return {"generate": generating, "score": summed(resident, awake, largest)}
+
+
+def _generate_terms(step: RankStep) -> Terms:
+    layout, model, job = step.layout, step.model, step.job
+    sizes, width = model.dimensions, job.compute_bytes
+    sequences, tokens = generated_sequences(layout, job), job.seq_len_tokens
+    cache = cache_bytes(model, sequences, tokens, width)
+    # The cache of a layer grows in a copy (`DynamicLayer.update`).
+    cache += width * sequences * tokens * sizes.key_value_size
+    prompts = replace(job, seq_len_tokens=max(1, tokens - job.generated_tokens))
+    prefill = forward_bytes(layout.changed(micro_batch_size=sequences), model, prompts)
+    sampling = sequences * sizes.vocab_size * (width + _SAMPLED_LOGIT_BYTES)
+    terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling)}
+    if layout.zero_stage == 3:
+        terms["generation_weights"] = width * model.parameter_count
+    elif layout.engine == "fsdp2":
+        # Layers are gathered again for every token.
+        gathered = model.parameters_outside_layers + 2 * model.layer_parameter_count
+        terms["generation_weights"] = width * gathered
+    return terms
+
+
+def _synchronized(step: RankStep) -> int:
+    """Bytes of gathered parameters while they are sent to vLLM (trl 1.16.0, `_iter_named_params`)."""
+    layout, model, job = step.layout, step.model, step.job
+    if layout.zero_stage != 3 and layout.engine != "fsdp2":
+        return 0
+    all_at_once = job.method != "full" and layout.zero_stage == 3
+    return job.compute_bytes * (model.parameter_count if all_at_once else model.largest_parameter)
+
+
+def _scoring_terms(step: RankStep) -> Terms:
+    """Bytes of the trained model's forward pass over a micro-batch of completions, without gradients."""
+    layout, model, job = step.layout, step.model, step.job
+    width, head = job.compute_bytes, TASKS[job.task].head
+    if head == "divergence":
+        return {}
+    gathered = 0
+    if layout.engine == "fsdp2":
+        gathered = width * (model.parameters_outside_layers + 2 * model.layer_parameter_count)
+    elif layout.zero_stage == 3:
+        gathered = width * forward_gathered_elements(model, layout.zero)
+    forward, _, _ = head_bytes(layout, model, job, element=width, on_gpu=step.on_gpu)
+    hidden = width * step.tokens * model.dimensions.hidden_size
+    activations = max(forward_bytes(layout, model, job), hidden + forward)
+    return {"scoring_gathered": gathered, "scoring_activations": activations}
+
+
+def _second_scoring_terms(step: RankStep, second: SecondModel) -> Terms:
+    """Bytes of a second model's forward pass; a reward model reads all completions together (`_calculate_rewards`)."""
+    layout, job = step.layout, step.job
+    if second.role == "reward":
+        layout = layout.changed(micro_batch_size=generated_sequences(layout, job))
+    return running_terms(second, layout, job, gpu=step.on_gpu)
