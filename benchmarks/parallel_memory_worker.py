@@ -38,7 +38,7 @@ def measure(case: Case) -> dict[str, Any]:
 def _trainer(case: Case, plan: Plan, arguments: TrainingArguments, model: Any) -> Trainer:
     inputs = {"train_dataset": random_samples(plan), "data_collator": default_data_collator}
     if case.axis == "pp":
-        from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+        from shardwright.trainers.parallel.pipeline import PipelineTrainer
 
         layout = plan.chosen.layout
         stages = pipeline_stages(plan.model, plan.job, layout.pp, tensor_parallel_size=layout.tp)

@@ -32,7 +32,7 @@ from shardwright.ds_configs.legality.combinations import (
 )
 from shardwright.ds_configs.legality.trainer_parameters import LAYOUTS, PARAMETERS
 from shardwright.ds_configs.legality.trainer_parameters import TABLE as PARAMETER_TABLE
-from shardwright.trainers.checkpoints.resume import RULES
+from shardwright.trainers.checkpoints import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("ds_configs", "plugins", "trainers", "cli")

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints.callback import CheckpointCallback as CheckpointCallback
+    from .checkpoint_callback import CheckpointCallback as CheckpointCallback
     from .distillation.clip_trainer import CLIPDistillationTrainer as CLIPDistillationTrainer
     from .distillation.config import DistillationConfig as DistillationConfig
     from .distillation.trainer import DistillationTrainer as DistillationTrainer
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from .guards import GuardCallback as GuardCallback
     from .parallel.expert import ExpertParallelCallback as ExpertParallelCallback
     from .parallel.long_sequences import LongSequenceCallback as LongSequenceCallback
-    from .parallel.pipeline.trainer import PipelineTrainer as PipelineTrainer
-    from .parallel.sequence.callback import SequenceParallelCallback as SequenceParallelCallback
+    from .parallel.pipeline import PipelineTrainer as PipelineTrainer
+    from .parallel.sequence import SequenceParallelCallback as SequenceParallelCallback
     from .parallel.tensor import TensorParallelCallback as TensorParallelCallback
     from .qat.callback import QATCallback as QATCallback
     from .qat.rounding.config import QATConfig as QATConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
-    "CheckpointCallback": ".checkpoints.callback",
+    "CheckpointCallback": ".checkpoint_callback",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert",
@@ -33,11 +33,11 @@ _HOMES = {
     "L1SparsityCallback": ".sparsity",
     "LongSequenceCallback": ".parallel.long_sequences",
     "MagnitudePruningCallback": ".sparsity",
-    "PipelineTrainer": ".parallel.pipeline.trainer",
+    "PipelineTrainer": ".parallel.pipeline",
     "PlanCallback": ".runs.plan_callback",
     "QATCallback": ".qat.callback",
     "QATConfig": ".qat.rounding.config",
-    "SequenceParallelCallback": ".parallel.sequence.callback",
+    "SequenceParallelCallback": ".parallel.sequence",
     "TensorParallelCallback": ".parallel.tensor",
     "load_spqr": ".formats.spqr",
 }

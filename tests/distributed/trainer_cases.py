@@ -298,7 +298,7 @@ TRAINERS: Mapping[str, TrainerKind] = {
     ),
     "distillation": replace(_DISTILLED, distillation={"alpha": 0.5, "temperature": 2.0}),
     "distillation_of_nothing": replace(_DISTILLED, distillation={"alpha": 0.0}, teacher=""),
-    "pipeline": TrainerKind(module="shardwright.trainers.parallel.pipeline.trainer", kind="Pipeline", row=_tokens),
+    "pipeline": TrainerKind(module="shardwright.trainers.parallel.pipeline", kind="Pipeline", row=_tokens),
 }
 
 

@@ -182,7 +182,7 @@ def _parallelism(run: Run) -> Any:
     layout = parallelism_of(run.case.full_layout)
     if not run.parallelism:
         return layout
-    from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
+    from shardwright.trainers.parallel.sequence import SequenceParallelCallback
 
     return replace(layout, callbacks=(SequenceParallelCallback(2, **run.parallelism),))
 

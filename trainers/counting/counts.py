@@ -386,6 +386,26 @@ def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> t
     return trained, tokens // rows if trained else 0, 0
 
 
+def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the label that each position predicts, [B, S]; `None` for a batch without labels."""
+    import torch
+
+    if batch.get("shift_labels") is not None:
+        return batch["shift_labels"]
+    if batch.get("labels") is None:
+        return None
+    return torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def labelled_tokens(batches: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+    """Return how many tokens of unsharded batches have a label; `None` if a batch has no labels."""
+    import torch
+
+    shifted = [shifted_labels(batch) for batch in batches]
+    counts = [labels.ne(IGNORED_LABEL).sum() for labels in shifted if labels is not None]
+    return torch.stack(counts).sum() if counts and len(counts) == len(shifted) else None
+
+
 @contextmanager
 def without_balance_loss(trainer: Trainer) -> Iterator[None]:
     """Omit the load-balancing loss of a mixture inside the block: it is a mean over a batch, not over tokens."""
@@ -411,3 +431,52 @@ def with_values(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+STANDARD_ERROR = "standard_error"
+"""Suffix of the standard error's name in logs and results."""
+SIGNIFICANT_STANDARD_ERRORS = 2.0
+"""Standard errors above which a difference is not explained by the choice of text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A mean over a text, in the unit of the averaged values."""
+
+    value: float
+    """The mean over all evaluated tokens."""
+    standard_error: float | None
+    """Of that mean, over windows; `None` with a single window."""
+
+    @property
+    def is_significant(self) -> bool | None:
+        """Whether it is more than two standard errors away from 0; `None` without a standard error."""
+        if self.standard_error is None:
+            return None
+        return abs(self.value) > SIGNIFICANT_STANDARD_ERRORS * self.standard_error
+
+
+def token_mean(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
+    """Return ``m = Σ sᵢ / Σ tᵢ`` over windows i with sum sᵢ over tᵢ tokens, with the standard error of a ratio.
+
+    ``SE = √(n / (n - 1) · Σ (sᵢ - m tᵢ)²) / Σ tᵢ`` over the n windows that have tokens (Cochran, Sampling Techniques,
+    3rd ed., eq. 6.13 without the finite population); with equal tᵢ it is the standard deviation of the windows' means
+    over √n. For the paired error of a difference between two models, pass the differences of the sums.
+
+    Windows are treated as independent samples. Those of one document are still related, so the errors are rather too
+    small than too large.
+    """
+    total = sum(counts)
+    mean = math.fsum(sums) / total
+    windows = sum(count > 0 for count in counts)
+    if windows < 2:
+        return Estimate(value=mean, standard_error=None)
+    scatter = math.fsum((total_loss - mean * count) ** 2 for total_loss, count in zip(sums, counts, strict=True))
+    return Estimate(value=mean, standard_error=math.sqrt(windows / (windows - 1) * scatter) / total)
+
+
+def exponential(loss: Estimate) -> Estimate:
+    """Return ``exp(m)`` of a mean loss in nats, with the first-order standard error ``exp(m) · SE``."""
+    value = math.exp(min(loss.value, 700.0))
+    error = None if loss.standard_error is None else value * loss.standard_error
+    return Estimate(value=value, standard_error=error)

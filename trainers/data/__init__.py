@@ -1,1 +1,1 @@
-"""Token samples: `sources.py` reads rows, `samples.py` makes samples of them, `models.py` loads models."""
+"""Token samples: `sources.py` reads rows, `chat.py` and `samples.py` make samples of them, `models.py` loads models."""

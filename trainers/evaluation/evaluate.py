@@ -16,7 +16,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.huggingface_hub.hub import model_directory, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
-from ..counting.estimates import Estimate, exponential, token_mean
+from ..counting.counts import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
 from .loading import (
     EvalModel,

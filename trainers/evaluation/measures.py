@@ -12,10 +12,9 @@ from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageErro
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.messages import log_progress
 from ...plugins.transformers.output_heads import output_head
-from ..data.chat import IGNORED_LABEL
+from ..data.chat import IGNORED_LABEL, set_chat_template
 from ..data.samples import collate, load_samples
 from ..data.sources import PYTHON_HELP
-from ..data.templates import set_chat_template
 from ..losses.fused_loss import captured_head_input
 from ..losses.objective import dense_rows
 

@@ -23,10 +23,10 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..counting.counts import shifted_labels
 from ..counting.own_losses import computes_own_loss
 from ..exact import check_attached, make_exact
 from ..losses.fused_loss import HeadReplacement
-from .sequence.shards import shifted_labels
 
 if TYPE_CHECKING:
     import torch

@@ -30,7 +30,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
-from .sequence.checks import traits_of
+from .sequence import traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments

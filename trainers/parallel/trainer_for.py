@@ -40,7 +40,7 @@ from ...plugins.transformers.optimizers import (
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
-from ..checkpoints.resume import checked_checkpoint
+from ..checkpoints import checked_checkpoint
 from ..counting.own_losses import OwnLoss
 from ..exact import count_as_one_process, exact_class
 
@@ -132,7 +132,7 @@ class PlannedParallelism:
         for callback in self.callbacks:
             callback.prepare(args, model)
         if self.is_pipeline:
-            from .pipeline.trainer import PipelineTrainer
+            from .pipeline import PipelineTrainer
 
             if trainer_class is not None and not issubclass(trainer_class, PipelineTrainer):
                 rule = "does not run pipeline stages, which compute only the loss of labels"
@@ -322,11 +322,11 @@ def parallelism_of(
     """Return what runs the axes of a layout."""
     callbacks: list[Any] = []
     if layout.sp > 1:
-        from .sequence.callback import SequenceParallelCallback
+        from .sequence import SequenceParallelCallback
 
         callbacks.append(SequenceParallelCallback(layout.sp))
     if layout.cp > 1:
-        from .context.callback import ContextParallelism
+        from .context import ContextParallelism
 
         callbacks.append(ContextParallelism(layout.cp))
     if layout.ep > 1:

@@ -71,12 +71,12 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
         rule = f"has no row to train on: of {len(rows):,} rows are skipped {why}"
         fix = "check the columns, or raise --seq-len"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
-    numbered = list(enumerate(row for row, _ in fitting))
+    numbered: list[tuple[int, Row]] = [(index, row) for index, (row, _) in enumerate(fitting)]
     train, evaluation = split_rows(numbered, kind, settings.seed, settings.evaluation_fraction)
     counts = [_tokens(fitting[index][1], settings.seq_len, completion_tokens, kind) for index, _ in train]
     return Samples(
-        train=[row for _, row in train],
-        evaluation=[row for _, row in evaluation],
+        train=[dict(row) for _, row in train],
+        evaluation=[dict(row) for _, row in evaluation],
         statistics=SampleStatistics(
             source=source,
             kind=kind,

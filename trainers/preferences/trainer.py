@@ -15,11 +15,11 @@ from ...plugins.transformers.sound_model import load_causal_lm
 from ...plugins.transformers.training_arguments import class_of_task
 from ..parallel.trainer_for import planned_parallelism
 from ..runs.ranks import RankContext, trained_model
-from ..training.settings import TrainSettings
+from ..runs.settings import LaunchedSettings
 
 
-def task_trainer(model: str, settings: TrainSettings, context: RankContext) -> Any:
-    """Return TRL's trainer of the settings' task, with its reference and rewards.
+def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *, reward: str | None) -> Any:
+    """Return TRL's trainer of the planned task, with its reference and `reward`.
 
     TRL loads a reference that is the trained model itself, or computes it ahead, and shards it as the engine does.
     Under FSDP2 the ranks other than the first would give it no weights, so that every rank loads it here.
@@ -36,7 +36,7 @@ def task_trainer(model: str, settings: TrainSettings, context: RankContext) -> A
             name, revision = (reference.name, None) if is_other else (model, settings.revision)
             further["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(context))
     if job.task in GROUPED_TASKS:
-        further["reward_funcs"] = [_reward(settings, context)]
+        further["reward_funcs"] = [_reward(reward, context)]
     train_dataset, eval_dataset = context.samples
     return planned_parallelism(plan).make_trainer(
         model=trained_model(model, settings, context, score_head=job.task == "reward"),
@@ -55,15 +55,15 @@ def _compute_type(context: RankContext) -> Any:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
 
 
-def _reward(settings: TrainSettings, context: RankContext) -> Any:
-    """Return the reward function of the settings, or their reward model."""
-    assert settings.reward is not None, "rejected before ranks start"
-    if is_reward_function(settings.reward):
-        return reward_function(settings.reward)
+def _reward(name: str | None, context: RankContext) -> Any:
+    """Return a reward function, or a reward model."""
+    assert name is not None, "rejected before ranks start"
+    if is_reward_function(name):
+        return reward_function(name)
     from accelerate.utils import patch_environment
 
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-        return load_causal_lm(settings.reward, score_head="stored", dtype=_compute_type(context))
+        return load_causal_lm(name, score_head="stored", dtype=_compute_type(context))
 
 
 def is_reward_function(name: str) -> bool:
@@ -94,8 +94,8 @@ def reward_function(name: str) -> Callable[..., Any]:
     except Exception as failure:
         rule = f"fails when it is imported ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule)) from failure
-    function = getattr(module, attribute, None)
-    if not callable(function):
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
         known = ", ".join(sorted(own for own, value in vars(module).items() if callable(value) and own[0] != "_"))
         rule = f"has no function {attribute}"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule, fix=f"it has {known}" if known else ""))
@@ -118,7 +118,7 @@ def evaluated(trainer: Any, *, first: bool) -> dict[str, float]:
     }
 
 
-def task_errors(task: TaskName, settings: TrainSettings) -> list[ConfigError]:
+def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
     """Return the errors of a task's settings that are known before data and model are read."""
     errors = []
     if TASKS[task].trainer is None:
@@ -127,12 +127,12 @@ def task_errors(task: TaskName, settings: TrainSettings) -> list[ConfigError]:
     if task == "gkd":
         rule, fix = "is a command of its own", "use shardwright distill TEACHER STUDENT --on-policy"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
-    if task in GROUPED_TASKS and settings.reward is None:
+    if task in GROUPED_TASKS and reward is None:
         rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"
         errors.append(ConfigError(where="reward", rule=rule, fix=fix))
-    elif settings.reward is not None and is_reward_function(settings.reward):
+    elif reward is not None and is_reward_function(reward):
         try:
-            reward_function(settings.reward)
+            reward_function(reward)
         except UsageError as error:
             errors += error.errors
     return errors

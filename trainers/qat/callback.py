@@ -20,7 +20,7 @@ from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.checkpoint_tensors import share_with_zero3
 from ...plugins.transformers.run_settings import run_errors
-from ..checkpoints.resume import checkpoints
+from ..checkpoints import checkpoints
 from .rounding.attach import Attachment, attach, attachment_of
 from .rounding.config import QATOptions
 from .rounding.observers import synchronise

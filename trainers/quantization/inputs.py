@@ -19,10 +19,10 @@ from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.hub import split_revision
 from ...plugins.transformers.quantized_model import QuantizationSource, open_source
+from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
 from ..data.sources import local_place
-from ..data.templates import set_chat_template
 from ..evaluation.evaluate import default_device
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from ...ds_configs.specs.job import AXIS_FIELDS, GROUPED_TASKS, ROLES, TrainingJ
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
-from ..checkpoints.record import Reader, read_complete, read_whole
-from ..checkpoints.resume import Selection, compared, finished, newest_whole
+from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest

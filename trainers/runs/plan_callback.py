@@ -39,7 +39,7 @@ from ...plugins.transformers.gradient_checkpointing import checkpoint_first_laye
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..checkpoints.full_disk import full_disk_errors
+from ..checkpoints import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
 from .out_of_memory import memory_errors

@@ -37,15 +37,11 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ..checkpoints.full_disk import full_disk_errors
-from ..checkpoints.record import on_first_rank
-from ..checkpoints.resume import Selection, newest_whole
-from ..counting.counts import check_labelled
-from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
-from ..data.chat import IGNORED_LABEL
+from ..checkpoints import Selection, full_disk_errors, newest_whole, on_first_rank
+from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_mean
+from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from ..data.templates import with_turn_end
 from ..parallel.trainer_for import planned_parallelism
 from .clock import MetricsWriter, ProgressSender
 from .inputs import job_options
@@ -391,7 +387,7 @@ def train_guarded(trainer: Any, *, resume: str | bool | Selection | None, **guar
         NonFiniteError: losses or gradients were not finite for several steps.
         StoppedBySignalError: the run was interrupted, and has saved a checkpoint.
     """
-    from ..checkpoints.callback import CheckpointCallback
+    from ..checkpoint_callback import CheckpointCallback
     from ..guards import GuardCallback
 
     GuardCallback(**guards).attach(trainer)

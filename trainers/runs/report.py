@@ -11,7 +11,7 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...plugins.huggingface_hub.push import CARD_FILE
-from ..counting.estimates import Estimate, exponential
+from ..counting.counts import Estimate, exponential
 from ..data.samples import SampleStatistics
 from ..reports.make import TRAINING_FILE
 from ..reports.markdown import markdown, table

@@ -24,10 +24,9 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.huggingface_hub.push import pushed
-from ..checkpoints.record import RECORD, planned_facts
-from ..checkpoints.resume import Selection
+from ..checkpoints import RECORD, Selection, planned_facts
+from ..data.chat import end_turns
 from ..data.samples import Samples
-from ..data.templates import end_turns
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps

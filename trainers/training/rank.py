@@ -6,7 +6,7 @@ from typing import Any
 
 from ...ds_configs.specs.layout import Layout
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
-from ..counting.estimates import Estimate
+from ..counting.counts import Estimate
 from ..parallel.trainer_for import planned_parallelism
 from ..preferences.trainer import evaluated, task_trainer
 from ..runs.ranks import (
@@ -50,7 +50,7 @@ class TrainTask(TrainJob, TrainingTask):
     def _task_trainer(self, context: RankContext) -> Any:
         from transformers import TrainerCallback
 
-        trainer = task_trainer(self.model, self.settings, context)
+        trainer = task_trainer(self.model, self.settings, context, reward=self.settings.reward)
 
         class EvaluateBeforeTraining(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

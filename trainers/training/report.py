@@ -8,7 +8,7 @@ from math import nan
 from typing import Any
 
 from ...plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
-from ..counting.estimates import Estimate
+from ..counting.counts import Estimate
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.report import LaunchedOutcome, StepResult, with_spreads
 from ..runs.settings import METRICS_FILE, REPORT_FILE
@@ -44,8 +44,9 @@ class TrainOutcome(LaunchedOutcome):
     def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         result = self.result
         if result.evaluations:
-            before, after = result.evaluations["before"], result.evaluations["after"]
-            rows = [(name, f"{before.get(name, nan):.4f}", f"{value:.4f}") for name, value in after.items()]
+            first = result.evaluations["before"]
+            last = result.evaluations["after"].items()
+            rows = [(name, f"{first.get(name, nan):.4f}", f"{value:.4f}") for name, value in last]
             return ("held-out rows", "before", "after"), rows
         if result.before is None or result.after is None:
             return ("", "before", "after"), [("cross-entropy, nats per token", "not measured", "not measured")]

@@ -24,8 +24,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
-from ..checkpoints.record import NotWholeError, read_record
-from ..checkpoints.resume import checkpoints
+from ..checkpoints import NotWholeError, checkpoints, read_record
 from ..runs.inputs import CHECKPOINTS, PLANNED_DEVICE_FIX, launch_errors
 from ..runs.launch import launch_job
 from .settings import ScriptJob

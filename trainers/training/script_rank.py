@@ -18,7 +18,7 @@ from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
 from ...plugins.trl import weigh_token_means
-from ..checkpoints.resume import checked_checkpoint
+from ..checkpoints import checked_checkpoint
 from ..exact import make_exact
 from ..parallel.trainer_for import (
     PlannedParallelism,

@@ -20,11 +20,10 @@ from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
+from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ..data.packing import packed_if_possible
-from ..data.samples import Samples, stated_samples
+from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
-from ..data.templates import set_chat_template
 from ..preferences.data import task_samples
 from ..preferences.trainer import is_reward_function, task_errors
 from ..runs.inputs import (
@@ -111,7 +110,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    errors = train_settings_errors(settings) + task_errors(settings.task, settings)
+    errors = train_settings_errors(settings) + task_errors(settings.task, reward=settings.reward)
     sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
     errors += run_output_errors(request, sources)
     written_plan = loaded = hardware = tokenizer = samples = None

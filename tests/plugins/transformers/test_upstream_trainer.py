@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.checkpoints.callback import CheckpointCallback
+from shardwright.trainers.checkpoint_callback import CheckpointCallback
 from shardwright.trainers.guards import GuardCallback
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler

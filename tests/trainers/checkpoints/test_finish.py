@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.trainers.checkpoints import callback as module
-from shardwright.trainers.checkpoints.callback import CheckpointCallback
-from shardwright.trainers.checkpoints.record import RECORD, read_whole
+from shardwright.trainers import checkpoint_callback as module
+from shardwright.trainers.checkpoint_callback import CheckpointCallback
+from shardwright.trainers.checkpoints import RECORD, read_whole
 
 
 class Run:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.trainers.checkpoints.full_disk import full_disk_errors
+from shardwright.trainers.checkpoints import full_disk_errors
 
 TENSOR = torch.zeros(2**20)
 

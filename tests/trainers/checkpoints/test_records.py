@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.trainers.checkpoints import resume
-from shardwright.trainers.checkpoints.record import (
+from shardwright.trainers import checkpoints
+from shardwright.trainers.checkpoints import (
     RECORD,
     NotWholeError,
     flushed_records,
+    named_checkpoint,
+    newest_whole,
     read_whole,
+    rotate,
+    set_aside,
     write_record,
 )
-from shardwright.trainers.checkpoints.resume import named_checkpoint, newest_whole, rotate, set_aside
 
 FILES = {"model.safetensors": b"w" * 1000, "optimizer.pt": b"o" * 3000, "global_step4/rank0.pt": b"z" * 500}
 
@@ -109,7 +112,7 @@ def test_every_error_is_reported_if_no_checkpoint_is_complete(tmp_path):
 
 def test_incomplete_and_superseded_checkpoints_are_renamed(tmp_path, monkeypatch):
     notes: list[str] = []
-    monkeypatch.setattr(resume, "note_on_first_rank", notes.append)
+    monkeypatch.setattr(checkpoints, "note_on_first_rank", notes.append)
     checkpoint(tmp_path, 2)
     checkpoint(tmp_path, 4)
     checkpoint(tmp_path, 6)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_settings import cpu_arguments
-from shardwright.trainers.checkpoints.record import run_facts
-from shardwright.trainers.checkpoints.resume import compared, layout_name, saved_layout
+from shardwright.trainers.checkpoints import compared, layout_name, run_facts, saved_layout
 from small_models import llama
 from transformers import Trainer
 

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat
+from shardwright.trainers.data.chat import (
+    CHAT_TEMPLATES,
+    IGNORED_LABEL,
+    encode_chat,
+    end_turns,
+    set_chat_template,
+    turn_end,
+    with_turn_end,
+)
 from shardwright.trainers.data.samples import load_samples
-from shardwright.trainers.data.templates import CHAT_TEMPLATES, end_turns, set_chat_template, turn_end, with_turn_end
 
 END = "<|im_end|>"
 THINKING = """\
@@ -148,7 +155,7 @@ def test_generation_ends_where_the_template_ends_an_answer(
     for known, further in ((None, [token]), (before, [before, token]), ([5, before], [5, before, token])):
         ends = list(dict.fromkeys(further))
         assert token is None or with_turn_end(known, token) == (ends[0] if len(ends) == 1 else ends)
-    assert caplog.text.count("templates.py") == (token != before)
+    assert caplog.text.count("chat.py") == (token != before)
 
 
 def test_a_template_that_also_writes_the_end_of_sequence_keeps_it() -> None:

@@ -12,10 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion
+from shardwright.trainers.data.chat import (
+    CHAT_TEMPLATES,
+    IGNORED_LABEL,
+    encode_chat,
+    encode_completion,
+    set_chat_template,
+)
 from shardwright.trainers.data.samples import Samples, collate, load_samples
 from shardwright.trainers.data.sources import Source, parse_source
-from shardwright.trainers.data.templates import CHAT_TEMPLATES, set_chat_template
 
 END = "<|endoftext|>"
 PLAIN = (

@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.data.chat import IGNORED_LABEL
-from shardwright.trainers.data.packing import fitting_rows, packed_if_possible, packed_row, packing_obstacle
-from shardwright.trainers.data.samples import Samples, SampleStatistics, collate
+from shardwright.trainers.data.samples import (
+    Samples,
+    SampleStatistics,
+    collate,
+    fitting_rows,
+    packed_if_possible,
+    packed_row,
+    packing_obstacle,
+)
 from shardwright.trainers.data.sources import DataSettings
 from small_models import SIZES, llama, mixtral
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed

@@ -15,7 +15,7 @@ import torch
 from commands import shell_in
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.counting.counts import Estimate, exponential, token_mean
 from shardwright.trainers.data.samples import collate
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model

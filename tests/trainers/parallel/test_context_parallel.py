@@ -12,7 +12,7 @@ from shardwright.ds_configs.legality.axes import context_parallel_errors, sample
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate import cpu_ranks
 from shardwright.trainers.counting.counts import UNPADDED
-from shardwright.trainers.parallel.context.callback import ContextParallelCollator, ContextParallelism
+from shardwright.trainers.parallel.context import ContextParallelCollator, ContextParallelism
 from shared_sequences import arguments, sizes_of, tiny
 
 pytestmark = pytest.mark.slow

@@ -15,14 +15,14 @@ from shardwright.ds_configs.legality.axes import sequence_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from shardwright.plugins.transformers.tiled_compute import tile_mlps
-from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
-from shardwright.trainers.parallel.sequence.shards import (
+from shardwright.trainers.counting.counts import labelled_tokens, shifted_labels
+from shardwright.trainers.parallel.sequence import (
+    argument_errors,
     cut,
     digest_of,
-    labelled_tokens,
     loss_labels,
+    model_errors,
     padding_and_packing,
-    shifted_labels,
 )
 from shared_sequences import arguments, sizes_of, tiny
 

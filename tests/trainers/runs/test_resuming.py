@@ -11,7 +11,7 @@ from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.trainers.checkpoints.record import flushed_records, planned_facts, write_record
+from shardwright.trainers.checkpoints import flushed_records, planned_facts, write_record
 from shardwright.trainers.runs.inputs import check_resumption
 from shardwright.trainers.runs.ranks import trained_tokens
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.cli.main import run
-from shardwright.trainers.checkpoints.record import write_record
+from shardwright.trainers.checkpoints import write_record
 
 
 def checkpoint(output: Path, step: int, *, whole: bool = True) -> None:

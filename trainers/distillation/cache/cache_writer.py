@@ -16,10 +16,10 @@ from ....ds_configs.plan.output import disk_errors, output_errors, reserved, wri
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals
 from ....plugins.launching.messages import log_progress
+from ...data.chat import set_chat_template
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, Packing, local_place
-from ...data.templates import set_chat_template
 from ...evaluation.measures import ModelReader
 from .teacher_cache import CACHE_KEY, KEY, OWN_FILES, CacheKey, TeacherCache, sample_hash
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
-from ...counting.estimates import STANDARD_ERROR, Estimate
+from ...counting.counts import STANDARD_ERROR, Estimate
 from ...reports.markdown import card_text, code, license_line, usage
 from ...runs.report import LaunchedOutcome, StepResult, number, with_spread, with_spreads
 from ...runs.settings import METRICS_FILE, REPORT_FILE

@@ -16,11 +16,10 @@ from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.sound_model import refuse_other_formats
+from ...data.chat import set_chat_template
 from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
-from ...data.packing import packed_if_possible
-from ...data.samples import Samples
+from ...data.samples import Samples, packed_if_possible
 from ...data.sources import local_place
-from ...data.templates import set_chat_template
 from ...runs.inputs import (
     CONVERTED,
     chosen_hardware,

@@ -18,10 +18,10 @@ from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
+from ...data.chat import set_chat_template
 from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
-from ...data.packing import packed_if_possible
+from ...data.samples import packed_if_possible
 from ...data.sources import local_place
-from ...data.templates import set_chat_template
 from ...runs.inputs import (
     chosen_hardware,
     last_checkpoint,

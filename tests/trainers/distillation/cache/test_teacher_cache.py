@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.packing import packed_row
 from shardwright.trainers.data.samples import collate as padded_batch
+from shardwright.trainers.data.samples import packed_row
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_writer import (
     answers_of,

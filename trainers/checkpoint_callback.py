@@ -15,31 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import ShardwrightError, UsageError
-from ...plugins.deepspeed.engine import load_from_other_ranks
-from ...plugins.launching.background import BackgroundTask
-from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.sound_model import gathered
-from ...plugins.transformers.training_arguments import check_first_of_its_kind
-from ..exact import StepEvents, check_attached, make_exact
-from .record import (
+from ..ds_configs.specs.errors import ShardwrightError, UsageError
+from ..plugins.deepspeed.engine import load_from_other_ranks
+from ..plugins.launching.background import BackgroundTask
+from ..plugins.launching.messages import note_on_first_rank
+from ..plugins.transformers.sound_model import gathered
+from ..plugins.transformers.training_arguments import check_first_of_its_kind
+from .checkpoints import (
+    Selection,
+    compared,
+    finished,
     flush_tree,
     flushed_records,
+    named_checkpoint,
+    newest_whole,
     on_first_rank,
+    rotate,
     run_facts,
+    set_aside,
     together,
     trained_tensors,
     write_record,
 )
-from .resume import (
-    Selection,
-    compared,
-    finished,
-    named_checkpoint,
-    newest_whole,
-    rotate,
-    set_aside,
-)
+from .exact import StepEvents, check_attached, make_exact
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments

@@ -6,16 +6,23 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ....ds_configs.legality.axes import context_parallel_errors, sample_errors
-from ....ds_configs.specs.errors import ConfigError, UsageError
-from ....ds_configs.specs.layout import Engine, Layout
-from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
-from ....plugins.transformers.output_heads import base_model
-from ....plugins.transformers.run_settings import own_class
-from ...counting.counts import UNPADDED
-from ...exact import Axis, ExactTrainer, count_as_one_process
-from ..sequence.checks import parallelism_errors, reading_errors, traits_of
-from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
+from ...ds_configs.legality.axes import context_parallel_errors, sample_errors
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.layout import Engine, Layout
+from ...plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ...plugins.transformers.output_heads import base_model
+from ...plugins.transformers.run_settings import own_class
+from ..counting.counts import UNPADDED
+from ..exact import Axis, ExactTrainer, count_as_one_process
+from .sequence import (
+    ATTENTION_MASK,
+    POSITION_IDS,
+    mask_dimensions,
+    padding_and_packing,
+    parallelism_errors,
+    reading_errors,
+    traits_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments

@@ -1,47 +1,51 @@
-"""Trainer callback for Ulysses sequence parallelism: ranks share the sequences of a causal language model."""
+"""Ulysses sequence parallelism for the Trainer: ranks share the sequences of a causal language model.
+
+Shapes: B samples, S tokens, P tokens padded to a multiple of the ranks, L = P / ranks, V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 from transformers import TrainerCallback
 
-from ....ds_configs.legality.axes import attention_errors, sample_errors
-from ....ds_configs.specs.errors import ConfigError, UsageError
-from ....ds_configs.specs.layout import Engine
-from ....plugins.accelerate.repeated_samples import gathered_once
-from ....plugins.deepspeed.engine import accept_train_batch_size
-from ....plugins.deepspeed.ulysses import (
+from ...ds_configs.legality.axes import (
+    LENGTH_DEPENDENT_ROTATIONS,
+    UNSHAREABLE_MODELS,
+    WITHOUT_MASK,
+    attention_errors,
+    sample_errors,
+    sequence_parallel_errors,
+)
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.layout import Engine, Layout
+from ...ds_configs.specs.model import ModelTraits, equal_head_widths
+from ...plugins.accelerate.repeated_samples import gathered_once
+from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
+from ...plugins.deepspeed.ulysses import (
     SharedSequence,
     forget_sequence_parallelism,
     gradients_are_added_over_a_sequence,
 )
-from ....plugins.transformers.output_heads import base_model
-from ....plugins.transformers.run_settings import trainer_errors
-from ...counting.own_losses import computes_own_loss, requested_kind
-from ...data.chat import IGNORED_LABEL
-from ...exact import Axis, ExactTrainer, check_attached, count_as_one_process
-from .checks import argument_errors, model_errors
-from .shards import (
-    LABELS,
-    SHIFT_LABELS,
-    UNSHARDED_TOKENS,
-    cut,
-    digest_of,
-    example_of,
-    joined,
-    labelled_tokens,
-    loss_labels,
-    mask_dimensions,
-    padding_and_packing,
-)
+from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
+from ...plugins.transformers.run_settings import trainer_errors
+from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..counting.counts import labelled_tokens, shifted_labels
+from ..counting.own_losses import computes_own_loss, requested_kind
+from ..data.chat import IGNORED_LABEL
+from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+    from ...plugins.deepspeed.ulysses import SharedSequence
 
 _LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The hook that `attach` registered on each model."""
@@ -377,3 +381,305 @@ def _check_samples(batches: list[Any], attention: str) -> None:
         )
     if errors:
         raise UsageError(errors)
+
+
+def traits_of(model: PreTrainedModel, size: int) -> ModelTraits:
+    """Return what the rules of axes read of a loaded model.
+
+    `size` replaces sizes that its configuration lacks: models without attention have no heads, and their own rule.
+    """
+    config = base_model(model).config
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or size
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    attends_to_all = getattr(text, "use_sliding_window", True) is False or not isinstance(window, int)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
+    rotations = [str(section.get("rope_type", section.get("type", ""))) for section in sections]
+    return ModelTraits(
+        model_type=text.model_type,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        intermediate_size=getattr(text, "intermediate_size", None) or size,
+        vocab_size=text.vocab_size,
+        num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+        attention=config._attn_implementation,
+        layer_types=tuple(getattr(text, "layer_types", None) or ()),
+        attention_window_tokens=None if attends_to_all else window,
+        has_equal_head_widths=equal_head_widths(text.to_dict()),
+        # If layers differ, one that does not work on shards.
+        rope_type=max(rotations, key=LENGTH_DEPENDENT_ROTATIONS.__contains__),
+    )
+
+
+def model_errors(
+    model: PreTrainedModel, *, size: int, world_size: int, engine: Engine = "deepspeed"
+) -> list[ConfigError]:
+    """Return why a model cannot be trained on shards of its sequences."""
+    inner = base_model(model)
+    config = inner.config
+    text = config.get_text_config()
+    flash, sdpa = getattr(inner, "_supports_flash_attn", True), getattr(inner, "_supports_sdpa", True)
+    errors = sequence_parallel_errors(
+        traits_of(model, size),
+        Layout(engine=engine, sp=size),
+        world_size=world_size,
+        offered_attention=tuple(name for name in WITHOUT_MASK if (sdpa if name == "sdpa" else flash)),
+    )
+    name = type(inner).__name__
+    if text.model_type in UNSHAREABLE_MODELS:
+        return errors
+    if not _has_shared_attention(inner):
+        rule = "does not use Transformers' registry of attention functions, where heads are exchanged"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
+    if any(hasattr(module, "sinks") for module in inner.modules()):
+        rule = "has an attention sink per head, and the exchange of heads does not move it to the other ranks"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
+    if not accepts_shifted_labels(inner):
+        rule = "must be a causal language model whose loss takes shift_labels"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix="use an AutoModelForCausalLM model"))
+    elif any(getattr(module, "is_causal", True) is False for module in inner.modules()):
+        rule = "attends to both sides, so without a mask it would attend to padding on the right"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix="use a decoder (is_decoder=True)"))
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        rule = "places images or sounds among its tokens, which cannot be split into shards"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix="train its text model"))
+    if any(getattr(peft, "is_prompt_learning", False) for peft in getattr(model, "peft_config", {}).values()):
+        rule = "adds virtual tokens to the start of every shard"
+        errors.append(ConfigError(where="peft", value="prompt learning", rule=rule, fix="use LoRA"))
+    return errors
+
+
+def argument_errors(arguments: TrainingArguments, *, size: int, attention: str = "sdpa") -> list[ConfigError]:
+    """Return what in `TrainingArguments` and the DeepSpeed section contradicts sequence parallelism.
+
+    `attention` is the model's attention implementation.
+    """
+    errors = []
+    rejected = {
+        "average_tokens_across_devices": (False, "losses are means over the tokens of all ranks", "omit it"),
+        "train_sampling_strategy": (
+            "batch_rebalance",
+            "gives different samples to the ranks of a sequence, which need the same samples",
+            "use random",
+        ),
+        "eval_use_gather_object": (True, "gathers from every rank of a sequence", "omit it"),
+        "predict_with_generate": (True, "generates from complete prompts", "call model.generate on each rank"),
+    }
+    for name, (value, rule, fix) in rejected.items():
+        if getattr(arguments, name, None) == value:
+            errors.append(ConfigError(where=f"training arguments: {name}", value=value, rule=rule, fix=fix))
+    errors += reading_errors(arguments)
+    configuration = deepspeed_configuration(arguments) or {}
+    section_size = configuration.get("sequence_parallel_size", size)
+    if section_size != size:
+        rule = f"contradicts sequence_parallel_size = {size} of the callback"
+        errors.append(ConfigError(where="sequence_parallel_size", value=section_size, rule=rule, fix="omit the key"))
+    tensor = (configuration.get("tensor_parallel") or {}).get("autotp_size", 1)
+    if tensor > 1:
+        where, rule = "tensor_parallel.autotp_size", "cannot be combined with sequence parallelism"
+        errors.append(ConfigError(where=where, value=tensor, rule=rule, fix="omit the section"))
+    zero = configuration.get("zero_optimization") or {}
+    if zero.get("stage", 0) == 3 and zero.get("reduce_scatter", True) is False:
+        where = "zero_optimization.reduce_scatter"
+        rule = "adds gradients of some parameters over a sequence and averages those of others (deepspeed 0.19.8)"
+        errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit the key"))
+    total, right = configuration.get("train_batch_size", "auto"), train_batch_size(arguments, size=size)
+    # TrainingArguments has replaced "auto" by the product with all ranks.
+    filled = right * size if getattr(arguments, "hf_deepspeed_config", None) is not None else right
+    if total not in ("auto", right, filled):
+        rule = f"must be micro-batch * accumulation * ranks / sp = {right}"
+        errors.append(ConfigError(where="train_batch_size", value=total, rule=rule, fix=f"write {right} or 'auto'"))
+    handler = getattr(getattr(arguments, "parallelism_config", None), "sp_handler", None)
+    if getattr(handler, "sp_seq_length_is_variable", True) is False:
+        rule = "fixes the length of batches, which the callback pads"
+        errors.append(ConfigError(where="sp_handler.sp_seq_length_is_variable", value=False, rule=rule, fix="omit it"))
+    handler_attention = getattr(handler, "sp_attn_implementation", None)
+    if handler_attention not in (None, attention):
+        where, rule = "sp_handler.sp_attn_implementation", f"contradicts the model, which was loaded with {attention!r}"
+        errors.append(ConfigError(where=where, value=handler_attention, rule=rule, fix="omit it"))
+    return errors + parallelism_errors(arguments, {"sp": size, "cp": 1, "tp": 1, "dp_replicate": 1})
+
+
+def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
+    """Return what in `TrainingArguments` does not combine with ranks that read the same batches and share them."""
+    errors = []
+    rejected = {
+        "split_batches": "splits a batch over the ranks of a sequence, which need the same batch",
+        "dispatch_batches": "sends different batches from the first rank, but ranks of a sequence need the same batch",
+    }
+    for name, rule in rejected.items():
+        if getattr(arguments.accelerator_config, name, None):
+            errors.append(ConfigError(where=f"accelerator_config.{name}", value=True, rule=rule, fix="omit it"))
+    noise = getattr(arguments, "neftune_noise_alpha", None)
+    if noise is not None:
+        rule = "scales noise by the length that a rank embeds, which is only a shard of the sequence"
+        errors.append(ConfigError(where="neftune_noise_alpha", value=noise, rule=rule, fix="omit it"))
+    return errors
+
+
+def parallelism_errors(arguments: TrainingArguments, required: dict[str, int]) -> list[ConfigError]:
+    """Return where `parallelism_config`, or the launcher's environment, sets other sizes than the required ones."""
+    axes = getattr(arguments, "parallelism_config", None)
+    sizes = {}
+    if axes is not None:
+        sizes = {name: getattr(axes, f"{name}_size", 1) for name in required}
+    elif os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in ("1", "true", "yes", "on"):
+        sizes = {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")) for name in required}
+    return [
+        ConfigError(
+            where=f"parallelism_config.{name}_size",
+            value=size,
+            rule=f"contradicts the requested size {required[name]}",
+            fix=f"write {required[name]}, or omit parallelism_config",
+        )
+        for name, size in sizes.items()
+        if size != required[name]
+    ]
+
+
+def _has_shared_attention(inner: PreTrainedModel) -> bool:
+    """Return whether the model's code looks attention up in the registry where DeepSpeed registers its own."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    files = {type(module).__module__ for module in inner.modules()}
+    registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
+    used = [registry for registry in registries if registry is not None]
+    return bool(used) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in used)
+
+
+LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
+UNSHARDED_TOKENS = "unsharded_tokens"
+"""Entry of a batch that is a shard: S, before padding."""
+_FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Document borders of an unsharded row, as flash kernels take them; the kernels derive the same from positions."""
+
+
+def loss_labels(shift_labels_BL: torch.Tensor, *, shifts: bool) -> torch.Tensor:
+    """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
+
+    A shard without labels gets one label, so that its mean is finite; its weight is 0.
+    """
+    import torch
+
+    labels_BL, has_labels = shift_labels_BL.clone(), shift_labels_BL.ne(IGNORED_LABEL).any()
+    labels_BL[0, 0] = torch.where(has_labels, labels_BL[0, 0], torch.zeros_like(labels_BL[0, 0]))
+    return torch.nn.functional.pad(labels_BL, (1, 0), value=IGNORED_LABEL) if shifts else labels_BL
+
+
+def example_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the input tensor of a batch, [B, S] or [B, S, hidden]."""
+    example: torch.Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return example
+
+
+def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """Return the shard of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
+
+    Tensors [B, S, ...] are split along the sequence; others are copied. The mask is dropped: attention is causal, and
+    padding on the right comes after every token. Document borders are dropped too: flash kernels derive them from
+    positions. `position_ids` [B, L] count from the start of the unsharded sequence. `shift_labels` [B, L], if there are
+    labels, has the label of the token that each position predicts, also across shard borders.
+
+    Raises:
+        UsageError: document borders are passed without positions.
+    """
+    import torch
+
+    if any(name in batch for name in _FLASH_BOUNDARIES) and batch.get(POSITION_IDS) is None:
+        rule = "counts tokens of unsharded rows; shards find documents by position_ids only"
+        raise UsageError(ConfigError(where="cu_seq_lens", rule=rule, fix="let the collator return position_ids"))
+    example = example_of(batch)
+    samples, tokens = example.shape[:2]
+    length = -(-tokens // ranks)
+    extra = length * ranks - tokens
+    dropped = (LABELS, SHIFT_LABELS, ATTENTION_MASK, *_FLASH_BOUNDARIES)
+    whole = {name: value for name, value in batch.items() if name not in dropped}
+    if whole.get(POSITION_IDS) is None:
+        whole[POSITION_IDS] = torch.arange(tokens, device=example.device).expand(samples, -1)
+    labels_BS = shifted_labels(batch)
+    if labels_BS is not None:
+        whole[SHIFT_LABELS] = labels_BS
+    fills = {"input_ids": pad_token_id, SHIFT_LABELS: IGNORED_LABEL}
+    shard: dict[str, Any] = {UNSHARDED_TOKENS: tokens}
+    for name, value in whole.items():
+        if not torch.is_tensor(value) or value.shape[:2] != (samples, tokens):
+            shard[name] = value
+            continue
+        if extra:
+            last = value[:, -1:] + torch.arange(1, extra + 1, device=value.device) if name == POSITION_IDS else None
+            padding = value.new_full((samples, extra, *value.shape[2:]), fills.get(name, 0)) if last is None else last
+            value = torch.cat([value, padding], dim=1)
+        shard[name] = value[:, rank * length : (rank + 1) * length].contiguous()
+    return shard
+
+
+def digest_of(batch: Mapping[str, Any]) -> int:
+    """Return a number that two batches share only if their tensors are equal, but for a collision of CRC-32."""
+    import torch
+
+    digest = 0
+    for name in sorted(batch):
+        if torch.is_tensor(value := batch[name]):
+            head = f"{name} {value.dtype} {list(value.shape)}".encode()
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = crc32(content, crc32(head, digest))
+    return digest
+
+
+def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
+    """Return whether any batch is padded on the left, and whether any packs documents into a row.
+
+    Positions of padding are ignored: their values depend on the collator.
+    """
+    import torch
+
+    left, packed = [], []
+    for batch in batches:
+        mask, positions = batch.get(ATTENTION_MASK), batch.get(POSITION_IDS)
+        mask = mask if mask is not None and mask.dim() == 2 else None
+        if mask is not None:
+            left.append((mask[:, 1:] > mask[:, :-1]).any() & (mask <= 1).all())
+            packed.append((mask > 1).any())
+        if positions is not None and positions.dim() == 2:
+            restarts = positions[:, 1:] != positions[:, :-1] + 1
+            packed.append((restarts if mask is None else restarts & mask[:, 1:].bool() & mask[:, :-1].bool()).any())
+    if not left and not packed:
+        return False, False
+    device = (left or packed)[0].device
+    never = torch.zeros((), dtype=torch.bool, device=device)
+    is_left_padded, is_packed = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
+    return is_left_padded, is_packed
+
+
+def mask_dimensions(batches: Sequence[Mapping[str, Any]]) -> int:
+    """Return the largest number of dimensions of an attention mask; 2 without a mask."""
+    masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
+    return max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)])
+
+
+def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:
+    """Return the shards of all ranks of a sequence, concatenated along the sequence and without padding.
+
+    Raises:
+        UsageError: the second dimension of a tensor is not the sequence.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(value, Mapping):
+        return type(value)(  # type: ignore[call-arg]
+            {name: joined(item, shared, whole_tokens=whole_tokens) for name, item in value.items()}
+        )
+    if isinstance(value, list | tuple):
+        return type(value)(joined(item, shared, whole_tokens=whole_tokens) for item in value)
+    length = -(-whole_tokens // shared.size)
+    if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] not in (length, length + 1):
+        shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+        rule = f"an output of this shape cannot be joined along a sequence of {length} tokens per rank"
+        fix = "evaluate with prediction_loss_only=True, or name it in ignore_keys"
+        raise UsageError(ConfigError(where="model outputs", value=shape, rule=rule, fix=fix))
+    own = value[:, :length].contiguous()
+    parts = [torch.empty_like(own) for _ in range(shared.size)]
+    dist.all_gather(parts, own, group=shared.group)
+    return torch.cat(parts, dim=1)[:, :whole_tokens]

@@ -1,1 +1,0 @@
-"""Context parallelism of torch under FSDP2: `callback.py`."""

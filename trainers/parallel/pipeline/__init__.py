@@ -1,1 +1,0 @@
-"""Pipelines of a Hugging Face model: `trainer.py`."""

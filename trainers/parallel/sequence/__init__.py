@@ -1,1 +1,0 @@
-"""Ulysses sequence parallelism for the Trainer: `callback.py`."""
