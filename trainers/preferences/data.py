@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -91,6 +92,25 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
             template_rows=sum(isinstance(row["prompt"], list) for row, _ in fitting),
         ),
     )
+
+
+def in_complete_batches(samples: Samples, batch_rows: int) -> Samples:
+    """Return samples without the last rows that fill no batch of all ranks, which would count twice in a mean.
+
+    Raises:
+        UsageError: there are fewer rows than a batch.
+    """
+    statistics, count = samples.statistics, len(samples.train)
+    kept = count // batch_rows * batch_rows
+    if not kept:
+        rule = f"has {count} rows to train on, fewer than the {batch_rows} of a micro-batch on all ranks"
+        fix = "use a smaller --micro-batch-size, or more rows"
+        raise UsageError(ConfigError(where="dataset", value=statistics.source, rule=rule, fix=fix))
+    if kept < count:
+        logger.info(f"{count - kept} of {count:,} training rows are left out, because they fill no batch of {batch_rows}")
+    tokens = round(statistics.train_tokens * kept / count)
+    statistics = replace(statistics, train_samples=kept, train_tokens=tokens, train_labels=tokens)
+    return replace(samples, train=samples.train[:kept], statistics=statistics)
 
 
 def _prompt_of(row: Row) -> Any:

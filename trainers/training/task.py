@@ -24,7 +24,7 @@ from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
-from ..preferences.data import task_samples
+from ..preferences.data import in_complete_batches, task_samples
 from ..preferences.trainer import is_reward_function, task_errors
 from ..runs.inputs import (
     CONVERTED,
@@ -171,6 +171,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if errors:
         raise UsageError(errors)
     if settings.task != "sft":
+        layout = plan.chosen.layout
+        samples = in_complete_batches(samples, layout.micro_batch_size * layout.data_parallel_size)
         return PreparedTrain(
             model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
         )
