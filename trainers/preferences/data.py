@@ -39,12 +39,13 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     Args:
         task: The task.
         settings: Where rows are from, how long sequences are, and which share is held out.
-        tokenizer: Counts tokens, and renders messages with its chat template.
+        tokenizer: Counts tokens, and renders messages with its chat template. Without a padding token it gets its
+            end-of-sequence token as one, which TRL's trainers require.
         completion_tokens: Longest completion that a task generates.
 
     Raises:
-        UsageError: the dataset does not exist, lacks a column, or has no row to train on; or rows have messages and the
-            tokenizer has no chat template.
+        UsageError: the dataset does not exist, lacks a column, or has no row to train on; or the tokenizer has no
+            end-of-sequence token, or no chat template for messages.
     """
     source = settings.dataset
     rows: list[Row] = list(
@@ -58,6 +59,11 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     made: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
         made += convert(row, f"{source}[{index}]", skipped)
+    if tokenizer.eos_token is None:
+        rule, fix = "has no end-of-sequence token, which ends every answer", "use a model with one"
+        raise UsageError(ConfigError(where="tokenizer", rule=rule, fix=fix))
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     if any(isinstance(row.get("prompt"), list) for row in made) and not tokenizer.chat_template:
         rule = "has messages, and the tokenizer has no chat template"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="pass --chat-template chatml"))
