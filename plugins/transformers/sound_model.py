@@ -283,7 +283,8 @@ def load_causal_lm(
     config = check_config(str(directory))
     kind: Any = AutoModelForCausalLM
     if score_head != "none":
-        kind, options = AutoModelForSequenceClassification, {"num_labels": 1, **options}
+        kind = AutoModelForSequenceClassification
+        options = options if "config" in options else {"num_labels": 1, **options}
     if directory.is_dir():
         check_weights(directory, quantized=bool(config.get("quantization_config")))
     # The other ranks of a node get their weights later.
