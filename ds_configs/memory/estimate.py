@@ -462,7 +462,8 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
             gradients = offloaded.pop("gradients")
             growing = growing_gradients(layout, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
-        phases = fullest_by_phase({moment: summed(device[moment], host[moment]) for moment in device})
+        # What offload keeps on the host is there in every phase of generation too.
+        phases = fullest_by_phase({moment: summed(device[moment], host.get(moment, host["init"])) for moment in device})
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             sequences = in_sequences(layout, job.task).micro_batch_size

@@ -95,8 +95,8 @@ def load_model(
 
     4-bit weights that the `engine` shards are loaded into host memory first. With `for_stages`, the stages of a
     pipeline load the weights where possible: the result is then the name of a checkpoint, or a model without memory.
-    With a `score_head` the model returns a score per sequence; a checkpoint without one gets a random head, and `config`
-    one label.
+    With a `score_head` the model returns a score per sequence; a checkpoint without one gets a random head. The
+    `config` then has one label.
 
     Raises:
         RefusedInputError: a local directory has weights in another format than safetensors.

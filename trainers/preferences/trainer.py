@@ -10,7 +10,7 @@ from typing import Any
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS, TaskName
-from ...plugins.transformers.second_model import load_second_model
+from ...plugins.transformers.second_model import load_second_model, shard_by_layer
 from ...plugins.transformers.sound_model import load_causal_lm
 from ...plugins.transformers.training_arguments import class_of_task
 from ..parallel.trainer_for import planned_parallelism
@@ -35,6 +35,10 @@ def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *
         if is_other or (placement == "sharded" and context.engine == "fsdp2"):
             name, revision = (reference.name, None) if is_other else (model, settings.revision)
             further["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(context))
+            if context.engine == "fsdp2":
+                # TRL would gather all of it as one unit.
+                arguments = context.arguments
+                shard_by_layer(further["ref_model"], arguments.device.type, arguments.world_size)
     if job.task in GROUPED_TASKS:
         further["reward_funcs"] = [_reward(reward, context)]
     train_dataset, eval_dataset = context.samples
