@@ -190,7 +190,11 @@ class BalanceOverRanks:
             gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None, **further: Any
         ) -> Any:
             recorded = list(self._records()) if self._records is not None else []
-            layers = recorded or _routed(gate_logits, top_k)
+            layers = [*recorded]
+            for logits_TE in gate_logits if not recorded and isinstance(gate_logits, tuple) else ():
+                with torch.no_grad():
+                    selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
+                layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
             if not layers:
                 return own(gate_logits, num_experts, top_k, attention_mask, **further)
             mask_T = None if attention_mask is None else attention_mask.reshape(-1).float()
@@ -266,17 +270,6 @@ def _modules(model: PreTrainedModel) -> list[ModuleType]:
     own = [module for module in present if module is not None and hasattr(module, _FUNCTION)]
     shared = [sys.modules[_SHARED]] if own and _SHARED in sys.modules else []
     return list(dict.fromkeys([*own, *shared]))
-
-
-def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:
-    import torch
-
-    layers = []
-    for logits_TE in gate_logits if isinstance(gate_logits, tuple) else ():
-        with torch.no_grad():
-            selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
-        layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
-    return layers
 
 
 def _unknown_formula(model: Any) -> UsageError:
