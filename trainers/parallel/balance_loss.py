@@ -99,17 +99,6 @@ def balance_loss_share(
     return first.shape[1] * (assigned_E / tokens * probability_E / tokens).sum()
 
 
-def loads(assigned_LE: Tensor) -> tuple[float, float]:
-    """Return the load of a layer's fullest expert divided by the mean load: the mean over layers, and the maximum.
-
-    >>> import torch
-    >>> loads(torch.tensor([[2.0, 2.0], [3.0, 1.0]]))
-    (1.25, 1.5)
-    """
-    load_L = assigned_LE.max(-1).values / assigned_LE.mean(-1).clamp_min(1e-9)
-    return load_L.mean().item(), load_L.max().item()
-
-
 class BalanceOverRanks:
     """Computes the balance loss of one Trainer over all ranks, as the mean over the micro-batches of a step.
 
@@ -216,8 +205,13 @@ class BalanceOverRanks:
 
 
 def balance_over_ranks(trainer: Any) -> None:
-    """Make a Trainer compute the balance loss over all ranks' tokens; one that corrects it already is not changed."""
-    if not getattr(trainer, "corrects_balance_loss", False):
+    """Make a Trainer compute the balance loss over all ranks' tokens, if its model has one that is not corrected yet.
+
+    Some trainers switch it on themselves.
+    """
+    inner = base_model(trainer.model)
+    has_loss = getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
+    if has_loss and not getattr(trainer, "corrects_balance_loss", False):
         trainer.corrects_balance_loss = True
         make_exact(trainer).rank_balance = BalanceOverRanks(trainer)
 
@@ -230,12 +224,6 @@ def check_balance_loss(model: PreTrainedModel) -> None:
     """
     if not _modules(base_model(model)):
         raise _unknown_formula(model)
-
-
-def has_balance_loss(model: PreTrainedModel) -> bool:
-    """Return whether a model can compute a balance loss, which some trainers switch on themselves."""
-    inner = base_model(model)
-    return getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
 
 
 def balance_factor(trainer: Trainer, num_items_in_batch: Any, *, training: bool = True) -> float:
