@@ -89,10 +89,12 @@ class StepEvents:
 class Axis:
     """What a layout beyond data parallelism adds to a step; this one adds nothing."""
 
-    ranks_of_a_sample = 1
-    """Ranks that read the same samples, where the Trainer counts each of them."""
     computes_losses = True
     """Whether losses come from `compute_loss` and `prediction_step`; not those of pipeline stages."""
+
+    def __init__(self, ranks_of_a_sample: int = 1) -> None:
+        self.ranks_of_a_sample = ranks_of_a_sample
+        """Ranks that read the same samples, where the Trainer counts each of them."""
 
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Change the seeds of a training loader's workers."""

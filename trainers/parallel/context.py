@@ -140,9 +140,6 @@ class ContextParallelism:
 class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
 
-    def __init__(self, size: int) -> None:
-        self.ranks_of_a_sample = size
-
     def evaluating(self, trainer: ExactTrainer) -> NoReturn:
         """Raise an error.
 

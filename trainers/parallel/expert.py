@@ -135,6 +135,7 @@ class ExpertAxis(Axis):
     """
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
         self._handles: list[Any] = []
         self._records: list[RoutedTokens] | None = None

@@ -183,7 +183,7 @@ class SequenceAxis(Axis):
         loss_shifts_labels: bool,
         has_own_loss: bool,
     ) -> None:
-        self.ranks_of_a_sample = shared.size
+        super().__init__(shared.size)
         self.shared = shared
         self._is_sum = is_sum
         self.extends_logits = has_own_loss and loss_shifts_labels

@@ -239,9 +239,6 @@ class TensorParallelCallback(TrainerCallback):
 class TensorAxis(Axis):
     """Makes the ranks of a group read the same samples."""
 
-    def __init__(self, size: int) -> None:
-        self.ranks_of_a_sample = size
-
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Seed data workers by group."""
         seed_workers_by_group(trainer, loader, self.ranks_of_a_sample)
