@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 _LIGER_MLPS = ("swiglu", "geglu")
-_LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
 class LongSequenceCallback(TrainerCallback):
@@ -119,7 +118,7 @@ class LongSequenceCallback(TrainerCallback):
         untile_mlps(model)
         if self.tiled_mlp:
             tile_mlps(model, None if self.tiled_mlp is True else self.tiled_mlp)
-        if self.tiled_loss and not _liger_replaces(trainer.args, _LIGER_LOSSES[:1]):
+        if self.tiled_loss and not _liger_replaces(trainer.args, ("fused_linear_cross_entropy",)):
             make_exact(trainer).tiled_loss = TiledLoss(model, None if self.tiled_loss is True else self.tiled_loss)
         self._trainer = trainer
         trainer.add_callback(self)
