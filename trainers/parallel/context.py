@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...ds_configs.legality.axes import context_parallel_errors, sample_errors
+from ...ds_configs.legality.axes import context_parallel_errors
 from ...ds_configs.legality.trainer_parameters import parameter_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
@@ -18,8 +18,7 @@ from ..exact import Axis, ExactTrainer, count_as_one_process
 from .sequence import (
     ATTENTION_MASK,
     POSITION_IDS,
-    mask_dimensions,
-    padding_and_packing,
+    check_samples,
     parallelism_errors,
     reading_errors,
     traits_of,
@@ -159,10 +158,7 @@ class ContextParallelCollator:
         import torch
 
         batch = dict(self.collator(rows))
-        left_padded, packed = padding_and_packing([batch])
-        masks = mask_dimensions([batch])
-        if errors := sample_errors(mask_dimensions=masks, left_padded=left_padded, packed=packed):
-            raise UsageError(errors)
+        check_samples([batch])
         samples, tokens = batch["input_ids"].shape
         mask = batch.pop(ATTENTION_MASK, None)
         # The Trainer creates the same positions for the padded length.

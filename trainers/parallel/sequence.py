@@ -280,7 +280,7 @@ class SequenceAxis(Axis):
 
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labelled tokens of complete sequences, over all ranks."""
-        _check_samples(batches, trainer.model.config._attn_implementation)
+        check_samples(batches, attention=trainer.model.config._attn_implementation)
         tokens = labelled_tokens(batches)
         if tokens is not None:
             tokens = trainer.accelerator.gather(tokens.to(device)).sum() // self.shared.size
@@ -355,7 +355,7 @@ class SequenceAxis(Axis):
         """Return the shard of a batch without labels; those with labels are sharded when their loss is computed."""
         if all(inputs.get(name) is not None for name in trainer.label_names):
             return inputs
-        _check_samples([inputs], trainer.model.config._attn_implementation)
+        check_samples([inputs], attention=trainer.model.config._attn_implementation)
         return self._shard(trainer, trainer._prepare_inputs(inputs))[0]
 
     def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
@@ -375,14 +375,23 @@ class SequenceAxis(Axis):
         return shard, labels_BL
 
 
-def _check_samples(batches: list[Any], attention: str) -> None:
-    errors = attention_errors(attention=attention)
+def check_samples(batches: Sequence[Mapping[str, Any]], *, attention: str = "") -> None:
+    """Check that ranks can share the sequences of batches; `attention` is empty for context parallelism.
+
+    Raises:
+        UsageError: a batch is padded on the left, packs documents into a row that attention does not separate, or has a
+            mask with more than 2 dimensions.
+    """
+    errors = attention_errors(attention=attention) if attention else []
     if not errors:
         left_padded, packed = padding_and_packing(batches)
-        samples = max((len(example_of(batch)) for batch in batches), default=1)
-        masks = mask_dimensions(batches)
+        masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
         errors = sample_errors(
-            mask_dimensions=masks, left_padded=left_padded, packed=packed, attention=attention, samples=samples
+            mask_dimensions=max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)]),
+            left_padded=left_padded,
+            packed=packed,
+            attention=attention,
+            samples=max((len(example_of(batch)) for batch in batches), default=1),
         )
     if errors:
         raise UsageError(errors)
@@ -644,12 +653,6 @@ def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, boo
     never = torch.zeros((), dtype=torch.bool, device=device)
     is_left_padded, is_packed = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
     return is_left_padded, is_packed
-
-
-def mask_dimensions(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Return the largest number of dimensions of an attention mask; 2 without a mask."""
-    masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
-    return max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)])
 
 
 def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:
