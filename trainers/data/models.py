@@ -180,7 +180,7 @@ def agreed_vocab_size(
     own_tokenizer: Any,
     other_tokenizer: Any,
     *,
-    roles: tuple[str, str] = ("student", "teacher"),
+    roles: tuple[str, str],
     fix: str = "use models of one family",
 ) -> int:
     """Return the number of ids of two equal tokenizers, one more than the largest id.

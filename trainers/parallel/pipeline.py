@@ -58,9 +58,6 @@ class PipelineAxis(Axis):
 
     computes_losses = False
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks_of_a_sample = ranks
-
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labels of a step; the ranks of a replica counted the same ones."""
         tokens = count(batches, device)

@@ -191,7 +191,7 @@ def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> t
     else:
         tokenizer = load_tokenizer(own, width)
     set_chat_template(tokenizer, settings.chat_template)
-    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught)
+    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:

@@ -184,7 +184,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
             )
             set_chat_template(tokenizer, settings.chat_template)
             if others:
-                vocab_size = agreed_vocab_size(tokenizer, others[0])
+                vocab_size = agreed_vocab_size(tokenizer, others[0], roles=("student", "teacher"))
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
