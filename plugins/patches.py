@@ -205,6 +205,18 @@ PATCHES: tuple[Patch, ...] = (
         "The loss of preferred answers is a mean over a rank's tokens. CPOTrainer has the same method.",
         f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
     ),
+    instance(
+        "rows-of-a-generation",
+        "trl.trainer.grpo_trainer:GRPOTrainer._generate_single_turn(self, prompt_ids)",
+        "Ranks sample completions from generators of their own. RLOOTrainer has the same method.",
+        f"{_LOSSES}test_trl_still_samples_by_rank",
+    ),
+    context(
+        "sampled-rows",
+        "torch:multinomial",
+        "`generate` draws the tokens of all rows from one generator.",
+        f"{_LOSSES}test_trl_still_samples_by_rank",
+    ),
     # Transformers models.
     context(
         "counted-balance-loss",

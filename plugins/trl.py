@@ -6,11 +6,14 @@ tokens of a micro-batch, and engines average the means of ranks with different n
 `KTOTrainer` estimates the KL term from prompts with the completions of other rows, which are rotated within each
 `per_device_train_batch_size` rows. Rows keep their order, so rotating within the rows of all ranks yields the pairs of
 one process.
+
+`GRPOTrainer` and `RLOOTrainer` sample completions on each rank for its own rows.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +49,49 @@ def pairs_of_a_micro_step(trainer_class: Any, data_ranks: int) -> Iterator[None]
 def classes_of_trl(kind: type) -> set[str]:
     """Return the names of a trainer class and its bases in TRL."""
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
+
+
+def sample_by_row(trainer: Any) -> None:
+    """Make the tokens that GRPO and RLOO sample with `generate` a function of seed, step and row, not of the rank.
+
+    TRL 1.16.0 seeds ranks alike, and each draws for its own rows, so that any other number of ranks samples other
+    completions. Here every row of the global batch draws from a generator of its own, by inverting the cumulative
+    distribution: layouts and one process sample the same completions, from the same distributions.
+    """
+    if not classes_of_trl(type(trainer)) & {"GRPOTrainer", "RLOOTrainer"} or trainer.args.use_vllm:
+        return
+    axes = trainer.accelerator.parallelism_config
+    shared = 1 if axes is None else axes.tp_size * axes.sp_size
+    data_ranks, data_rank = (number // shared for number in (trainer.args.world_size, trainer.args.process_index))
+    generated: dict[tuple[bool, int], int] = {}
+
+    def drawing(generate: Callable[..., Any]) -> Callable[..., Any]:
+        def generate_turn(prompt_ids: Any, *args: Any, **settings: Any) -> Any:
+            import torch
+
+            step, count = (bool(trainer.model.training), trainer.state.global_step), len(prompt_ids)
+            first = generated.get(step, 0) + data_rank * count
+            generated[step] = generated.get(step, 0) + data_ranks * count
+            numbers = [random.Random(repr((trainer.args.seed, *step, row))) for row in range(first, first + count)]
+
+            def by_row(sample: Callable[..., Any]) -> Callable[..., Any]:
+                def multinomial(probabilities: torch.Tensor, num_samples: int, **options: Any) -> torch.Tensor:
+                    if probabilities.shape[:-1] != (count,) or num_samples != 1:
+                        return sample(probabilities, num_samples, **options)
+                    cumulative_BV = probabilities.double().cumsum(-1)
+                    drawn = [[number.random()] for number in numbers]
+                    drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=probabilities.device)
+                    below_B1 = torch.searchsorted(cumulative_BV, drawn_B1 * cumulative_BV[:, -1:], right=True)
+                    return below_B1.clamp(max=probabilities.shape[-1] - 1)
+
+                return multinomial
+
+            with patches.applied("sampled-rows", by_row):
+                return generate(prompt_ids, *args, **settings)
+
+        return generate_turn
+
+    patches.apply("rows-of-a-generation", drawing, on=trainer)
 
 
 def weigh_token_means(trainer: Any) -> None:

@@ -328,7 +328,11 @@ class Counting:
 
         if _labels(step.batch) is not None and (self.own_loss is None or self.kind != "sample_mean"):
             return None
-        rows = find_batch_size(step.batch) if step.rows is None else step.rows
+        if step.rows is not None:
+            rows = step.rows
+        else:
+            # Rows that a trainer tokenizes itself, such as prompts, are a list.
+            rows = len(step.batch) if isinstance(step.batch, list) else find_batch_size(step.batch)
         return (rows or 1) if step.samples is None else step.samples
 
 

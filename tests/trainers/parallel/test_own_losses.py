@@ -253,3 +253,18 @@ def test_transformers_divides_by_tensor_parallel_size(tmp_path: Path, monkeypatc
     expected = ranks // size if divides else ranks
     assert (int(counted), float(factor)) == (10 * expected, expected)
     assert trainer.get_total_train_batch_size(arguments) == 3 * ranks // size
+
+
+@pytest.mark.needs("trl")
+def test_trl_still_samples_by_rank() -> None:
+    from trl import GRPOTrainer
+
+    assert "generator" not in inspect.getsource(GRPOTrainer._generate_single_turn)
+    model, rows = llama(vocab_size=300), torch.arange(8).view(2, 4)
+
+    def sampled(inputs: Any) -> Any:
+        torch.manual_seed(0)
+        return model.generate(inputs, do_sample=True, max_new_tokens=8, min_new_tokens=8, pad_token_id=0)[:, 4:]
+
+    # The second row draws what follows the first: it gets other tokens on a rank of its own.
+    assert not torch.equal(sampled(rows)[1], sampled(rows[1:])[0])
