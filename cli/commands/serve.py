@@ -65,7 +65,7 @@ def serve_command(
     """
     from ...ds_configs.serving import ServingRequest, plan_serving
     from ...ds_configs.specs.units import parse_bytes
-    from ...plugins.huggingface_hub.hub import split_revision
+    from ...plugins.huggingface_hub import split_revision
     from ...plugins.planning.from_names import read_hardware
     from ...plugins.vllm import (
         INSTALL,

@@ -11,7 +11,7 @@ from ...ds_configs.models.stored_shapes import model_spec_from_shapes, model_typ
 from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.model import ModelSpec
-from ..huggingface_hub.hub import ModelSource, read_model_source
+from ..huggingface_hub import ModelSource, read_model_source
 from ..releases import installed_version, transformers_release
 
 

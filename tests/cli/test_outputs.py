@@ -50,7 +50,7 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         raise AssertionError("the work began")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
-    monkeypatch.setattr("shardwright.plugins.safetensors.reading.safe_open", no_weights, raising=False)
+    monkeypatch.setattr("shardwright.plugins.safetensors.safe_open", no_weights, raising=False)
     monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", no_weights)
 
     def call(name: str, output: object) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import pytest
 from paths import CONFIGS
 from planning import DEEPSEEK_V3
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.huggingface_hub.hub import ModelSource
+from shardwright.plugins.huggingface_hub import ModelSource
 from shardwright.plugins.planning.models import LoadedModel, load_model_spec, model_from_source
 
 DEEPSEEK = DEEPSEEK_V3 | {

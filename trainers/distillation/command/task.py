@@ -12,7 +12,7 @@ from typing import Any
 
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
-from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
+from ....plugins.huggingface_hub import TOKENIZER_FILES
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.sound_model import refuse_other_formats
