@@ -32,7 +32,7 @@ from ..ds_configs.specs.hardware import HardwareSpec
 from .launching.elastic import recorded
 from .launching.launch import Launch, launch_ranks
 from .launching.messages import NOTE, note_on_first_rank
-from .planning.from_names import installed_versions
+from .planning import installed_versions
 
 _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
