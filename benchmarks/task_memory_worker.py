@@ -16,7 +16,7 @@ from metered_training import STEPS, plan_of, run_settings
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import GROUPED_TASKS
 from shardwright.ds_configs.specs.tasks import TASKS
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.peft import add_lora
 from shardwright.plugins.transformers.second_model import load_second_model, shard_by_layer

@@ -25,7 +25,7 @@ from ...ds_configs.specs.optimizers import OPTIMIZERS
 from ...ds_configs.specs.tasks import TASKS, TaskName
 from .. import patches
 from ..launching.messages import note_on_first_rank
-from ..safetensors.writing import named_write_errors, save_tensors
+from ..safetensors import named_write_errors, save_tensors
 from .sound_model import refuse_nonfinite_weights
 
 if TYPE_CHECKING:

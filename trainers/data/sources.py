@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import Settings
 from ...ds_configs.specs.texts import near_path
-from ...plugins.huggingface_hub.hub import hub_errors, hub_failure, hub_status
+from ...plugins.huggingface_hub import hub_errors, hub_failure, hub_status
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
