@@ -38,7 +38,8 @@ def second_models_follow_the_engine(
         allowed = {placed, "layout" if second.trained else placed}
         if second.role == "reference":
             allowed.add("shared")
-            if not TASKS[job.task].generates:
+            if not TASKS[job.task].generates and not is_fsdp2:
+                # Under FSDP2 TRL needs a reference to compute them, and keeps it.
                 allowed.add("cached")
         if second.planned_placement not in allowed:
             rule = f"is not how TRL places a {second.role} under {engine}"

@@ -85,6 +85,9 @@ def share_moment_terms(
         engine_bytes = round(device_bytes * share_of_vllm)
         steps = [terms for moment, terms in combined.items() if moment != "init"]
         resident = {name: min(terms.get(name, 0) for terms in steps) for name in steps[0]}
+        if layout.zero_stage != 3:
+            # Freed after the step; ZeRO-3 keeps its buffer of partitions.
+            resident.pop("gradients", None)
         before = generation_moments(step, resident, engine_bytes=engine_bytes)
         if job.generation == "vllm" and job.vllm_sleep != "on":
             awake = {"vllm_engine": engine_bytes}
