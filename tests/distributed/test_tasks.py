@@ -79,7 +79,7 @@ _CELLS = [("dpo", "zero3"), ("grpo", "zero2")]
             pytest.param(name, layout, marks=pytest.mark.full)
             for name in SETTINGS
             for layout in ("ddp", "zero2", "zero3", "fsdp2")
-            if (name, layout) not in _CELLS and (name, layout) not in (("grpo", "fsdp2"), ("rloo", "fsdp2"))
+            if (name, layout) not in (*_CELLS, *((task, "fsdp2") for task in ("grpo", "rloo", "dpo-cached")))
         ),
     ],
 )
@@ -91,7 +91,12 @@ def test_losses_and_rewards_are_those_of_one_process(
     assert len(losses) == 3 and losses == pytest.approx(expected, abs=1e-5)
     for when in ("before", "after"):
         assert evaluations[when].keys() == alone[when].keys() and evaluations[when]
-        assert evaluations[when] == pytest.approx(alone[when], abs=1e-5), when
+        own, others = (
+            # A mean over padding too, which depends on the micro-batch.
+            {key: value for key, value in each[when].items() if not key.startswith("logits/") or name == "dpo"}
+            for each in (evaluations, alone)
+        )
+        assert own == pytest.approx(others, abs=1e-5), when
     assert evaluations["before"] != evaluations["after"]
     files = {path.name for path in (inputs / f"{name}-{layout}").iterdir()}
     assert {"REPORT.md", "adapter_model.safetensors" if "lora" in name else "model.safetensors"} <= files
