@@ -125,7 +125,7 @@ def run(arguments: Sequence[str]) -> int:
         # Help is a function of Cyclopts, for which torch must not be imported.
         name = arguments[0] if arguments and command.__module__.startswith(__package__) else ""
         if name in _COMMANDS and name not in _RELEASES_UNCHECKED:
-            from ..plugins.huggingface_hub.hub import check_endpoint
+            from ..plugins.huggingface_hub import check_endpoint
             from ..plugins.releases import check_releases, check_torch, release_warnings
 
             check_endpoint()
@@ -169,7 +169,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except Exception as error:
         # A library may request a file of the Hub where no caller expects it.
-        from ..plugins.huggingface_hub.hub import uncaught_hub_failure
+        from ..plugins.huggingface_hub import uncaught_hub_failure
 
         failure = uncaught_hub_failure(error)
         if failure is None and isinstance(error, OSError):

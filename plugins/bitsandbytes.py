@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from . import patches
-from .safetensors.reading import each_tensor, read_checkpoint
+from .safetensors import each_tensor, read_checkpoint
 from .transformers.checkpoint_tensors import without_zero3
 from .transformers.sound_model import is_finite
 

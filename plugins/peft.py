@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ..ds_configs.specs.texts import strict_json
-from .safetensors.reading import StoredTensor, read_header
+from .safetensors import StoredTensor, read_header
 
 if TYPE_CHECKING:
     import torch

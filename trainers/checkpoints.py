@@ -25,7 +25,7 @@ from ..ds_configs.plan.output import flush, write_files
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ..ds_configs.specs.units import gigabytes
-from ..plugins.accelerate.cpu_ranks import engine_from_environment
+from ..plugins.accelerate import engine_from_environment
 from ..plugins.deepspeed.engine import load_from_other_ranks
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.releases import installed_version
@@ -74,12 +74,25 @@ def file_records(directory: Path, names: Iterable[str] | None = None) -> dict[st
     Raises:
         OSError: a file cannot be read.
     """
+    import xxhash
+
     if names is None:
         paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
         names = [path.relative_to(directory).as_posix() for path in paths]
     names = list(names)
+
+    def file_record(name: str) -> FileRecord:
+        checksum, size = xxhash.xxh3_128(), 0
+        # Mapped memory, because the allocator would keep a chunk per thread that has read a file.
+        path = directory / name
+        with path.open("rb", buffering=0) as stream, mmap(-1, _CHUNK_BYTES) as chunk, memoryview(chunk) as view:
+            while count := stream.readinto(view):
+                checksum.update(view[:count])
+                size += count
+        return FileRecord(size_bytes=size, xxh3_128=checksum.hexdigest())
+
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(lambda name: _file_record(directory / name), names), strict=True))
+        return dict(zip(names, pool.map(file_record, names), strict=True))
 
 
 def write_record(directory: Path, *, step: int, files: Mapping[str, FileRecord], facts: Mapping[str, object]) -> None:
@@ -171,18 +184,6 @@ def flushed_records(directory: Path) -> dict[str, FileRecord]:
     return records
 
 
-def _file_record(path: Path) -> FileRecord:
-    import xxhash
-
-    checksum, size = xxhash.xxh3_128(), 0
-    # Mapped memory, because the allocator would keep a chunk per thread that has read a file.
-    with path.open("rb", buffering=0) as stream, mmap(-1, _CHUNK_BYTES) as chunk, memoryview(chunk) as view:
-        while count := stream.readinto(view):
-            checksum.update(view[:count])
-            size += count
-    return FileRecord(size_bytes=size, xxh3_128=checksum.hexdigest())
-
-
 _SAMPLES_READ = 16
 """Number of evenly spread samples by which datasets are compared."""
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed")
@@ -193,11 +194,18 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "u
 def layout_facts(trainer: Trainer) -> dict[str, Any]:
     """Return the facts of a run's layout that `RULES` compares, without those that are unknown."""
     args = trainer.args
-    deepspeed = deepspeed_configuration(args)
+    deepspeed = deepspeed_configuration(args) or {}
+    pipeline = {"pipeline_stages": "_stages", "tensor_parallel_size": "_tensor_ranks"}
+    axes = {name: getattr(trainer, attribute, None) for name, attribute in pipeline.items()}
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    axes |= {name: getattr(config, name, 1) for name in ("tp_size", "sp_size", "cp_size", "dp_replicate_size")}
+    for section, key in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
+        axes[key] = (deepspeed.get(section) or {}).get(key)
     facts: dict[str, object] = {
         "engine": "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment(),
         "zero_stage": deepspeed["zero_optimization"].get("stage", 0) if deepspeed else None,
-        "axes": _axes(trainer, deepspeed or {}),
+        # Those beyond data parallelism that shard states.
+        "axes": {name: size for name, size in axes.items() if isinstance(size, int) and size > 1},
         "world_size": args.world_size,
     }
     return _as_recorded(facts)
@@ -270,23 +278,6 @@ def _argument_facts(args: Any) -> dict[str, object]:
 
 def _as_recorded(facts: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in json.loads(json.dumps(facts)).items() if value is not None}
-
-
-def _axes(trainer: Any, deepspeed: Mapping[str, Any]) -> dict[str, int]:
-    """Return the axes beyond data parallelism that shard states."""
-    axes: dict[str, int] = {}
-    for name, attribute in (("pipeline_stages", "_stages"), ("tensor_parallel_size", "_tensor_ranks")):
-        if isinstance(size := getattr(trainer, attribute, None), int) and size > 1:
-            axes[name] = size
-    config = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in ("tp_size", "sp_size", "cp_size", "dp_replicate_size"):
-        if (getattr(config, name, 1) or 1) > 1:
-            axes[name] = getattr(config, name)
-    for section, key in (("tensor_parallel", "autotp_size"), ("expert_parallel", "autoep_size")):
-        size = (deepspeed.get(section) or {}).get(key)
-        if isinstance(size, int) and size > 1:
-            axes[key] = size
-    return axes
 
 
 def trained_tensors(model: PreTrainedModel) -> str:
@@ -686,7 +677,14 @@ def checked_checkpoint(trainer: Any, resume: Any) -> str:
         if saved.get("zero_stage") == 3 and now["sharded"] == "expert parallelism" and not saved["sharded"]:
             # ZeRO-3 names its files alike with and without experts.
             del saved["sharded"]
-        errors, warnings = compared(saved, now, new_run=_as_model(path, names))
+        new_run = _NEW_RUN
+        if not any(_WEIGHTS.fullmatch(name) for name in names):
+            extracts = "accelerate merge-weights pytorch_model_fsdp_0 ."
+            extracts = "python zero_to_fp32.py . ." if "zero_to_fp32.py" in names else extracts
+            new_run = f"run `{extracts}` in {path} and start a new run from these weights"
+            if any(name.endswith("adapter_config.json") for name in names):
+                new_run = "start a new run with its path as the adapter"
+        errors, warnings = compared(saved, now, new_run=new_run)
         if errors:
             raise UsageError(errors)
         if RECORD not in names:
@@ -698,20 +696,6 @@ def checked_checkpoint(trainer: Any, resume: Any) -> str:
     if has_other_ranks and now["engine"] == "deepspeed":
         load_from_other_ranks()
     return path
-
-
-def _as_model(path: Path, names: Collection[str]) -> str:
-    """Return how a new run starts from the weights of a checkpoint."""
-    if any(_WEIGHTS.fullmatch(name) for name in names):
-        return "start a new run with its path as the model"
-    if any(name.endswith("adapter_config.json") for name in names):
-        return "start a new run with its path as the adapter"
-    extracts = (
-        "python zero_to_fp32.py . ."
-        if "zero_to_fp32.py" in names
-        else "accelerate merge-weights pytorch_model_fsdp_0 ."
-    )
-    return f"run `{extracts}` in {path} and start a new run from these weights"
 
 
 def finished(selection: Selection, facts: Mapping[str, object], max_steps: int) -> tuple[bool, list[ConfigError]]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, UsageError
 from ..plugins import patches
-from ..plugins.accelerate.repeated_samples import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
+from ..plugins.accelerate import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.length_groups import one_order
@@ -89,10 +89,12 @@ class StepEvents:
 class Axis:
     """What a layout beyond data parallelism adds to a step; this one adds nothing."""
 
-    ranks_of_a_sample = 1
-    """Ranks that read the same samples, where the Trainer counts each of them."""
     computes_losses = True
     """Whether losses come from `compute_loss` and `prediction_step`; not those of pipeline stages."""
+
+    def __init__(self, ranks_of_a_sample: int = 1) -> None:
+        self.ranks_of_a_sample = ranks_of_a_sample
+        """Ranks that read the same samples, where the Trainer counts each of them."""
 
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Change the seeds of a training loader's workers."""
@@ -370,6 +372,7 @@ class ExactTrainer(_Trainer):
         means of a model that ignores the number of labels; losses of a subclass, see `own_losses`; and the balance loss
         of a mixture, which is added once per micro-batch and multiplied by the ranks.
         Canary: `test_classifiers_still_ignore_the_number_of_labels`.
+        Canary: `test_the_trainer_still_multiplies_own_means_by_the_micro_batches`.
         """
         counting, weight = self.step_counting, None
         balance = self.rank_balance if self.rank_balance is not None and self.rank_balance.applies(model) else None
@@ -383,7 +386,13 @@ class ExactTrainer(_Trainer):
             if return_outputs or (balance is not None and not balance.is_added_by_trainer):
                 keywords["return_outputs"] = True
             if counting is not None and counting.own_loss is not None:
-                inputs, items, weight = self._weighed_own_loss(model, inputs, num_items_in_batch)
+                items = num_items_in_batch
+                if counting.kind is None:
+                    counting.measure_kind(model, inputs, items is not None, self._loss_of_user)
+                if self._evaluates_a_step:
+                    items = None if items is None else max(counting.labels_in(inputs), 1)
+                else:
+                    inputs, items, weight = counting.next_own(inputs, items)
                 result = self._loss_of_user(model, inputs, items, keywords)
             else:
                 if counting is not None and counting.weights and model.training:
@@ -426,19 +435,6 @@ class ExactTrainer(_Trainer):
         return_outputs = bool(keywords.get("return_outputs"))
         loss, outputs = own_losses.checked_loss(result, self, return_outputs=return_outputs)
         return (loss, outputs) if return_outputs else loss
-
-    def _weighed_own_loss(self, model: Any, inputs: Any, items: Any) -> tuple[Any, Any, float | None]:
-        """Return inputs, number of labels and weight of a user's loss: its share of the step (see `own_losses`).
-
-        Canary: `test_the_trainer_still_multiplies_own_means_by_the_micro_batches`.
-        """
-        counting = self.step_counting
-        assert counting is not None
-        if counting.kind is None:
-            counting.measure_kind(model, inputs, items is not None, self._loss_of_user)
-        if self._evaluates_a_step:
-            return inputs, None if items is None else max(counting.labels_in(inputs), 1), None
-        return counting.next_own(inputs, items)
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
         """Pass the gradient norm on before the optimizer steps (line 2672)."""

@@ -40,7 +40,7 @@ def quantize_command(
     model
         Hub id or directory of a model with safetensors weights.
     """
-    from ...plugins.huggingface_hub.push import check_push, pushed
+    from ...plugins.huggingface_hub import check_push, pushed
     from ...trainers.quantization.inputs import prepare
 
     check_push(options.push_to_hub)

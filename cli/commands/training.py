@@ -197,7 +197,7 @@ def _show_outcome(
 
     By default, `rows` are the measures of the outcome, with the second value highlighted.
     """
-    from ...plugins.huggingface_hub.push import CARD_FILE
+    from ...plugins.huggingface_hub import CARD_FILE
     from ...trainers.runs.settings import REPORT_FILE
     from ..show import console, print_rows
 

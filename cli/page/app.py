@@ -36,9 +36,9 @@ from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
 from ...ds_configs.specs.terms import Term
 from ...ds_configs.specs.texts import flag_words
-from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
-from ...plugins.planning.from_names import plan as select_plan
-from ...plugins.planning.models import LoadedModel, model_from_source
+from ...plugins.huggingface_hub import ModelSource, read_hub_source
+from ...plugins.planning import LoadedModel, model_from_source
+from ...plugins.planning import plan as select_plan
 from ...plugins.releases import transformers_release
 from ...trainers.reports.plans import plan_report
 from ...trainers.reports.report import gb, plain

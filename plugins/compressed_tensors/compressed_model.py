@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ..safetensors.writing import rename_tensors
+from ..safetensors import rename_tensors
 from ..transformers.quantized_model import EXPERT_WEIGHT
 from .codes import to_upstream
 from .layout import state_dequantize

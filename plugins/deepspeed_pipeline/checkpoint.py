@@ -1,7 +1,7 @@
 """A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together.
 
 Each stage's first data-parallel rank writes its tensors next to the checkpoint, in a directory that all of these ranks
-must see. The first rank then names the files, writes the index and publishes everything (`safetensors/writing.py`).
+must see. The first rank then names the files, writes the index and publishes everything (`plugins/safetensors.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
-from ..safetensors.writing import SHARD_BYTES, name_shards, publish, save_tensors
+from ..safetensors import SHARD_BYTES, name_shards, publish, save_tensors
 from ..transformers.sound_model import gathered
 from .stage import whole_tensor
 

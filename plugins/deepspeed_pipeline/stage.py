@@ -21,8 +21,8 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
 from .. import patches
 from ..deepspeed.engine import stages_of
-from ..huggingface_hub.hub import model_directory
-from ..safetensors.reading import StoredTensor, opened, read_checkpoint
+from ..huggingface_hub import model_directory
+from ..safetensors import StoredTensor, opened, read_checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

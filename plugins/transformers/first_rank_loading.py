@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import patches
-from ..safetensors.reading import read_headers
+from ..safetensors import read_headers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,8 @@ from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.model import Dimensions
-from ..huggingface_hub.hub import model_directory, read_model_source
-from ..safetensors.reading import read_checkpoint
+from ..huggingface_hub import model_directory, read_model_source
+from ..safetensors import read_checkpoint
 from .meta_model import build_meta_model, model_spec_from_meta
 from .sound_model import check_weights, refuse_code, refuse_other_formats
 

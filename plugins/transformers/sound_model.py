@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.models.model_config import code_errors
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
-from ..huggingface_hub.hub import model_directory, read_config
+from ..huggingface_hub import model_directory, read_config
 from ..launching.messages import note_on_first_rank
-from ..safetensors.reading import StoredTensor, read_checkpoint
+from ..safetensors import StoredTensor, read_checkpoint
 from .checkpoint_tensors import checkpoint_tensors
 
 if TYPE_CHECKING:

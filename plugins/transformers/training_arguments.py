@@ -23,7 +23,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.optimizers import OPTIMIZERS
 from .. import patches
 from ..launching.messages import note_on_first_rank
-from ..safetensors.writing import named_write_errors, save_tensors
+from ..safetensors import named_write_errors, save_tensors
 from .sound_model import refuse_nonfinite_weights
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning.from_names import plan
+    from shardwright.plugins.planning import plan
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     root = tmp_path_factory.mktemp("outputs")
@@ -50,7 +50,7 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
         raise AssertionError("the work began")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
-    monkeypatch.setattr("shardwright.plugins.safetensors.reading.safe_open", no_weights, raising=False)
+    monkeypatch.setattr("shardwright.plugins.safetensors.safe_open", no_weights, raising=False)
     monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", no_weights)
 
     def call(name: str, output: object) -> tuple[int, str]:

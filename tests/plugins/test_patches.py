@@ -405,7 +405,7 @@ def test_upstream_calls_the_methods_of_the_exact_trainer() -> None:
         assert all(f"def {word}(" in files for word in words), (name, words)
 
 
-HELPERS = ("_label_share", "_loss_of_user", "_weighed_own_loss", "_gathering_losses", "_predicted")
+HELPERS = ("_label_share", "_loss_of_user", "_gathering_losses", "_predicted")
 """Methods of `ExactTrainer` that the Trainer does not have."""
 
 

@@ -27,7 +27,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.accelerate.repeated_samples import EvaluationStep, SamplesOnce, trained_rows
+from ...plugins.accelerate import EvaluationStep, SamplesOnce, trained_rows
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import balances_experts, own_class
 from ..data.chat import IGNORED_LABEL
@@ -197,8 +197,13 @@ class Counting:
         """Shares of the labels and of the samples of a step."""
 
     def weigh(self, batches: list[Any], items: Any) -> None:
-        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted."""
+        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted.
+
+        Raises:
+            UsageError: the loss of the model itself would be the mean over no token on some rank.
+        """
         import torch
+        from transformers import Trainer
 
         args, gather = self._trainer.args, self._trainer.accelerator.gather
         if self.own_loss is not None:
@@ -213,8 +218,17 @@ class Counting:
                 counts = [self.labels_in(batch) for batch in batches]
                 total = gather(torch.tensor(sum(counts), device=args.device)).sum()
                 self.weights = mean_weights(counts, float(total), ranks=args.world_size)
-        elif items is None:
-            self._check_labels_of_every_rank(batches)
+        elif items is None and args.world_size > 1 and own_class(self._trainer).compute_loss is Trainer.compute_loss:
+            # The model's own loss must not be the mean over no token on some rank.
+            labelled = [tensor for batch in batches if (tensor := _labels(batch)) is not None]
+            if not batches or len(labelled) < len(batches):
+                return
+            fewest = min(int(tensor.ne(IGNORED_LABEL).sum()) for tensor in labelled)
+            if int(gather(torch.tensor(fewest, device=args.device)).min()) == 0:
+                rule = "has no labelled token on some rank, so the loss of this model is a mean over nothing"
+                fix = "use batches with labels, a number of samples that all ranks share, or dataloader_drop_last=True"
+                value = type(self._trainer.model).__name__
+                raise UsageError(ConfigError(where="batch", value=value, rule=rule, fix=fix))
 
     def next_mean(self, inputs: Any) -> tuple[Any, float]:
         """Return the next micro-batch and the weight of its mean loss."""
@@ -316,23 +330,6 @@ class Counting:
             return None
         rows = find_batch_size(step.batch) if step.rows is None else step.rows
         return (rows or 1) if step.samples is None else step.samples
-
-    def _check_labels_of_every_rank(self, batches: list[Any]) -> None:
-        """Reject a step in which the model's own loss is the mean over no token on some rank."""
-        import torch
-        from transformers import Trainer
-
-        trainer = self._trainer
-        if trainer.args.world_size == 1 or own_class(trainer).compute_loss is not Trainer.compute_loss:
-            return
-        labels = [tensor for batch in batches if (tensor := _labels(batch)) is not None]
-        if not batches or len(labels) < len(batches):
-            return
-        fewest = min(int(tensor.ne(IGNORED_LABEL).sum()) for tensor in labels)
-        if int(trainer.accelerator.gather(torch.tensor(fewest, device=trainer.args.device)).min()) == 0:
-            rule = "has no labelled token on some rank, so the loss of this model is a mean over nothing"
-            fix = "use batches with labels, a number of samples that all ranks share, or dataloader_drop_last=True"
-            raise UsageError(ConfigError(where="batch", value=type(trainer.model).__name__, rule=rule, fix=fix))
 
 
 def at_least_one(items: Any) -> Any:

@@ -142,9 +142,16 @@ def kind_of_loss(
     import torch
 
     rows = len(next(value for value in batch.values() if torch.is_tensor(value)))
-    halved = {
-        name: value.flip(-1) if name == input_name else _half_of_labels(name, value) for name, value in batch.items()
-    }
+    halved = dict(batch)
+    for name, value in batch.items():
+        if name == input_name:
+            halved[name] = value.flip(-1)
+        elif name in ("labels", "shift_labels") and torch.is_tensor(value):
+            if value.is_floating_point() or value.dim() < 2:
+                continue
+            has_label = value.ne(IGNORED).flatten()
+            dropped = has_label & (has_label.cumsum(0) % 2 == 0)
+            halved[name] = value.flatten().masked_fill(dropped, IGNORED).reshape(value.shape)
     both = {
         name: torch.cat([value, halved[name]])
         if torch.is_tensor(value) and value.dim() and len(value) == rows
@@ -171,19 +178,6 @@ def kind_of_loss(
     every = gather(torch.stack(errors)[None]).amax(0).tolist()
     best = min(range(len(every)), key=every.__getitem__)
     return get_args(OwnLoss)[best] if every[best] <= _TOLERANCE else None
-
-
-def _half_of_labels(name: str, value: Any) -> Any:
-    """Return labels of tokens without those of every second labelled position; other values unchanged."""
-    import torch
-
-    if name not in ("labels", "shift_labels") or not torch.is_tensor(value):
-        return value
-    if value.is_floating_point() or value.dim() < 2:
-        return value
-    labelled = value.ne(IGNORED).flatten()
-    dropped = labelled & (labelled.cumsum(0) % 2 == 0)
-    return value.flatten().masked_fill(dropped, IGNORED).reshape(value.shape)
 
 
 def unknown_kind_error(trainer: Trainer) -> UsageError:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.bitsandbytes import is_divided, keep_layout, on_host, place_for_division
-from ...plugins.huggingface_hub.hub import TOKENIZER_FILES, model_directory
+from ...plugins.huggingface_hub import TOKENIZER_FILES, model_directory
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import four_bit_loading
-from ...plugins.safetensors.reading import INDEX
+from ...plugins.safetensors import INDEX
 from ...plugins.transformers.sound_model import (
     check_config,
     check_weights,
@@ -167,7 +167,7 @@ def agreed_vocab_size(
     own_tokenizer: Any,
     other_tokenizer: Any,
     *,
-    roles: tuple[str, str] = ("student", "teacher"),
+    roles: tuple[str, str],
     fix: str = "use models of one family",
 ) -> int:
     """Return the number of ids of two equal tokenizers, one more than the largest id.

@@ -38,8 +38,10 @@ _ALPACA_PROMPT = (
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
-_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "teacher_rows": -1, "position_ids": 0}
+_FILL = {"input_ids": None, "labels": IGNORED_LABEL, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
+ROWS_SUFFIX = "_rows"
+"""End of the name of a column that has the row of each token in a cache of a second model; padded with -1."""
 _NumberedRow = tuple[int, Row]
 """A row with its index, which errors name."""
 
@@ -88,7 +90,7 @@ class Samples:
 
 
 def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
-    """Return the samples that settings describe, and log truncation; a teacher's cache and the training use the same.
+    """Return the samples that settings describe, and log truncation; a cache and the training use the same.
 
     Raises:
         UsageError: as `load_samples`.
@@ -158,7 +160,24 @@ def load_samples(
             rule = f"is not a column of {source}"
             raise UsageError(ConfigError(where="text_column", value=text_column, rule=rule, fix=fix))
         rows = [{"text": row.get(text_column)} for row in rows]
-    kind = _kind_of(source, rows)
+    if not rows:
+        raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
+    columns = list(rows[0])
+    kind: Kind
+    if any(name in columns for name in MESSAGE_COLUMNS):
+        kind = "messages"
+    elif any(name in columns and other in columns for name, other in PROMPT_COLUMNS):
+        kind = "prompt and completion"
+    elif "text" in columns:
+        kind = "text"
+    else:
+        rule = (
+            f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
+            f"but has {', '.join(columns)}"
+        )
+        fix = "select one with --text-column"
+        fix = f"{fix} {columns[0]}" if len(columns) == 1 else f"{fix}, or rename two to prompt and completion"
+        raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
     filled = [(index, row) for index, row in enumerate(rows) if _has_text(row, kind)]
     kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
     for index, row in enumerate(rows):
@@ -211,14 +230,15 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
-    label. `teacher_rows` and `position_ids` are padded if samples have them.
+    label. `position_ids`, and rows of a cache (`ROWS_SUFFIX`), are padded if samples have them.
     """
     import torch
 
     lengths = [len(sample["input_ids"]) for sample in samples]
     batch = {}
-    for name, fill in _FILL.items():
-        if name in samples[0]:
+    for name in samples[0]:
+        if name in _FILL or name.endswith(ROWS_SUFFIX):
+            fill = _FILL.get(name, -1)
             value = pad_token_id if fill is None else fill
             padded = [
                 [*sample[name], *[value] * (max(lengths) - length)]
@@ -231,25 +251,6 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
     positions_S = torch.arange(max(lengths))
     batch["attention_mask"] = (positions_S[None] < torch.tensor(lengths)[:, None]).long()
     return batch
-
-
-def _kind_of(source: str, rows: Sequence[Row]) -> Kind:
-    if not rows:
-        raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
-    columns = list(rows[0])
-    if any(name in columns for name in MESSAGE_COLUMNS):
-        return "messages"
-    if any(name in columns and other in columns for name, other in PROMPT_COLUMNS):
-        return "prompt and completion"
-    if "text" in columns:
-        return "text"
-    rule = (
-        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
-        f"but has {', '.join(columns)}"
-    )
-    fix = "select one with --text-column"
-    fix = f"{fix} {columns[0]}" if len(columns) == 1 else f"{fix}, or rename two to prompt and completion"
-    raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
 
 
 def _messages(row: Row) -> Any:

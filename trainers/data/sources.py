@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import Settings
 from ...ds_configs.specs.texts import near_path
-from ...plugins.huggingface_hub.hub import hub_errors, hub_failure, hub_status
+from ...plugins.huggingface_hub import hub_errors, hub_failure, hub_status
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
@@ -175,7 +175,17 @@ def _file_rows(path: Path) -> Iterator[Row]:
         if path.suffix == ".txt":
             yield {"text": read_utf8(path, where="dataset")}
         elif path.suffix == ".csv":
-            yield from _csv_rows(path)
+            with path.open(encoding="utf-8-sig", newline="") as lines:
+                table = csv.DictReader(lines, strict=True)
+                try:
+                    for row in table:
+                        if None in row or None in row.values():
+                            rule = f"must have {len(table.fieldnames or ())} values, like the first line"
+                            raise UsageError(ConfigError(where=f"{path}:{table.line_num}", rule=rule))
+                        yield row
+                except csv.Error as error:
+                    where, rule = f"{path}:{table.line_num}", f"is not valid CSV ({error})"
+                    raise UsageError(ConfigError(where=where, rule=rule)) from None
         elif path.suffix == ".parquet":
             import pyarrow  # type: ignore[import-untyped]
             from pyarrow import parquet
@@ -202,21 +212,6 @@ def _file_rows(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         rule = f"is not UTF-8 text ({error.reason})"
         raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule)) from None
-
-
-def _csv_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        rows = csv.DictReader(lines, strict=True)
-        try:
-            for row in rows:
-                where = f"{path}:{rows.line_num}"
-                if None in row or None in row.values():
-                    columns = len(rows.fieldnames or ())
-                    rule = f"must have {columns} values, like the first line"
-                    raise UsageError(ConfigError(where=where, rule=rule))
-                yield row
-        except csv.Error as error:
-            raise UsageError(ConfigError(where=f"{path}:{rows.line_num}", rule=f"is not valid CSV ({error})")) from None
 
 
 def _parsed(text: str, where: str) -> object:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.safetensors.reading import load_tensors
-from ...plugins.safetensors.writing import save_tensors
+from ...plugins.safetensors import load_tensors, save_tensors
 from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
 from ..losses.objective import divergence_and_gradient
 

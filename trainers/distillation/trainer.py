@@ -25,7 +25,7 @@ from ...plugins.transformers.second_model import PlacedModel, gathered_head, pla
 from ..counting.counts import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
-from ..parallel.balance_loss import balance_over_ranks, has_balance_loss
+from ..parallel.balance_loss import balance_over_ranks
 from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
@@ -103,7 +103,7 @@ class DistillationTrainer(Trainer):
         self.combined_settings = self.distillation.combined_settings
         check_arguments(model, teacher, self.distillation, args, kwargs)
         super().__init__(model=model, args=args, **kwargs)
-        if has_balance_loss(self.model) and getattr(self.accelerator, "parallelism_config", None) is None:
+        if getattr(self.accelerator, "parallelism_config", None) is None:
             balance_over_ranks(self)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
         self._checked_first_step = self._checked_head = self._other_logits = self._omits_logits = False

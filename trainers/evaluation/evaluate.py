@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.huggingface_hub.hub import model_directory, split_revision
+from ...plugins.huggingface_hub import model_directory, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ..counting.counts import Estimate, exponential, token_mean

@@ -12,17 +12,21 @@ from typing import Any
 from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...plugins.huggingface_hub.hub import (
+from ...plugins.huggingface_hub import (
+    CARD_FILE,
     ModelSource,
+    check_push,
     commit_of,
     model_directory,
+    pushed,
     read_model_source,
+    shown_name,
     split_revision,
+    title_of,
 )
-from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read_adapter
-from ...plugins.safetensors.writing import appearing_directory
+from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
 from ..data.models import StartingModel, copy_companions, load_config, load_model

@@ -14,8 +14,7 @@ from pydantic import Field
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError
 from ...ds_configs.specs.settings import Settings, settings_of
-from ...plugins.safetensors.reading import each_tensor, read_checkpoint
-from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
+from ...plugins.safetensors import SHARD_BYTES, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
 from ...plugins.transformers.sound_model import loading_errors
 from .bit_packing import (
     ErrorFeedback,

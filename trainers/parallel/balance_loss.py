@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.accelerate.repeated_samples import KeptPart
+from ...plugins.accelerate import KeptPart
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import own_class
 from ..counting.counts import with_values
@@ -97,17 +97,6 @@ def balance_loss_share(
     sum_over_ranks(tokens_and_assigned)
     tokens, assigned_E = tokens_and_assigned[0], tokens_and_assigned[1:]
     return first.shape[1] * (assigned_E / tokens * probability_E / tokens).sum()
-
-
-def loads(assigned_LE: Tensor) -> tuple[float, float]:
-    """Return the load of a layer's fullest expert divided by the mean load: the mean over layers, and the maximum.
-
-    >>> import torch
-    >>> loads(torch.tensor([[2.0, 2.0], [3.0, 1.0]]))
-    (1.25, 1.5)
-    """
-    load_L = assigned_LE.max(-1).values / assigned_LE.mean(-1).clamp_min(1e-9)
-    return load_L.mean().item(), load_L.max().item()
 
 
 class BalanceOverRanks:
@@ -190,7 +179,11 @@ class BalanceOverRanks:
             gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None, **further: Any
         ) -> Any:
             recorded = list(self._records()) if self._records is not None else []
-            layers = recorded or _routed(gate_logits, top_k)
+            layers = [*recorded]
+            for logits_TE in gate_logits if not recorded and isinstance(gate_logits, tuple) else ():
+                with torch.no_grad():
+                    selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
+                layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
             if not layers:
                 return own(gate_logits, num_experts, top_k, attention_mask, **further)
             mask_T = None if attention_mask is None else attention_mask.reshape(-1).float()
@@ -212,8 +205,13 @@ class BalanceOverRanks:
 
 
 def balance_over_ranks(trainer: Any) -> None:
-    """Make a Trainer compute the balance loss over all ranks' tokens; one that corrects it already is not changed."""
-    if not getattr(trainer, "corrects_balance_loss", False):
+    """Make a Trainer compute the balance loss over all ranks' tokens, if its model has one that is not corrected yet.
+
+    Some trainers switch it on themselves.
+    """
+    inner = base_model(trainer.model)
+    has_loss = getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
+    if has_loss and not getattr(trainer, "corrects_balance_loss", False):
         trainer.corrects_balance_loss = True
         make_exact(trainer).rank_balance = BalanceOverRanks(trainer)
 
@@ -226,12 +224,6 @@ def check_balance_loss(model: PreTrainedModel) -> None:
     """
     if not _modules(base_model(model)):
         raise _unknown_formula(model)
-
-
-def has_balance_loss(model: PreTrainedModel) -> bool:
-    """Return whether a model can compute a balance loss, which some trainers switch on themselves."""
-    inner = base_model(model)
-    return getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
 
 
 def balance_factor(trainer: Trainer, num_items_in_batch: Any, *, training: bool = True) -> float:
@@ -266,17 +258,6 @@ def _modules(model: PreTrainedModel) -> list[ModuleType]:
     own = [module for module in present if module is not None and hasattr(module, _FUNCTION)]
     shared = [sys.modules[_SHARED]] if own and _SHARED in sys.modules else []
     return list(dict.fromkeys([*own, *shared]))
-
-
-def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:
-    import torch
-
-    layers = []
-    for logits_TE in gate_logits if isinstance(gate_logits, tuple) else ():
-        with torch.no_grad():
-            selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
-        layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK))
-    return layers
 
 
 def _unknown_formula(model: Any) -> UsageError:

@@ -6,19 +6,19 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ...ds_configs.legality.axes import context_parallel_errors, sample_errors
+from ...ds_configs.legality.axes import context_parallel_errors
+from ...ds_configs.legality.trainer_parameters import parameter_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
-from ...plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ...plugins.accelerate import enable_cpu_ring_attention, engine_from_environment
 from ...plugins.transformers.output_heads import base_model
-from ...plugins.transformers.run_settings import own_class
+from ...plugins.transformers.run_settings import own_class, trainer_errors
 from ..counting.counts import UNPADDED
 from ..exact import Axis, ExactTrainer, count_as_one_process
 from .sequence import (
     ATTENTION_MASK,
     POSITION_IDS,
-    mask_dimensions,
-    padding_and_packing,
+    check_samples,
     parallelism_errors,
     reading_errors,
     traits_of,
@@ -31,8 +31,6 @@ _EVALUATION = (
     "is wrong under context parallelism: each rank of a sequence counts as its own sample (transformers 5.17.0)"
 )
 _EVALUATE_ELSEWHERE = "evaluate the saved model with cp = 1, or use sp with DeepSpeed"
-_OWN_LOSS = "computes a loss from shards of sequences, in which labels cannot be shifted"
-_ELSEWHERE = "use sp with DeepSpeed"
 _FILLS = {"labels": -100, "shift_labels": -100}
 
 
@@ -85,10 +83,6 @@ class ContextParallelism:
             if training_arguments.average_tokens_across_devices is False:
                 where, rule = "average_tokens_across_devices", "losses are means over the tokens of all ranks"
                 errors.append(ConfigError(where=where, value=False, rule=rule, fix="omit it"))
-            if (smoothing := training_arguments.label_smoothing_factor) > 0:
-                rule = "shifts labels within shards that do not hold neighbouring tokens"
-                fix = "set it to 0, or use sp with DeepSpeed"
-                errors.append(ConfigError(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
             chosen = getattr(training_arguments, "eval_strategy", "no")
             if (when := str(getattr(chosen, "value", chosen))) != "no":
                 errors.append(ConfigError(where="eval_strategy", value=when, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
@@ -116,21 +110,17 @@ class ContextParallelism:
         whose labels Transformers shifts before it splits the sequence.
 
         Raises:
-            UsageError: the Trainer has its own loss or metrics; lists all errors.
+            UsageError: the Trainer has its own loss or metrics, or settings that do not combine; lists all errors.
         """
         from transformers import Trainer
 
         if self.context_parallel_size == 1:
             return
-        own_losses = {
-            "compute_loss_func": trainer.compute_loss_func is not None,
-            f"{type(trainer).__name__}.compute_loss": own_class(trainer).compute_loss is not Trainer.compute_loss,
-        }
-        errors = [
-            ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE) for where, is_set in own_losses.items() if is_set
-        ]
-        if trainer.compute_metrics is not None:
-            errors.append(ConfigError(where="compute_metrics", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+        named = [name for name in ("compute_loss_func", "compute_metrics") if getattr(trainer, name) is not None]
+        errors = parameter_errors(named, ("cp",)) + trainer_errors(trainer)
+        if own_class(trainer).compute_loss is not Trainer.compute_loss:
+            where, rule = f"{type(trainer).__name__}.compute_loss", "computes a loss from shards that are not adjacent"
+            errors.append(ConfigError(where=where, rule=rule, fix="use sp with DeepSpeed"))
         if errors:
             raise UsageError(errors)
         trainer.data_collator = ContextParallelCollator(trainer.data_collator, self.context_parallel_size)
@@ -139,9 +129,6 @@ class ContextParallelism:
 
 class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks_of_a_sample = size
 
     def evaluating(self, trainer: ExactTrainer) -> NoReturn:
         """Raise an error.
@@ -171,10 +158,7 @@ class ContextParallelCollator:
         import torch
 
         batch = dict(self.collator(rows))
-        left_padded, packed = padding_and_packing([batch])
-        masks = mask_dimensions([batch])
-        if errors := sample_errors(mask_dimensions=masks, left_padded=left_padded, packed=packed):
-            raise UsageError(errors)
+        check_samples([batch])
         samples, tokens = batch["input_ids"].shape
         mask = batch.pop(ATTENTION_MASK, None)
         # The Trainer creates the same positions for the padded length.

@@ -14,7 +14,7 @@ from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
-from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, loads, sum_over_ranks
+from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,20 +123,55 @@ class ExpertParallelCallback(TrainerCallback):
         check_attached(self, self._trainer)
         if errors := trainer_errors(self._trainer):
             raise UsageError(errors)
-        if self._axis.watch is not None:
-            self._axis.watch.remove()
-        self._axis.watch = RouterWatch(auto_ep.moe_layers(self._trainer.deepspeed.module))
+        self._axis.watch(auto_ep.moe_layers(self._trainer.deepspeed.module))
         # The model cannot balance the routing of experts on other ranks.
-        self._trainer.rank_balance = BalanceOverRanks(self._trainer, self._axis.watch.new)
+        self._trainer.rank_balance = BalanceOverRanks(self._trainer, self._axis.new_records)
 
 
 class ExpertAxis(Axis):
-    """Marks the parameter groups of experts, and records the routing of AutoEP's layers."""
+    """Marks the parameter groups of experts, and records the routing of AutoEP's layers.
+
+    Hooks record only while a loss is computed, so that a forward pass that the backward pass repeats is not counted.
+    """
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self.watch: RouterWatch | None = None
-        """The routers of the engine, once training has begun."""
+        self._handles: list[Any] = []
+        self._records: list[RoutedTokens] | None = None
+        """Routing of each layer that has run since the loss began; `None` outside of losses."""
+        self._returned = 0
+        """How many of them `new_records` has seen."""
+        self._logits: Tensor | None = None
+        self._assigned_LE: Tensor | None = None
+        """Assignments since the last log, in fp64, which keeps counts between two distant logs exact."""
+
+    def watch(self, layers: Mapping[str, Any]) -> None:
+        """Record the routing of AutoEP's layers, in order, instead of those of an earlier engine."""
+        for handle in self._handles:
+            handle.remove()
+
+        def keep_logits(_module: Any, _arguments: Any, output: Any) -> None:
+            self._logits = output if self._records is not None else None
+
+        def keep_routing(_module: Any, _arguments: Any, output: Any) -> None:
+            if self._records is None:
+                return
+            assert self._logits is not None, "the gate runs inside the router"
+            self._records.append(RoutedTokens(logits_TE=self._logits, selected_TK=output[1]))
+
+        routers = [layer.router for layer in layers.values()]
+        self._handles = [router.gate.register_forward_hook(keep_logits) for router in routers]
+        self._handles += [router.register_forward_hook(keep_routing) for router in routers]
+
+    def new_records(self) -> list[RoutedTokens]:
+        """Return the records of the latest forward pass once; an empty list if only unwatched models ran since."""
+        seen, self._returned = self._returned, len(self._records or ())
+        return self._latest() if self._returned > seen else []
+
+    def _latest(self) -> list[RoutedTokens]:
+        """Return the records of the latest forward pass; a loss may run several."""
+        return (self._records or [])[-(len(self._handles) // 2) :]
 
     def group_parameters(self, trainer: ExactTrainer, optimizer: Any) -> None:
         """Mark the groups of experts; the Trainer groups parameters by weight decay."""
@@ -149,90 +184,30 @@ class ExpertAxis(Axis):
 
     @contextmanager
     def computing_loss(self, trainer: ExactTrainer, model: Any, inputs: Any) -> Iterator[None]:
-        """Record the routing of a micro-batch, and add it to the sums for the log."""
-        if self.watch is None:
-            yield
-            return
+        """Record the routing of a micro-batch, and add it to the sums for the log without waiting for the device."""
+        import torch
+
         mask = inputs.get("attention_mask") if hasattr(inputs, "get") else None
         mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
-        with self.watch.recording():
+        # Before training begins, no router is watched.
+        self._records, self._returned = [] if self._handles else None, 0
+        try:
             yield
-            if model.training and (records := self.watch.latest()):
+            if model.training and (records := self._latest()):
                 tokens = len(records[0].logits_TE)
                 # A loss may have rearranged the batch.
                 mask_T = mask_T if mask_T is not None and len(mask_T) == tokens else None
-                self.watch.add(records, trainer.rank_balance.without_repeated(mask_T, records[0].logits_TE))
-
-    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
-        """Add the figures of the routing since the last log."""
-        return logs if self.watch is None else logs | self.watch.report()
-
-
-class RouterWatch:
-    """Hooks that record the routing of AutoEP's layers and sum it for the log.
-
-    They record only inside `recording`, so that a forward pass that the backward pass repeats is not counted twice.
-
-    Args:
-        layers: AutoEP's layers by name, in order.
-    """
-
-    def __init__(self, layers: Mapping[str, Any]) -> None:
-        self._records: list[RoutedTokens] | None = None
-        self._logits: Tensor | None = None
-        self._assigned_LE: Tensor | None = None
-        self._returned = 0
-        self._handles = []
-
-        def keep_logits(_module: Any, _arguments: Any, output: Any) -> None:
-            self._logits = output if self._records is not None else None
-
-        def keep_routing(_module: Any, _arguments: Any, output: Any) -> None:
-            if self._records is None:
-                return
-            assert self._logits is not None, "the gate runs inside the router"
-            self._records.append(RoutedTokens(logits_TE=self._logits, selected_TK=output[1]))
-
-        for layer in layers.values():
-            self._handles.append(layer.router.gate.register_forward_hook(keep_logits))
-            self._handles.append(layer.router.register_forward_hook(keep_routing))
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the routing of each layer that runs in the block."""
-        self._records, self._returned = [], 0
-        try:
-            yield
+                mask_T = trainer.rank_balance.without_repeated(mask_T, records[0].logits_TE)
+                assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
+                self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE
         finally:
             self._records, self._logits = None, None
 
-    def latest(self) -> list[RoutedTokens]:
-        """Return the records of the latest forward pass of the block; a loss may run several."""
-        return (self._records or [])[-(len(self._handles) // 2) :]
-
-    def new(self) -> list[RoutedTokens]:
-        """Return the records of the latest forward pass once; an empty list if only unwatched models ran since."""
-        seen, self._returned = self._returned, len(self._records or ())
-        return self.latest() if self._returned > seen else []
-
-    def add(self, records: list[RoutedTokens], mask_T: Tensor | None) -> None:
-        """Add the records of one micro-batch to the sums since the last log, without waiting for the device."""
-        import torch
-
-        # fp64 keeps the counts between two distant logs exact.
-        assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
-        self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE
-
-    def report(self) -> dict[str, float]:
-        """Return the figures to log since the last call; every rank must call it."""
+    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
+        """Add the load of a layer's fullest expert over the mean load, since the last log: the mean and the maximum."""
         if self._assigned_LE is None:
-            return {}
+            return logs
         assigned_LE, self._assigned_LE = self._assigned_LE, None
         sum_over_ranks(assigned_LE)
-        mean_load, worst_load = loads(assigned_LE)
-        return {"expert_load": mean_load, "expert_load_max": worst_load}
+        load_L = assigned_LE.max(-1).values / assigned_LE.mean(-1).clamp_min(1e-9)
+        return logs | {"expert_load": load_L.mean().item(), "expert_load_max": load_L.max().item()}

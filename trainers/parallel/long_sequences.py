@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 _LIGER_MLPS = ("swiglu", "geglu")
-_LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
 class LongSequenceCallback(TrainerCallback):
@@ -118,10 +117,9 @@ class LongSequenceCallback(TrainerCallback):
         model = base_model(trainer.model)
         untile_mlps(model)
         if self.tiled_mlp:
-            tile_mlps(model, _tile_count(self.tiled_mlp))
-        if self.tiled_loss and not _liger_replaces(trainer.args, _LIGER_LOSSES[:1]):
-            loss = TiledLoss(model, _tile_count(self.tiled_loss))
-            make_exact(trainer).tiled_loss = loss
+            tile_mlps(model, None if self.tiled_mlp is True else self.tiled_mlp)
+        if self.tiled_loss and not _liger_replaces(trainer.args, ("fused_linear_cross_entropy",)):
+            make_exact(trainer).tiled_loss = TiledLoss(model, None if self.tiled_loss is True else self.tiled_loss)
         self._trainer = trainer
         trainer.add_callback(self)
 
@@ -168,44 +166,35 @@ class TiledLoss:
             # A model that an earlier Trainer has tiled, and Accelerate wrapped, runs both forwards.
             if labels_BL is None or self._keeps_logits or hasattr(self._model, "_tiles_its_loss"):
                 return original(*args, **inputs)
-            self._model._tiles_its_loss = True
+            model = self._model
+            items = inputs.pop("num_items_in_batch", None)
+            further = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+            def work(hidden_BLH: torch.Tensor) -> torch.Tensor:
+                labels = labels_BL.to(hidden_BLH.device)
+                return tiled_cross_entropy(model, hidden_BLH, labels, self._tiles, replacement.head)
+
+            replacement = HeadReplacement(model, work)
+            model._tiles_its_loss = True
             try:
-                return self._outputs(original, args, inputs, labels_BL)
+                with replacement():
+                    outputs = original(*args, **further)
             finally:
-                del self._model._tiles_its_loss
+                del model._tiles_its_loss
+            if not self._checked:
+                replacement.check_logits(outputs.logits)
+                self._checked = True
+            if items is None:
+                items = labels_BL.ne(IGNORED_LABEL).sum().clamp(min=1)
+            loss = replacement.result / (items.to(replacement.result.device) if hasattr(items, "to") else items)
+            # With labels, models of Transformers add their balance loss themselves.
+            auxiliary = getattr(outputs, "aux_loss", None)
+            if auxiliary is not None:
+                loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
+            outputs["loss"], outputs["logits"] = loss, None
+            return outputs
 
         return forward
-
-    def _outputs(self, original: Callable[..., Any], args: Any, inputs: dict[str, Any], labels_BL: torch.Tensor) -> Any:
-        model = self._model
-        items = inputs.pop("num_items_in_batch", None)
-        further = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-
-        def work(hidden_BLH: torch.Tensor) -> torch.Tensor:
-            labels = labels_BL.to(hidden_BLH.device)
-            return tiled_cross_entropy(model, hidden_BLH, labels, self._tiles, replacement.head)
-
-        replacement = HeadReplacement(model, work)
-        with replacement():
-            outputs = original(*args, **further)
-        if not self._checked:
-            replacement.check_logits(outputs.logits)
-            self._checked = True
-        loss = replacement.result
-        if items is None:
-            items = labels_BL.ne(IGNORED_LABEL).sum().clamp(min=1)
-        loss = loss / (items.to(loss.device) if hasattr(items, "to") else items)
-        # With labels, models of Transformers add their balance loss themselves.
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if auxiliary is not None:
-            loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
-        outputs["loss"], outputs["logits"] = loss, None
-        return outputs
-
-
-def _tile_count(tiles: bool | int) -> int | None:
-    """Return the requested number of tiles; `None` if the size decides."""
-    return None if isinstance(tiles, bool) else tiles
 
 
 def _liger_replaces(arguments: TrainingArguments, kernels: tuple[str, ...]) -> bool:

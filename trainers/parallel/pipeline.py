@@ -21,7 +21,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.layout import Layout, OffloadDevice, PipelineStage, partition_errors
 from ...ds_configs.specs.model import ModelTraits
-from ...plugins.accelerate.repeated_samples import SamplesOnce
+from ...plugins.accelerate import SamplesOnce
 from ...plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ...plugins.deepspeed_pipeline.engine import (
     BATCH_KEY,
@@ -57,9 +57,6 @@ class PipelineAxis(Axis):
     """All ranks of a pipeline read the same samples, and its stages compute losses and norms."""
 
     computes_losses = False
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks_of_a_sample = ranks
 
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labels of a step; the ranks of a replica counted the same ones."""

@@ -26,7 +26,7 @@ from ...ds_configs.legality.axes import (
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
 from ...ds_configs.specs.model import ModelTraits, equal_head_widths
-from ...plugins.accelerate.repeated_samples import gathered_once
+from ...plugins.accelerate import gathered_once
 from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ...plugins.deepspeed.ulysses import (
     SharedSequence,
@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 
     from ...plugins.deepspeed.ulysses import SharedSequence
 
+LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
+UNSHARDED_TOKENS = "unsharded_tokens"
+"""Entry of a batch that is a shard: S, before padding."""
+_FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Document borders of an unsharded row, as flash kernels take them; the kernels derive the same from positions."""
 _LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The hook that `attach` registered on each model."""
 
@@ -99,9 +104,21 @@ class SequenceParallelCallback(TrainerCallback):
         if errors:
             raise UsageError(errors)
         if size > 1:
+            from accelerate import ParallelismConfig
+            from accelerate.utils import DeepSpeedSequenceParallelConfig
+
             forget_sequence_parallelism()
             accept_train_batch_size(training_arguments, size=size)
-            training_arguments.parallelism_config = parallelism_config(size, world_size, attention=attention)
+            # The other ranks become `dp_shard`.
+            training_arguments.parallelism_config = ParallelismConfig(
+                sp_size=size,
+                sp_backend="deepspeed",
+                dp_shard_size=world_size // size,
+                dp_replicate_size=1,
+                sp_handler=DeepSpeedSequenceParallelConfig(
+                    sp_seq_length_is_variable=True, sp_attn_implementation=attention
+                ),
+            )
 
     def attach(self, trainer: Any) -> None:
         """Give a Trainer the axis of sequences; call it right after the Trainer is created.
@@ -136,7 +153,7 @@ class SequenceParallelCallback(TrainerCallback):
                 loss_shifts_labels=self.loss_shifts_labels,
                 has_own_loss=computes_own_loss(trainer),
             )
-            _share_sequences(trainer, axis)
+            axis.share_batches(trainer)
             if trainer.compute_loss_func is not None and own_loss != "sum":
                 trainer.compute_loss_func = axis.mean_over_shard(trainer.compute_loss_func)
             count_as_one_process(trainer, axis)
@@ -155,57 +172,6 @@ class SequenceParallelCallback(TrainerCallback):
         check_attached(self, self._trainer)
 
 
-def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
-    """Return Accelerate's configuration of Ulysses; the other ranks become `dp_shard`."""
-    from accelerate import ParallelismConfig
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=attention)
-    return ParallelismConfig(
-        sp_size=size, sp_backend="deepspeed", dp_shard_size=world_size // size, dp_replicate_size=1, sp_handler=handler
-    )
-
-
-def _share_sequences(trainer: Any, axis: SequenceAxis) -> None:
-    """Let all ranks of a sequence read the same batches, and give a loss that drops a logit one more."""
-    import torch.distributed as dist
-    from accelerate import ParallelismConfig
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.nn.functional import pad
-
-    class HiddenFromTheTrainer(ParallelismConfig):
-        """Reports no sequence parallelism to transformers 5.17.0 (trainer.py, `sp_enabled`).
-
-        A Trainer that sees it would wrap the data loader and replace the loss. Accelerate 1.15.0 reads `sp_size`.
-        """
-
-        sp_enabled = False
-
-    shared, accelerator = axis.shared, trainer.accelerator
-    # Batches stay in host memory until a rank has its shards.
-    accelerator.device_placement = False
-    # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
-    accelerator.dataloader_config.dispatch_batches = False
-    hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
-    hidden.__dict__.update(accelerator.parallelism_config.__dict__)
-    accelerator.state.parallelism_config = hidden
-    # Accelerate reads the same batches on all ranks of the dimension `tp`.
-    shape = (dist.get_world_size() // shared.size, shared.size)
-    accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
-    # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
-    trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
-    earlier = _LOGIT_HOOKS.pop(trainer.model, None)
-    if earlier is not None:
-        earlier.remove()
-    if axis.extends_logits:
-
-        def add_logit(_module: Any, _inputs: Any, outputs: Any) -> None:
-            if shared.active and getattr(outputs, "logits", None) is not None:
-                outputs["logits"] = pad(outputs.logits, (0, 0, 0, 1))
-
-        _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(add_logit)
-
-
 class SequenceAxis(Axis):
     """All ranks of a sequence read the same batches, and each computes its own shard."""
 
@@ -217,7 +183,7 @@ class SequenceAxis(Axis):
         loss_shifts_labels: bool,
         has_own_loss: bool,
     ) -> None:
-        self.ranks_of_a_sample = shared.size
+        super().__init__(shared.size)
         self.shared = shared
         self._is_sum = is_sum
         self.extends_logits = has_own_loss and loss_shifts_labels
@@ -232,6 +198,45 @@ class SequenceAxis(Axis):
         """Labelled tokens of all micro-batches of the optimizer step that was counted last."""
         self._loss_tokens: torch.Tensor | None = None
         """By how many the loss that is computed is divided; `None` for a loss of unsharded sequences."""
+
+    def share_batches(self, trainer: Any) -> None:
+        """Let all ranks of a sequence read the same batches, and give a loss that drops a logit one more."""
+        import torch.distributed as dist
+        from accelerate import ParallelismConfig
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.nn.functional import pad
+
+        class HiddenFromTheTrainer(ParallelismConfig):
+            """Reports no sequence parallelism to transformers 5.17.0 (trainer.py, `sp_enabled`).
+
+            A Trainer that sees it would wrap the data loader and replace the loss. Accelerate 1.15.0 reads `sp_size`.
+            """
+
+            sp_enabled = False
+
+        shared, accelerator = self.shared, trainer.accelerator
+        # Batches stay in host memory until a rank has its shards.
+        accelerator.device_placement = False
+        # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
+        accelerator.dataloader_config.dispatch_batches = False
+        hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
+        hidden.__dict__.update(accelerator.parallelism_config.__dict__)
+        accelerator.state.parallelism_config = hidden
+        # Accelerate reads the same batches on all ranks of the dimension `tp`.
+        shape = (dist.get_world_size() // shared.size, shared.size)
+        accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
+        # The axis divides by the tokens of the step, whatever the class does with those of a micro-batch.
+        trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
+        earlier = _LOGIT_HOOKS.pop(trainer.model, None)
+        if earlier is not None:
+            earlier.remove()
+        if self.extends_logits:
+
+            def add_logit(_module: Any, _inputs: Any, outputs: Any) -> None:
+                if shared.active and getattr(outputs, "logits", None) is not None:
+                    outputs["logits"] = pad(outputs.logits, (0, 0, 0, 1))
+
+            _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(add_logit)
 
     def preparing(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
         """Register DeepSpeed's attention for the Trainer's model."""
@@ -275,7 +280,7 @@ class SequenceAxis(Axis):
 
     def labels(self, trainer: ExactTrainer, batches: list[Any], device: Any, count: Callable[..., Any]) -> Any:
         """Return the labelled tokens of complete sequences, over all ranks."""
-        _check_samples(batches, trainer.model.config._attn_implementation)
+        check_samples(batches, attention=trainer.model.config._attn_implementation)
         tokens = labelled_tokens(batches)
         if tokens is not None:
             tokens = trainer.accelerator.gather(tokens.to(device)).sum() // self.shared.size
@@ -350,7 +355,7 @@ class SequenceAxis(Axis):
         """Return the shard of a batch without labels; those with labels are sharded when their loss is computed."""
         if all(inputs.get(name) is not None for name in trainer.label_names):
             return inputs
-        _check_samples([inputs], trainer.model.config._attn_implementation)
+        check_samples([inputs], attention=trainer.model.config._attn_implementation)
         return self._shard(trainer, trainer._prepare_inputs(inputs))[0]
 
     def whole_logits(self, trainer: ExactTrainer, logits: Any) -> Any:
@@ -370,14 +375,23 @@ class SequenceAxis(Axis):
         return shard, labels_BL
 
 
-def _check_samples(batches: list[Any], attention: str) -> None:
-    errors = attention_errors(attention=attention)
+def check_samples(batches: Sequence[Mapping[str, Any]], *, attention: str = "") -> None:
+    """Check that ranks can share the sequences of batches; `attention` is empty for context parallelism.
+
+    Raises:
+        UsageError: a batch is padded on the left, packs documents into a row that attention does not separate, or has a
+            mask with more than 2 dimensions.
+    """
+    errors = attention_errors(attention=attention) if attention else []
     if not errors:
         left_padded, packed = padding_and_packing(batches)
-        samples = max((len(example_of(batch)) for batch in batches), default=1)
-        masks = mask_dimensions(batches)
+        masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
         errors = sample_errors(
-            mask_dimensions=masks, left_padded=left_padded, packed=packed, attention=attention, samples=samples
+            mask_dimensions=max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)]),
+            left_padded=left_padded,
+            packed=packed,
+            attention=attention,
+            samples=max((len(example_of(batch)) for batch in batches), default=1),
         )
     if errors:
         raise UsageError(errors)
@@ -416,6 +430,8 @@ def model_errors(
     model: PreTrainedModel, *, size: int, world_size: int, engine: Engine = "deepspeed"
 ) -> list[ConfigError]:
     """Return why a model cannot be trained on shards of its sequences."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     inner = base_model(model)
     config = inner.config
     text = config.get_text_config()
@@ -429,7 +445,11 @@ def model_errors(
     name = type(inner).__name__
     if text.model_type in UNSHAREABLE_MODELS:
         return errors
-    if not _has_shared_attention(inner):
+    # DeepSpeed registers its attention in the registry of Transformers.
+    files = {type(module).__module__ for module in inner.modules()}
+    registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
+    used = [registry for registry in registries if registry is not None]
+    if not used or any(registry is not ALL_ATTENTION_FUNCTIONS for registry in used):
         rule = "does not use Transformers' registry of attention functions, where heads are exchanged"
         errors.append(ConfigError(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
     if any(hasattr(module, "sinks") for module in inner.modules()):
@@ -505,15 +525,15 @@ def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
     """Return what in `TrainingArguments` does not combine with ranks that read the same batches and share them."""
     errors = []
     rejected = {
-        "split_batches": "splits a batch over the ranks of a sequence, which need the same batch",
-        "dispatch_batches": "sends different batches from the first rank, but ranks of a sequence need the same batch",
+        "split_batches": "splits a batch over all ranks, but ranks that share samples need the same batch",
+        "dispatch_batches": "sends different batches from the first rank, but ranks that share samples need the same",
     }
     for name, rule in rejected.items():
         if getattr(arguments.accelerator_config, name, None):
             errors.append(ConfigError(where=f"accelerator_config.{name}", value=True, rule=rule, fix="omit it"))
     noise = getattr(arguments, "neftune_noise_alpha", None)
     if noise is not None:
-        rule = "scales noise by the length that a rank embeds, which is only a shard of the sequence"
+        rule = "scales noise by the length that a rank embeds, which differs from that of the padded batch"
         errors.append(ConfigError(where="neftune_noise_alpha", value=noise, rule=rule, fix="omit it"))
     return errors
 
@@ -536,23 +556,6 @@ def parallelism_errors(arguments: TrainingArguments, required: dict[str, int]) -
         for name, size in sizes.items()
         if size != required[name]
     ]
-
-
-def _has_shared_attention(inner: PreTrainedModel) -> bool:
-    """Return whether the model's code looks attention up in the registry where DeepSpeed registers its own."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    files = {type(module).__module__ for module in inner.modules()}
-    registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
-    used = [registry for registry in registries if registry is not None]
-    return bool(used) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in used)
-
-
-LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
-UNSHARDED_TOKENS = "unsharded_tokens"
-"""Entry of a batch that is a shard: S, before padding."""
-_FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Document borders of an unsharded row, as flash kernels take them; the kernels derive the same from positions."""
 
 
 def loss_labels(shift_labels_BL: torch.Tensor, *, shifts: bool) -> torch.Tensor:
@@ -650,12 +653,6 @@ def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, boo
     never = torch.zeros((), dtype=torch.bool, device=device)
     is_left_padded, is_packed = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
     return is_left_padded, is_packed
-
-
-def mask_dimensions(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Return the largest number of dimensions of an attention mask; 2 without a mask."""
-    masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
-    return max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)])
 
 
 def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from ...ds_configs.legality.axes import tensor_parallel_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
-from ...plugins.accelerate.repeated_samples import gathered_once
+from ...plugins.accelerate import gathered_once
 from ...plugins.deepspeed.auto_tp import (
     align_random_state,
     allow_frozen_norms,
@@ -30,7 +30,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import trainer_errors
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
-from .sequence import traits_of
+from .sequence import reading_errors, traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -46,7 +46,7 @@ def layout_errors(model: PreTrainedModel, arguments: TrainingArguments) -> list[
     def reject(where: str, value: object, rule: str, fix: str) -> None:
         errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
 
-    kind, reading = type(model).__name__, arguments.accelerator_config
+    kind = type(model).__name__
     if (tp := getattr(arguments.parallelism_config, "tp_size", 1)) > 1:
         rule = "selects Transformers' own tensor parallelism, which cannot be combined with AutoTP"
         reject("parallelism_config.tp_size", tp, rule, "omit it")
@@ -58,12 +58,7 @@ def layout_errors(model: PreTrainedModel, arguments: TrainingArguments) -> list[
     if getattr(model, "ds_autotp_parsed", False):
         rule = "was sharded in an earlier run, possibly with another tensor_parallel_size"
         reject("model", kind, rule, "load the model again")
-    if reading.split_batches:
-        rule = "splits a batch over all ranks, but the ranks of a group need the same batch"
-        reject("accelerator_config.split_batches", reading.split_batches, rule, "set it to false")
-    if reading.dispatch_batches:
-        rule = "sends the batches of the first rank to every group"
-        reject("accelerator_config.dispatch_batches", True, rule, "omit it: each group then reads its own batches")
+    errors += reading_errors(arguments)
     if getattr(arguments, "precompute_ref_log_probs", False):
         rule = "reads different samples on the ranks of a group, because it runs before the groups exist"
         reject("precompute_ref_log_probs", True, rule, "omit it")
@@ -243,9 +238,6 @@ class TensorParallelCallback(TrainerCallback):
 
 class TensorAxis(Axis):
     """Makes the ranks of a group read the same samples."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks_of_a_sample = size
 
     def seed_workers(self, trainer: ExactTrainer, loader: Any) -> None:
         """Seed data workers by group."""

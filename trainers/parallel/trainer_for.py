@@ -24,7 +24,7 @@ from ...ds_configs.legality.trainer_parameters import PARAMETERS, parameter_erro
 from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout, PipelineStage
-from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_read_streams
+from ...plugins.accelerate import RepeatedSamples, let_ranks_read_streams
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
@@ -43,6 +43,7 @@ from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_me
 from ..checkpoints import checked_checkpoint
 from ..counting.own_losses import OwnLoss
 from ..exact import count_as_one_process, exact_class
+from .balance_loss import balance_over_ranks, check_balance_loss
 
 if TYPE_CHECKING:
     import torch
@@ -168,19 +169,15 @@ class PlannedParallelism:
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
-            if not self.callbacks:
-                count_as_one_process(trainer, weighs_own_losses=True)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
             attend_by_document(base_model(trainer.model))
             if not self.callbacks:
-                from .balance_loss import balance_over_ranks, check_balance_loss, has_balance_loss
-
+                count_as_one_process(trainer, weighs_own_losses=True)
                 if balances_experts(trainer.model):
                     check_balance_loss(trainer.model)
-                if has_balance_loss(trainer.model):
-                    balance_over_ranks(trainer)
+                balance_over_ranks(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
         if self.job is not None and not self.is_pipeline:

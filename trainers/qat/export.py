@@ -26,8 +26,7 @@ from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.deepspeed.parameters import gathered_parameters, training_device
 from ...plugins.launching.background import FirstRank
-from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
-from ...plugins.safetensors.writing import appearing_directory, save_checkpoint
+from ...plugins.safetensors import StoredTensor, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
 from ...plugins.transformers.checkpoint_tensors import (
     checkpoint_module_names,
     checkpoint_tensors,

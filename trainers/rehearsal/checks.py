@@ -14,7 +14,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.texts import strict_json
-from ...plugins.safetensors.reading import load_tensors
+from ...plugins.safetensors import load_tensors
 from .files import PlanFiles
 
 CheckName = Literal[

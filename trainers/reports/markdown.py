@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from ...plugins.huggingface_hub.push import Relation, license_of, model_card, shown_name
+from ...plugins.huggingface_hub import Relation, license_of, model_card, shown_name
 from .charts import svg
 from .report import Report, Table
 

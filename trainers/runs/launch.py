@@ -15,7 +15,7 @@ from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_
 from .settings import JOB_FILE, RESULT_FILE, RankJob
 
 RANK_MODULE = "shardwright.trainers.rank_main"
-_NODE_CHECK = "shardwright.plugins.clusters.node_check"
+_NODE_CHECK = "shardwright.plugins.clusters"
 
 
 def compile_operators(devices: Sequence[str], optimizer: str) -> None:

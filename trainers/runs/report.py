@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
-from ...plugins.huggingface_hub.push import CARD_FILE
+from ...plugins.huggingface_hub import CARD_FILE
 from ..counting.counts import Estimate, exponential
 from ..data.samples import SampleStatistics
 from ..reports.make import TRAINING_FILE

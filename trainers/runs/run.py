@@ -22,8 +22,7 @@ from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
-from ...plugins.huggingface_hub.hub import model_directory
-from ...plugins.huggingface_hub.push import pushed
+from ...plugins.huggingface_hub import model_directory, pushed
 from ..checkpoints import RECORD, Selection, planned_facts
 from ..data.chat import end_turns
 from ..data.samples import Samples

@@ -21,7 +21,7 @@ from ...ds_configs.specs.settings import (
     RevisionFields,
     Settings,
 )
-from ...plugins.huggingface_hub.push import push_errors
+from ...plugins.huggingface_hub import push_errors
 from ...plugins.transformers.training_arguments import tracker_errors
 from ..data.sources import DataSettings
 from ..losses.token_objective import Divergence

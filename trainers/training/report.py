@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
+from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ..counting.counts import Estimate
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.report import LaunchedOutcome, StepResult, with_spreads

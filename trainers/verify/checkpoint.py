@@ -17,7 +17,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.launching.elastic import signal_name
 from ...plugins.launching.launch import interpreter
-from ...plugins.safetensors.reading import load_tensors
+from ...plugins.safetensors import load_tensors
 from .reload_worker import FACTS, LOGITS
 
 if TYPE_CHECKING:

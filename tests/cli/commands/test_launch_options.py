@@ -10,7 +10,7 @@ from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.clusters import machines
+from shardwright.plugins import clusters
 
 
 @pytest.mark.parametrize("command", ["train", "distill", "qat"])
@@ -51,5 +51,5 @@ def test_all_machines_meet_at_the_stated_port(
     lines = [line for line in capsys.readouterr().out.splitlines() if "host-" in line]
     assert len(lines) == 2 and all("--main-port 12345" in line for line in lines)
     ports = []
-    monkeypatch.setattr(machines, "run_over_ssh", lambda *_, port, **__: ports.append(port))
+    monkeypatch.setattr(clusters, "run_over_ssh", lambda *_, port, **__: ports.append(port))
     assert run(words) == 0 and ports == [12345]

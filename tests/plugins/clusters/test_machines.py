@@ -12,7 +12,7 @@ import pytest
 from shardwright.ds_configs.plan.clusters import NodeCommand
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.clusters.machines import Hosts, node_launches, read_hostfile, run_over_ssh
+from shardwright.plugins.clusters import Hosts, node_launches, read_hostfile, run_over_ssh
 from shardwright.plugins.launching import launch
 
 SSH = """#!/bin/sh

@@ -8,7 +8,7 @@ from planning import public_model
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.clusters.node_check import NodeFacts, node_errors
+from shardwright.plugins.clusters import NodeFacts, node_errors
 
 FACTS = NodeFacts(
     host="a",

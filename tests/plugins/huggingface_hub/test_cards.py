@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shardwright.plugins.huggingface_hub.push import license_of, model_card, title_of
+from shardwright.plugins.huggingface_hub import license_of, model_card, title_of
 
 
 def data(tmp_path: Path, base: str, **changes: Any) -> dict[str, Any]:

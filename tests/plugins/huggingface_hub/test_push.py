@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.huggingface_hub.push import LEFT_OUT, push_errors, pushed
+from shardwright.plugins.huggingface_hub import LEFT_OUT, push_errors, pushed
 from writable_hub import READING, REFUSING, WRITING, WritableHub, writable_hub
 
 pytestmark = pytest.mark.slow

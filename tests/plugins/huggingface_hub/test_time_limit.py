@@ -8,8 +8,8 @@ import httpx
 import pytest
 from huggingface_hub import constants
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.huggingface_hub import hub
-from shardwright.plugins.huggingface_hub.hub import explain_hub_error, hub_status, within_limit
+from shardwright.plugins import huggingface_hub as hub
+from shardwright.plugins.huggingface_hub import explain_hub_error, hub_status, within_limit
 
 
 def test_silence_is_reported_and_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.safetensors.reading import (
+from shardwright.plugins.safetensors import (
     INDEX,
     each_tensor,
     load_tensors,

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.plugins.safetensors.reading import INDEX, SINGLE, load_tensors, read_checkpoint
-from shardwright.plugins.safetensors.writing import (
+from shardwright.plugins.safetensors import (
+    INDEX,
+    SINGLE,
     appearing_directory,
+    load_tensors,
     name_shards,
+    read_checkpoint,
     rename_tensors,
     save_checkpoint,
     save_tensors,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from faults.broken_models import BROKEN, broken_copy
 from shardwright.ds_configs.specs.errors import InputError
-from shardwright.plugins.safetensors.reading import StoredTensor
+from shardwright.plugins.safetensors import StoredTensor
 from shardwright.plugins.transformers import second_model
 from shardwright.plugins.transformers.sound_model import (
     is_finite,

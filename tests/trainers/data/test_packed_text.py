@@ -70,9 +70,9 @@ class Words:
 
 
 def test_tokenizers_agree_up_to_their_largest_id_and_on_how_they_split_text() -> None:
-    assert agreed_vocab_size(Words(0, 5), Words(0, 5)) == 6
+    assert agreed_vocab_size(Words(0, 5), Words(0, 5), roles=("student", "teacher")) == 6
     with pytest.raises(UsageError, match="split a text differently, into 2 and 1 tokens"):
-        agreed_vocab_size(Words(0, 5), Words(0))
+        agreed_vocab_size(Words(0, 5), Words(0), roles=("student", "teacher"))
 
 
 def test_models_embed_every_token_and_random_weights_have_a_seed(tmp_path: Path) -> None:

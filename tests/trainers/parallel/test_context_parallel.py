@@ -10,7 +10,7 @@ import torch
 from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import context_parallel_errors, sample_errors
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate import cpu_ranks
+from shardwright.plugins import accelerate as cpu_ranks
 from shardwright.trainers.counting.counts import UNPADDED
 from shardwright.trainers.parallel.context import ContextParallelCollator, ContextParallelism
 from shared_sequences import arguments, sizes_of, tiny
@@ -117,7 +117,7 @@ def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="must divide world_size / cp = 4"):
         prepared()
     monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
-    wrong = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "average_tokens_across_devices": False}
+    wrong = {"eval_strategy": "steps", "average_tokens_across_devices": False}
     with pytest.raises(UsageError) as caught:
         prepared(**wrong, neftune_noise_alpha=5.0)
     assert {error.where for error in caught.value.errors} == {*wrong, "neftune_noise_alpha"}
@@ -126,7 +126,8 @@ def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.Monk
 def test_trainers_with_own_loss_metrics_or_evaluation_are_rejected(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
-    own = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    own = TrainingArguments(**settings)
     ContextParallelism(2).attach(plain := Trainer(model=tiny(), args=own))
     with pytest.raises(UsageError, match="wrong under context parallelism"):
         plain.evaluate(eval_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
@@ -134,6 +135,10 @@ def test_trainers_with_own_loss_metrics_or_evaluation_are_rejected(tmp_path: Any
     with pytest.raises(UsageError) as caught:
         ContextParallelism(2).attach(losing)
     assert [error.where for error in caught.value.errors] == ["compute_loss_func", "compute_metrics"]
+    smoothed = Trainer(model=tiny(), args=TrainingArguments(**settings, label_smoothing_factor=0.1))
+    smoothed.args.parallelism_config = sizes_of(cp=2)
+    with pytest.raises(UsageError, match="labels would be shifted within parts"):
+        ContextParallelism(2).attach(smoothed)
 
 
 def test_torch_ring_supports_only_cuda() -> None:

@@ -12,7 +12,7 @@ import torch
 from engine_settings import cpu_arguments
 from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.safetensors.writing import save_checkpoint
+from shardwright.plugins.safetensors import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat import export as export_module
 from shardwright.trainers.qat.callback import QATCallback

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
-from ....plugins.safetensors.reading import load_tensors, read_header
+from ....plugins.safetensors import load_tensors, read_header
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
+from ....plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...counting.counts import STANDARD_ERROR, Estimate
 from ...reports.markdown import card_text, code, license_line, usage
 from ...runs.report import LaunchedOutcome, StepResult, number, with_spread, with_spreads

@@ -12,9 +12,9 @@ from typing import Any
 
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
-from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
-from ....plugins.planning.from_names import plan as select_plan
-from ....plugins.planning.models import load_model_spec
+from ....plugins.huggingface_hub import TOKENIZER_FILES
+from ....plugins.planning import load_model_spec
+from ....plugins.planning import plan as select_plan
 from ....plugins.transformers.sound_model import refuse_other_formats
 from ...data.chat import set_chat_template
 from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
@@ -191,7 +191,7 @@ def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> t
     else:
         tokenizer = load_tokenizer(own, width)
     set_chat_template(tokenizer, settings.chat_template)
-    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught)
+    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:

@@ -14,9 +14,8 @@ from ....ds_configs.plan.output import disk_errors, output_errors, reserved, wri
 from ....ds_configs.shrink.config import keep_layers
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import settings_of
-from ....plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
-from ....plugins.safetensors.reading import each_tensor, read_checkpoint
-from ....plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
+from ....plugins.huggingface_hub import ModelSource, model_directory, read_model_source
+from ....plugins.safetensors import SHARD_BYTES, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_weights, is_finite, refuse_code, stored_errors
 from ...data.models import copy_companions

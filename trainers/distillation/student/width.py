@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....plugins.huggingface_hub.hub import ModelSource
+from ....plugins.huggingface_hub import ModelSource
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ....ds_configs.quantization.scheme import QuantizationScheme
-from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
+from ....plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...counting.counts import Estimate
 from ...reports.markdown import card_text, code, license_line, usage
 from ...reports.runs import scheme_text

@@ -1,1 +1,0 @@
-"""Starts on several machines in `machines.py`; `node_check.py` compares the machines beforehand."""

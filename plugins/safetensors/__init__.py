@@ -1,1 +1,0 @@
-"""Safetensors files: `reading.py` reads them strictly, `writing.py` writes files and checkpoints."""
