@@ -19,7 +19,7 @@ def check_command(
     facts: Options[CheckedFor] = FILLED,
     options: Options[Output] = FILLED,
 ) -> int:
-    """Find all errors in DeepSpeed JSON, Accelerate YAML and TRL configuration files.
+    """Find all errors in DeepSpeed, Accelerate and TRL configuration files.
 
     The exit code is 2 for errors, and 0 for warnings only.
 
@@ -28,7 +28,12 @@ def check_command(
     files
         Files, or the directory of a plan. Files that an Accelerate YAML or a TRL file names are checked too.
     """
-    result = check(*files, **facts.model_dump())
+    hardware = None
+    if facts.hardware is not None:
+        from ...plugins.planning import read_hardware
+
+        hardware = read_hardware(facts.hardware)
+    result = check(*files, **facts.model_dump(exclude={"hardware"}), hardware=hardware)
     if options.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -106,6 +106,7 @@ _REMOVED = {
     "split_batches": "write accelerator_config: {split_batches: ...}",
 }
 """Keys of earlier releases of TRL and Transformers, with what to write; a class that has the key accepts it."""
+_EXPONENT = re.compile(r"[-+]?\d{1,20}(\.\d{0,20})?[eE][-+]?\d{1,3}")
 _DEPRECATED = {
     "pad_token": "set the padding token of the tokenizer",
     "use_transformers_paged": "write use_transformers_continuous_batching",
@@ -265,6 +266,14 @@ def _check_keys(run: TrlRun) -> None:
     datasets = report.node("datasets")
     for item in datasets.items if datasets is not None else ():
         walker.walk(item, data["dataset"], "datasets")
+    # argparse converts only the strings of the top level.
+    for entry in report.root.entries:
+        for part in entry.node.entries if entry.key != "env" else ():
+            if isinstance(part.node.scalar, str) and _EXPONENT.fullmatch(part.node.scalar):
+                number, _, power = part.node.scalar.lower().partition("e")
+                rule = "is a string in YAML, which requires a dot and a sign in a number with an exponent"
+                fix = f"write {float(number)}e{int(power):+d}"
+                report.error(f"{entry.key}.{part.key}", rule, fix, line=part.line)
     for key, fix in _DEPRECATED.items():
         if key in run.schema and run.sets(key):
             report.warning(key, "is deprecated; TRL 2.0 removes it", fix)

@@ -23,6 +23,12 @@ GENERATING = ("GRPOConfig", "RLOOConfig", "DistillationConfig")
 _GROUPED = ("GRPOConfig", "RLOOConfig")
 _REFERENCED = ("DPOConfig", "KTOConfig")
 _SERVER = (*(f"vllm_server_{key}" for key in ("base_url", "host", "port", "timeout")), "vllm_group_port")
+_REWARD_FUNCTIONS = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
 _COLOCATED = tuple(
     f"vllm_{key}"
     for key in ("gpu_memory_utilization", "max_model_length", "tensor_parallel_size", "enable_sleep_mode", "model_impl")
@@ -176,6 +182,9 @@ def _check_adapters(run: TrlRun) -> None:
     if lora and run.config == "RewardConfig" and run.value("lora_task_type") != "SEQ_CLS":
         rule = "a reward model requires the task type SEQ_CLS, with which PEFT trains and saves the score head"
         report.error("lora_task_type", rule, "write lora_task_type: SEQ_CLS", value=run.value("lora_task_type"))
+    if run.number("router_aux_loss_coef") and run.model is not None and not run.model.dimensions.num_experts:
+        # trainer/dpo_trainer.py:901, and the same in kto, sft, grpo and rloo.
+        report.error("router_aux_loss_coef", "must be 0 for a model without experts", "remove the key")
     if lora and run.true("sync_ref_model"):
         # trainer/dpo_trainer.py:994, kto_trainer.py:1002, grpo_trainer.py:1198, rloo_trainer.py:830.
         rule = "is not supported with use_peft: the reference is the model without its adapters"
@@ -368,6 +377,11 @@ def _check_groups(run: TrlRun) -> None:
         product = f"per_device_eval_batch_size {rows} · {processes} processes = {rows * processes}"
         fix = f"{_divisors(rows * processes, evaluated)} in num_generations_eval"
         report.error(key, f"must divide the evaluation batch, {product}", fix, value=evaluated)
+    for name in run.words("reward_funcs"):
+        if "." not in name and name not in _REWARD_FUNCTIONS:
+            # scripts/grpo.py:107.
+            rule = f"{name} is not a reward function of TRL, which are {', '.join(_REWARD_FUNCTIONS)}"
+            report.error("reward_funcs", rule, "write one of them, or the import path of your function")
     functions, weights = run.value("reward_funcs"), run.value("reward_weights")
     if isinstance(functions, list) and isinstance(weights, list):
         # trainer/grpo_trainer.py:570.
@@ -472,6 +486,13 @@ def _check_colocated(run: TrlRun) -> None:
         rule = f"must be less than vllm_max_model_length {length}, which contains the prompt too"
         fix = f"write vllm_max_model_length: {2 * completion}, or a smaller value"
         report.error("max_completion_length", rule, fix, value=completion)
+    context = run.context_tokens
+    if length and context and length > context:
+        rule = f"must be at most {context}, the longest context of the model, else vLLM stops"
+        report.error("vllm_max_model_length", rule, f"write {context}")
+    elif not length and completion and context and completion >= context:
+        rule = f"must be less than {context}, the longest context of the model, which contains the prompt too"
+        report.error("max_completion_length", rule, f"write {context // 2}", value=completion)
     size = run.count("vllm_tensor_parallel_size") or 1
     if run.processes and run.processes % size:
         # generation/vllm_generation.py:316.

@@ -44,7 +44,9 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("sft", {"dtype": "bf16"}, E, "dtype", "did you mean 'bfloat16'"),
     ("grpo", {"num_generations": 8.0}, E, "num_generations", "write 8"),
     ("grpo", {"num_generations": "eight"}, E, "num_generations", "an integer"),
-    ("grpo", {"reward_funcs": "accuracy_reward"}, E, "reward_funcs", "must be a list"),
+    ("grpo", {"reward_funcs": "accuracy_reward"}, E, "reward_funcs", "write [accuracy_reward]"),
+    ("grpo", {"reward_funcs": ["accuracy"]}, E, "reward_funcs", "accuracy is not a reward function of TRL"),
+    ("sft", {"lr_scheduler_kwargs": {"min_lr": "1e-6"}}, E, "lr_scheduler_kwargs.min_lr", "write 1.0e-6"),
     ("sft", {"eval_strategy": False}, E, "eval_strategy", "quote the word"),
     ("sft", {"packing": "perhaps"}, E, "packing", "true or false"),
     ("dpo", {"loss_type": ["sigmoid", "simpo"]}, E, "loss_type", "must be one of sigmoid"),
@@ -303,6 +305,9 @@ def test_vllm_share_must_hold_the_weights_of_a_local_model(tmp_path: Path) -> No
     assert found(findings("8xA100-80GB", vllm_gpu_memory_utilization=0.19), E, key, "15.2 GB of weights")
     assert findings("8xRTX4090", vllm_mode="server") == ()
     assert found(findings("8xRTX4090", num_generations=5), E, "num_generations", "8 · 8 processes")
+    assert found(findings("8xA100-80GB", vllm_max_model_length=65536), E, "vllm_max_model_length", "write 32768")
+    assert found(findings("8xA100-80GB", max_completion_length=32768), E, "max_completion_length", "less than 32768")
+    assert found(findings("8xA100-80GB", router_aux_loss_coef=0.01), E, "router_aux_loss_coef", "without experts")
 
 
 def test_arguments_for_trl_files_are_validated() -> None:
