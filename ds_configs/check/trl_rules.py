@@ -574,6 +574,7 @@ def _check_launch_files(run: TrlRun) -> None:
             rule = f"{chosen} overrides mixed_precision {wanted} of {file.filename}"
             default = "" if report.has(chosen) else ": TRL enables it by default"
             report.warning(chosen, rule + default, f"write {wanted}: true, or the same precision in both", value=True)
+    _check_trainer_on_engine(run)
     columns = dict.fromkeys(
         column
         for files, read in ((run.launch, columns_of_accelerate), (run.engines, columns_of_deepspeed))
@@ -588,6 +589,31 @@ def _check_launch_files(run: TrlRun) -> None:
         if verdict is not None and not verdict.is_proven:
             rule, fix = rejection(trainer, [column], verdict.reason)
             report.warning("", f"{TRAINERS[trainer]} {rule}", fix)
+
+
+def _check_trainer_on_engine(run: TrlRun) -> None:
+    """What the Trainer rejects under FSDP or DeepSpeed (transformers/trainer.py:847-880)."""
+    report = run.report
+    sharded = [file for file in run.launch if file.text("distributed_type") == "FSDP"]
+
+    def fsdp(key: str) -> str:
+        values = [file.value(f"fsdp_config.{prefix}{key}") for file in sharded for prefix in ("fsdp_", "")]
+        return next((str(value) for value in values if value is not None), "").upper()
+
+    if fsdp("activation_checkpointing") == "TRUE" and run.true("gradient_checkpointing"):
+        rule = "must be false with fsdp_activation_checkpointing"
+        if not report.has("gradient_checkpointing"):
+            rule += ", but TRL enables it by default"
+        report.error("gradient_checkpointing", rule, "write gradient_checkpointing: false", value=True)
+    if run.true("auto_find_batch_size") and run.zero_stage == 3:
+        report.error("auto_find_batch_size", "is not supported with ZeRO-3", "remove it, or use ZeRO-2")
+    if run.true("save_only_model") and (sharded or run.zero_stage is not None):
+        if run.true("load_best_model_at_end"):
+            rule, fix = "is not supported with load_best_model_at_end under FSDP and DeepSpeed", "remove one of the two"
+            report.error("save_only_model", rule, fix)
+        if fsdp("state_dict_type") == "SHARDED_STATE_DICT":
+            rule, fix = "is not supported with sharded state dicts of FSDP", "write FULL_STATE_DICT, or remove it"
+            report.error("save_only_model", rule, fix)
 
 
 def _settings(run: TrlRun) -> Iterator[tuple[str, str]]:

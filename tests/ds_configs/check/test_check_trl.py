@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import shardwright
 import yaml
-from checking import DEEPSPEED_YAML, PLAIN, ZERO, E, W, found
+from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, E, W, found
 from shardwright.ds_configs.check import check_text, detect_kind
 from shardwright.ds_configs.check.files import run_check
 from shardwright.ds_configs.check.parsing import parse
@@ -257,6 +257,13 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
     ({}, {"engine": {**ENGINE, "bf16": {"enabled": False}, "fp16": {"enabled": True}}}, E, "fp16", "write fp16: true"),
     ({}, {"launch": LAUNCH + "mixed_precision: fp16\n"}, W, "bf16", "TRL enables it by default"),
     ({}, {"launch": PARALLEL}, E, "", "parallelism_config_sp_size above 1"),
+    ({}, {"launch": FSDP2.replace("activation_checkpointing: false", "activation_checkpointing: true")},
+     E, "gradient_checkpointing", "TRL enables it by default"),
+    ({"save_only_model": True}, {"launch": FSDP2},
+     E, "save_only_model", "sharded state dicts"),
+    ({"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}, {"launch": LAUNCH},
+     E, "save_only_model", "remove one of the two"),
+    ({"auto_find_batch_size": True}, {"launch": LAUNCH}, E, "auto_find_batch_size", "with ZeRO-3"),
     ({"accelerate_config": "zero4"}, {}, E, "accelerate_config", "zero1, zero2, zero3"),
     ({"deepspeed": "none.json"}, {}, E, "deepspeed", "does not exist"),
     ({"optim": "adafactor"}, {"engine": ENGINE}, W, "optim", "is not supported with"),
