@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ def _divisors(number: int, value: int) -> str:
     return f"write {' or '.join(map(str, near))}" if near else "raise the batch"
 
 
-def _check_training_arguments(run: TrlRun) -> None:
+def check_training_arguments(run: TrlRun) -> None:
     """What `TrainingArguments` and the Trainer reject (training_args.py:1543-1775)."""
     report, evaluates = run.report, run.value("eval_strategy")
     if run.true("fp16") and run.true("bf16"):
@@ -156,7 +156,7 @@ def _check_training_arguments(run: TrlRun) -> None:
         report.warning("dataset_name", "has no effect: the scripts load `datasets`", "remove one of the two")
 
 
-def _check_adapters(run: TrlRun) -> None:
+def check_adapters(run: TrlRun) -> None:
     report, lora = run.report, run.true("use_peft")
     quantized = next((key for key in ("load_in_4bit", "load_in_8bit") if run.true(key)), None)
     if run.true("load_in_4bit") and run.true("load_in_8bit"):
@@ -203,7 +203,7 @@ def _check_adapters(run: TrlRun) -> None:
             report.error("liger_kernel_config", rule, "remove fused_linear_cross_entropy")
 
 
-def _check_reference(run: TrlRun) -> None:
+def check_reference(run: TrlRun) -> None:
     """The reference model of DPO, KTO, GRPO and RLOO."""
     report, beta = run.report, run.number("beta")
     if run.true("sync_ref_model"):
@@ -241,7 +241,7 @@ def _check_reference(run: TrlRun) -> None:
         report.error("beta", rule, "write a value above 0, such as 0.1, or run `trl sft`")
 
 
-def _check_preferences(run: TrlRun) -> None:
+def check_preferences(run: TrlRun) -> None:
     """What `DPOConfig`, `CPOConfig`, `KTOConfig`, their trainers and `GKDTrainer` reject."""
     report, losses, loss = run.report, run.words("loss_type"), run.value("loss_type")
     smoothing = run.number("label_smoothing") or 0.0
@@ -288,7 +288,7 @@ def _check_preferences(run: TrlRun) -> None:
         report.warning("lmbda", rule, "run `trl distillation`")
 
 
-def _check_supervised(run: TrlRun) -> None:
+def check_supervised(run: TrlRun) -> None:
     """What `SFTTrainer`, from which `GKDTrainer` inherits, rejects."""
     if run.config not in ("SFTConfig", "GKDConfig"):
         return
@@ -331,7 +331,7 @@ def _check_supervised(run: TrlRun) -> None:
         )
 
 
-def _check_groups(run: TrlRun) -> None:
+def check_groups(run: TrlRun) -> None:
     """The generation batch of `GRPOConfig` and `RLOOConfig` (trainer/grpo_config.py:1068-1141)."""
     if run.config not in _GROUPED:
         return
@@ -399,7 +399,7 @@ def _check_groups(run: TrlRun) -> None:
             report.warning("dataloader_num_workers", rule, "write 0")
 
 
-def _check_policy_loss(run: TrlRun) -> None:
+def check_policy_loss(run: TrlRun) -> None:
     """Losses and corrections of `GRPOConfig` (trainer/grpo_trainer.py:914-945)."""
     if run.config != "GRPOConfig":
         return
@@ -437,7 +437,7 @@ def _check_policy_loss(run: TrlRun) -> None:
         report.error("vllm_importance_sampling_mode", rule, "write token_truncate", value=mode)
 
 
-def _check_generation(run: TrlRun) -> None:
+def check_generation(run: TrlRun) -> None:
     """vLLM and `generate` of GRPO, RLOO and distillation (generation/vllm_generation.py:240-370)."""
     if run.config not in GENERATING:
         return
@@ -449,7 +449,6 @@ def _check_generation(run: TrlRun) -> None:
         _without_effect(run, _COLOCATED, "with vllm_mode server", "pass it to `trl vllm-serve`, or remove the key")
     elif mode == "colocate":
         _without_effect(run, _SERVER, "with vllm_mode colocate", "write vllm_mode: server, or remove the key")
-        _check_colocated(run)
     if uses_vllm and mode == "server" and run.sets("vllm_server_base_url"):
         keys = ["vllm_server_host", "vllm_server_port"]
         _without_effect(run, keys, "beside vllm_server_base_url", "remove the key")
@@ -479,7 +478,10 @@ def _check_generation(run: TrlRun) -> None:
         report.error("", rule, "set it to 1 in the Accelerate file", value=run.axis(axis))
 
 
-def _check_colocated(run: TrlRun) -> None:
+def check_colocated_engine(run: TrlRun) -> None:
+    """Sizes of colocated vLLM."""
+    if run.config not in GENERATING or not run.true("use_vllm") or run.value("vllm_mode") != "colocate":
+        return
     report, length = run.report, run.count("vllm_max_model_length")
     completion = run.count("max_completion_length")
     if length and completion and completion >= length:
@@ -544,7 +546,7 @@ _MATCHED = {
 """Keys of a DeepSpeed JSON that must equal an argument (transformers/integrations/deepspeed.py, `fill_match`)."""
 
 
-def _check_launch_files(run: TrlRun) -> None:
+def check_launch_files(run: TrlRun) -> None:
     """The file against the Accelerate and DeepSpeed files of its run."""
     report = run.report
     half = run.true("bf16") or (run.value("bf16") is None and not run.true("fp16"))
@@ -574,14 +576,17 @@ def _check_launch_files(run: TrlRun) -> None:
             rule = f"{chosen} overrides mixed_precision {wanted} of {file.filename}"
             default = "" if report.has(chosen) else ": TRL enables it by default"
             report.warning(chosen, rule + default, f"write {wanted}: true, or the same precision in both", value=True)
-    _check_trainer_on_engine(run)
     columns = dict.fromkeys(
         column
         for files, read in ((run.launch, columns_of_accelerate), (run.engines, columns_of_deepspeed))
         for file in files
         for column in read(file)
     )
-    check_combinations(report, _settings(run), columns)
+    flags = (("torch_compile", "compile"), ("use_peft", "lora"), ("packing", "packing"))
+    settings = [(name, key) for key, name in flags if run.true(key)]
+    if report.has("optim") and run.value("optim") in ("adafactor", "adagrad", "sgd", "rmsprop"):
+        settings.append((run.value("optim"), "optim"))
+    check_combinations(report, settings, columns)
     trainer = run.config.replace("Config", "Trainer")
     trainer = f"trl.{trainer}" if f"trl.{trainer}" in TRAINERS else trainer
     for column in columns:
@@ -591,7 +596,7 @@ def _check_launch_files(run: TrlRun) -> None:
             report.warning("", f"{TRAINERS[trainer]} {rule}", fix)
 
 
-def _check_trainer_on_engine(run: TrlRun) -> None:
+def check_trainer_on_engine(run: TrlRun) -> None:
     """What the Trainer rejects under FSDP or DeepSpeed (transformers/trainer.py:847-880)."""
     report = run.report
     sharded = [file for file in run.launch if file.text("distributed_type") == "FSDP"]
@@ -616,22 +621,16 @@ def _check_trainer_on_engine(run: TrlRun) -> None:
             report.error("save_only_model", rule, fix)
 
 
-def _settings(run: TrlRun) -> Iterator[tuple[str, str]]:
-    for key, name in (("torch_compile", "compile"), ("use_peft", "lora"), ("packing", "packing")):
-        if run.true(key):
-            yield name, key
-    if run.report.has("optim") and run.value("optim") in ("adafactor", "adagrad", "sgd", "rmsprop"):
-        yield run.value("optim"), "optim"
-
-
 RULES: tuple[Callable[[TrlRun], None], ...] = (
-    _check_training_arguments,
-    _check_adapters,
-    _check_reference,
-    _check_preferences,
-    _check_supervised,
-    _check_groups,
-    _check_policy_loss,
-    _check_generation,
-    _check_launch_files,
+    check_training_arguments,
+    check_adapters,
+    check_reference,
+    check_preferences,
+    check_supervised,
+    check_groups,
+    check_policy_loss,
+    check_generation,
+    check_colocated_engine,
+    check_launch_files,
+    check_trainer_on_engine,
 )
