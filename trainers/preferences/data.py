@@ -114,7 +114,7 @@ def in_complete_batches(samples: Samples, batch_rows: int) -> Samples:
         raise UsageError(ConfigError(where="dataset", value=statistics.source, rule=rule, fix=fix))
     if kept < count:
         lost = count - kept
-        logger.info(f"{lost} of {count:,} training rows are left out, because they fill no batch of {batch_rows}")
+        logger.info(f"{lost} of {count:,} training rows are not used, because they fill no batch of {batch_rows}")
     tokens = round(statistics.train_tokens * kept / count)
     statistics = replace(statistics, train_samples=kept, train_tokens=tokens, train_labels=tokens)
     return replace(samples, train=samples.train[:kept], statistics=statistics)
