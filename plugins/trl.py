@@ -61,6 +61,20 @@ def classes_of_trl(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
 
 
+def train_as_one_process(trainer: Any, ranks_of_a_sample: int = 1) -> None:
+    """Make losses, completions and logged values of a trainer of TRL those of one process; call it after it was made.
+
+    Args:
+        trainer: The trainer; others than TRL's are not changed.
+        ranks_of_a_sample: Ranks that read the same samples.
+    """
+    if hasattr(trainer, "_tp_size") and trainer.accelerator.parallelism_config is None:
+        # TRL counts the tokens of every rank of a tensor-parallel group that DeepSpeed has made.
+        trainer._tp_size = ranks_of_a_sample
+    weigh_token_means(trainer)
+    generate_as_one_process(trainer, ranks_of_a_sample)
+
+
 def weigh_token_means(trainer: Any) -> None:
     """Make means over the tokens of a rank's micro-batch means over those of all ranks, in training."""
     own: Any = trainer

@@ -39,6 +39,8 @@ EQUAL = [
     *_cases("dpo", "zero2", "ipo"),
     *_cases("cpo", "zero2", "simpo"),
     *_cases("reward", "fsdp2"),
+    *_cases("grpo rloo", "zero2", "evaluated"),
+    *_cases("dpo kto orpo cpo reward", "zero2", "evaluated"),
     # The rest of the table.
     *_cases("grpo rloo", _ENGINES),
     *_cases("grpo rloo", _ENGINES, "fixed"),

@@ -39,7 +39,7 @@ from ...plugins.transformers.optimizers import (
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
-from ...plugins.trl import classes_of_trl, generate_as_one_process, pairs_of_a_micro_step, weigh_token_means
+from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..counting.own_losses import OwnLoss
 from ..exact import count_as_one_process, exact_class
@@ -166,8 +166,7 @@ class PlannedParallelism:
         if own_loss is not None:
             trainer.own_loss = own_loss
         trainer.label_ranks = ranks_of_labels(trainer)
-        weigh_token_means(trainer)
-        generate_as_one_process(trainer, self.layout.tp)
+        train_as_one_process(trainer, self.layout.tp)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
             check_second_models(trainer)
