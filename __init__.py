@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .ds_configs.check.files import check
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
-    from .plugins.planning.from_names import plan
+    from .plugins.planning import plan
     from .trainers.distillation.command.task import distill
     from .trainers.distillation.student.maker import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
@@ -53,7 +53,7 @@ _HOMES = {
     "distill": ".trainers.distillation.command.task",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "merge": ".trainers.formats.merge",
-    "plan": ".plugins.planning.from_names",
+    "plan": ".plugins.planning",
     "qat": ".trainers.qat.command.task",
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",

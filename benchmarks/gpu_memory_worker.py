@@ -14,7 +14,7 @@ import torch
 from gpu_memory import GpuCase, case_of
 from metered_training import plan_of, train_metered
 from shardwright.plugins.metering import AcceleratorMeter, MeterPhase
-from shardwright.plugins.planning.from_names import detect_hardware
+from shardwright.plugins.planning import detect_hardware
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 MOST_LEFT_BYTES = 2**24

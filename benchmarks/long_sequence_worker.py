@@ -11,7 +11,7 @@ from memory_grid import run_cases
 from metered_training import plan_of, random_samples, run_settings
 from shardwright.ds_configs.memory import activations
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import planned_parallelism

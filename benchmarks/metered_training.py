@@ -16,7 +16,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, meter_trainer
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (

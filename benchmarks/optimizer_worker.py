@@ -21,7 +21,7 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import Precision, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.optimizers import OPTIMIZERS
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments

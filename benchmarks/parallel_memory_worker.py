@@ -10,7 +10,7 @@ from parallel_memory_cases import Case
 from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed

@@ -19,7 +19,7 @@ from statistics import median
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec
 
 MODELS = Path(__file__).parents[1] / "ds_configs" / "data" / "models"
 LARGEST = ("meta-llama--Llama-3.1-405B", "128x8xH100-80GB", 2.0)
@@ -95,7 +95,7 @@ def loaded_seconds(name: str, hardware: str) -> float:
 
 
 _FIRST_PLAN = (
-    "import sys, time; from shardwright import plan; from shardwright.plugins.planning.from_names import plan as _;"
+    "import sys, time; from shardwright import plan; from shardwright.plugins.planning import plan as _;"
     "start = time.process_time(); plan(sys.argv[1], sys.argv[2], seq_len=int(sys.argv[3]), calibration=None);"
     "print(time.process_time() - start, 'torch' in sys.modules or 'transformers' in sys.modules)"
 )

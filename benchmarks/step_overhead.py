@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, set_seed

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from datasets import Dataset
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -32,7 +32,7 @@ from ..ds_configs.specs.hardware import HardwareSpec
 from .launching.elastic import recorded
 from .launching.launch import Launch, launch_ranks
 from .launching.messages import NOTE, note_on_first_rank
-from .planning.from_names import installed_versions
+from .planning import installed_versions
 
 _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
@@ -234,16 +234,6 @@ def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
     return errors
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    # Comments contain the directory, which may differ between machines.
-    own = str(directory).encode()
-    return {
-        name: hashlib.sha256((directory / name).read_bytes().replace(own, b".")).hexdigest()
-        for name in _PLAN_FILES
-        if (directory / name).is_file()
-    }
-
-
 def compare(directory: Path) -> None:
     """Compare the machines of this process and its peers; all of them must call it.
 
@@ -255,11 +245,17 @@ def compare(directory: Path) -> None:
     distributed.init_process_group("gloo")
     try:
         plan = Plan.load(directory)
+        # Comments contain the directory, which may differ between machines.
+        path = str(directory).encode()
         own = NodeFacts(
             host=socket.gethostname(),
             versions={"python": platform.python_version(), **dict(installed_versions())},
             gpus=cuda.device_count(),
-            files=_digests(directory),
+            files={
+                name: hashlib.sha256((directory / name).read_bytes().replace(path, b".")).hexdigest()
+                for name in _PLAN_FILES
+                if (directory / name).is_file()
+            },
         )
         nodes: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(nodes, own)

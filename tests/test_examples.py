@@ -83,7 +83,7 @@ def test_examples_that_train_run_with_few_steps(name, monkeypatch, capsys):
 def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.launching.launch import Launch, launch_ranks
-    from shardwright.plugins.planning.from_names import plan
+    from shardwright.plugins.planning import plan
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     model = tmp_path / "model"

@@ -20,7 +20,7 @@ from shardwright.ds_configs.specs.errors import ConfigError, ShardwrightError, U
 from shardwright.tools.activation_trace import ADDED_PATH, KINDS_PATH, VERSIONED_PACKAGES, derive_coefficients, render
 
 if TYPE_CHECKING:
-    from shardwright.plugins.planning.models import LoadedModel
+    from shardwright.plugins.planning import LoadedModel
 
 ALREADY_STORED = {"rule": "is stored", "fix": "remove it from the file to derive it again"}
 
@@ -55,7 +55,7 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
         UsageError: the family is stored, or cannot be traced like Llama.
         TraceError: its bytes are not linear in its sizes; nothing but tables that were solved before is written.
     """
-    from shardwright.plugins.planning.models import load_model_spec
+    from shardwright.plugins.planning import load_model_spec
     from shardwright.tools.activations.kind_families import KIND_FAMILIES
     from transformers.utils import logging
 

@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.ds_configs.models.families import FAST_FAMILIES
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 from shardwright.tools.activations.depth import at_depth, stack_depths
 
 LIMIT_SECONDS = 10

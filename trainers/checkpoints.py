@@ -25,7 +25,7 @@ from ..ds_configs.plan.output import flush, write_files
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ..ds_configs.specs.units import gigabytes
-from ..plugins.accelerate.cpu_ranks import engine_from_environment
+from ..plugins.accelerate import engine_from_environment
 from ..plugins.deepspeed.engine import load_from_other_ranks
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.releases import installed_version

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, UsageError
 from ..plugins import patches
-from ..plugins.accelerate.repeated_samples import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
+from ..plugins.accelerate import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.length_groups import one_order

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...ds_configs.memory.estimate import MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
     from ...ds_configs.step_time.learning import MeasuredStep
-    from ...plugins.planning.calibration_store import CalibrationStore
+    from ...plugins.planning import CalibrationStore
 
 _SHOWN_DIGITS = 12
 
@@ -39,7 +39,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Options[Flags] = 
     run_dir
         Output directory of a run with --plan (plan_measurement.json).
     """
-    from ...plugins.planning.calibration_store import CalibrationStore
+    from ...plugins.planning import CalibrationStore
 
     list_runs, forget = options.list_runs, options.forget
     if (run_dir is not None) + list_runs + (forget is not None) != 1:
@@ -93,7 +93,7 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
 
 def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
     from ...ds_configs.plan.measurement import printable
-    from ...plugins.planning.from_names import own_release
+    from ...plugins.planning import own_release
 
     measured = f"measured over predicted step: {step.ratio:.2f}"
     if step.release != own_release():

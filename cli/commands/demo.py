@@ -65,7 +65,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Options[Fla
 def _demo(output_dir: Path, options: Flags) -> TrainOutcome:
     from ...ds_configs.plan.gallery import gallery_entry, gallery_plan
     from ...ds_configs.plan.plan import make_plan
-    from ...plugins.planning.from_names import plan
+    from ...plugins.planning import plan
     from ...trainers.runs.run import run_training
     from ...trainers.runs.settings import RunRequest
     from ...trainers.training.settings import TrainSettings

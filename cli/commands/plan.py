@@ -42,7 +42,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
     model
         Hub id, local directory, or config.json; reads config.json and safetensors headers only.
     """
-    from ...plugins.planning.from_names import plan as select_plan
+    from ...plugins.planning import plan as select_plan
     from ..show import show_tensor_layouts
 
     if options.trust_remote_code:

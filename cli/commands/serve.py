@@ -66,7 +66,7 @@ def serve_command(
     from ...ds_configs.serving import ServingRequest, plan_serving
     from ...ds_configs.specs.units import parse_bytes
     from ...plugins.huggingface_hub import split_revision
-    from ...plugins.planning.from_names import read_hardware
+    from ...plugins.planning import read_hardware
     from ...plugins.vllm import (
         INSTALL,
         become_server,

@@ -25,8 +25,7 @@ from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TaskFields, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
-from shardwright.plugins.planning.from_names import checked_job, read_hardware
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import checked_job, load_model_spec, read_hardware
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.qat.command.settings import QATSettings
 from shardwright.trainers.runs.inputs import job_options, training_job

@@ -14,7 +14,7 @@ from shardwright.cli.settings import _options, resolve
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import HUGGING_FACE_NAMES
 from shardwright.ds_configs.specs.synonyms import SYNONYMS
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 
 QWEN = str(CONFIGS / "Qwen--Qwen2.5-0.5B")
 TRAINING = {"train": ["m"], "distill": ["t", "s"], "qat": ["m"]}

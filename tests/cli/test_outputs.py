@@ -31,7 +31,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning.from_names import plan
+    from shardwright.plugins.planning import plan
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     root = tmp_path_factory.mktemp("outputs")

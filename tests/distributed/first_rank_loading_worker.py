@@ -20,7 +20,7 @@ import torch
 from engine_settings import fsdp2_settings
 from equivalence.cases import LAYOUTS, deepspeed_config
 from fresh_process import forget_last_run
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.peft import add_lora
 from shardwright.plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
 from shardwright.plugins.transformers.training_arguments import save_model_directory

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from small_models import llama, mixtral
 
 CASES = {

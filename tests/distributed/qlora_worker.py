@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes
 import torch
 from engine_settings import fsdp2_settings
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.peft import add_lora
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.data.models import StartingModel, load_config, load_model

@@ -9,7 +9,7 @@ from typing import Any
 from equivalence.cases import LAYOUTS, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
 from equivalence.records import training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 

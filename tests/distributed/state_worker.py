@@ -11,7 +11,7 @@ from typing import Any
 from engine_settings import fsdp2_settings
 from equivalence.cases import LAYOUTS, deepspeed_config
 from fresh_process import forget_last_run
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 
 SEED_TOKENS = [[(row * 7 + column * 3) % 512 for column in range(16)] for row in range(16)]

@@ -13,7 +13,7 @@ import torch
 from equivalence.cases import Case, make_model, padded, samples
 from equivalence.runs import make_trainer, sequence_parallelism
 from fresh_process import forget_last_run
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.deepspeed import auto_ep
 
 

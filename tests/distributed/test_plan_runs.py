@@ -12,7 +12,7 @@ from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.launching.launch import Launch, launch_ranks
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 
 pytestmark = pytest.mark.distributed
 

@@ -18,7 +18,7 @@ import pytest
 from paths import CONFIGS
 from session import warm_command
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 from shardwright.trainers.rehearsal.rehearse import Rehearsal, rehearse
 from training_runs import completed
 
@@ -31,7 +31,7 @@ MARK = "REHEARSAL_UNDER_TEST"
 
 
 def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
-    from shardwright.plugins.planning.from_names import read_hardware
+    from shardwright.plugins.planning import read_hardware
 
     plan(LLAMA, read_hardware(hardware, nvme=nvme), TrainingJob(**job)).write(directory)
     return directory

@@ -11,7 +11,7 @@ from typing import Any
 from equivalence.cases import MICRO_STEP_SAMPLES, Case, make_model, padded
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from shardwright.trainers.exact import count_as_one_process
 from shardwright.trainers.parallel.trainer_for import parallelism_of

@@ -14,7 +14,7 @@ from engine_settings import fsdp2_settings
 from equivalence.cases import LAYOUTS, Case
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers import unused_parameters
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.exact import exact_class

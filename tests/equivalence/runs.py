@@ -17,7 +17,7 @@ from equivalence.records import Record, logged, training_record, write_records
 from equivalence.settings import Run, make_teacher, run_of
 from equivalence.stages import figures_of_stages
 from fresh_process import forget_last_run
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.compressed_tensors.codes import weight_levels
 from shardwright.plugins.deepspeed.engine import stages_of
 from shardwright.plugins.transformers.training_arguments import (

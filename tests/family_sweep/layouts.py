@@ -121,7 +121,7 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
 def make_trainer(class_name: str, swept: SweptLayout, directory: str, *, alone: bool) -> Any:
     import transformers
     from equivalence.cases import deepspeed_config
-    from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+    from shardwright.plugins.accelerate import configure_cpu_ranks
     from shardwright.plugins.peft import add_lora
     from shardwright.trainers.parallel.trainer_for import parallelism_of
 

@@ -88,7 +88,7 @@ class Workshop:
         return planned | arguments | {"deepspeed": str(plan / "ds_config.json")}
 
     def _plan(self, engine: str) -> Path:
-        from shardwright.plugins.planning.from_names import plan
+        from shardwright.plugins.planning import plan
 
         directory = self.directory / "plans" / engine
         if not directory.exists():

@@ -11,7 +11,7 @@ from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputErro
 from ...plugins.compressed_tensors.layout import load_packed_zero_points
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.planning.models import load_model_spec
+from ...plugins.planning import load_model_spec
 from ...plugins.safetensors import read_checkpoint
 from ...plugins.transformers.sound_model import (
     check_weights,

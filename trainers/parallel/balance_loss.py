@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.accelerate.repeated_samples import KeptPart
+from ...plugins.accelerate import KeptPart
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import own_class
 from ..counting.counts import with_values

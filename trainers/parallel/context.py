@@ -10,7 +10,7 @@ from ...ds_configs.legality.axes import context_parallel_errors
 from ...ds_configs.legality.trainer_parameters import parameter_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
-from ...plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ...plugins.accelerate import enable_cpu_ring_attention, engine_from_environment
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.run_settings import own_class, trainer_errors
 from ..counting.counts import UNPADDED

@@ -21,7 +21,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.layout import Layout, OffloadDevice, PipelineStage, partition_errors
 from ...ds_configs.specs.model import ModelTraits
-from ...plugins.accelerate.repeated_samples import SamplesOnce
+from ...plugins.accelerate import SamplesOnce
 from ...plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ...plugins.deepspeed_pipeline.engine import (
     BATCH_KEY,

@@ -26,7 +26,7 @@ from ...ds_configs.legality.axes import (
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
 from ...ds_configs.specs.model import ModelTraits, equal_head_widths
-from ...plugins.accelerate.repeated_samples import gathered_once
+from ...plugins.accelerate import gathered_once
 from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ...plugins.deepspeed.ulysses import (
     SharedSequence,

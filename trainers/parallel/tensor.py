@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from ...ds_configs.legality.axes import tensor_parallel_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
-from ...plugins.accelerate.repeated_samples import gathered_once
+from ...plugins.accelerate import gathered_once
 from ...plugins.deepspeed.auto_tp import (
     align_random_state,
     allow_frozen_norms,

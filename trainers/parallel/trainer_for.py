@@ -24,7 +24,7 @@ from ...ds_configs.legality.trainer_parameters import PARAMETERS, parameter_erro
 from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout, PipelineStage
-from ...plugins.accelerate.repeated_samples import RepeatedSamples, let_ranks_read_streams
+from ...plugins.accelerate import RepeatedSamples, let_ranks_read_streams
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document

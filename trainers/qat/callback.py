@@ -16,7 +16,7 @@ from ...ds_configs.quantization.layers import scheme_warnings
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.accelerate import engine_from_environment
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.checkpoint_tensors import share_with_zero3
 from ...plugins.transformers.run_settings import run_errors

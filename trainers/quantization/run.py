@@ -19,7 +19,7 @@ from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.planning.from_names import installed_versions
+from ...plugins.planning import installed_versions
 from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.quantized_model import QuantizedModel
 from ..data.models import CHAT_TEMPLATE, copy_companions

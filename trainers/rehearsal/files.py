@@ -137,7 +137,7 @@ def scale_plan(
     Raises:
         UsageError: the number of ranks does not fit the layout.
     """
-    from ...plugins.planning.models import load_model_spec
+    from ...plugins.planning import load_model_spec
 
     planned = plan.chosen.layout
     layout, layout_changes = shrink_layout(planned, ranks=ranks)

@@ -17,7 +17,7 @@ from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.step_time.estimate import TERMS
-from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.planning import installed_release_difference, installed_versions
 from ..training.script import script_errors
 from .checks import (
     OFFLOADED,
@@ -147,7 +147,7 @@ def rehearse(
 
 def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence[str]] | None) -> Rehearsal:
     """Check the files, then launch; the first failed check ends the rehearsal."""
-    from ...plugins.planning.models import load_model_spec
+    from ...plugins.planning import load_model_spec
     from ...plugins.transformers.sound_model import refuse_code
 
     rehearsal = Rehearsal(plan=plan, source=None, ranks=settings.ranks, steps=settings.steps, checks=())

@@ -18,7 +18,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import Engine
+from ...plugins.accelerate import Engine
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits

@@ -30,10 +30,10 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.step_time.learning import published_time
-from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.accelerate import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
-from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.planning import installed_release_difference, installed_versions
 from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers
 from ...plugins.transformers.output_heads import base_model

@@ -22,8 +22,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
-from ...plugins.accelerate.repeated_samples import SamplesOnce
+from ...plugins.accelerate import Engine, SamplesOnce, configure_cpu_ranks, engine_from_environment
 from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
 from ...plugins.huggingface_hub import model_directory
 from ...plugins.launching.messages import note_on_first_rank

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
-from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from ...plugins.accelerate import configure_cpu_ranks
 from ...plugins.transformers.training_arguments import training_arguments
 from ..counting.own_losses import OwnLoss
 from ..parallel.trainer_for import planned_parallelism

@@ -22,7 +22,7 @@ from ...ds_configs.plan.rendering import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.texts import strict_json
-from ...plugins.planning.from_names import installed_release_difference
+from ...plugins.planning import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
 from ..checkpoints import NotWholeError, checkpoints, read_record
 from ..runs.inputs import CHECKPOINTS, PLANNED_DEVICE_FIX, launch_errors

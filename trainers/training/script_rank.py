@@ -12,8 +12,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
-from ...plugins.accelerate.repeated_samples import repeated_samples
+from ...plugins.accelerate import repeated_samples, serve_scripts_on_cpu_ranks
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration

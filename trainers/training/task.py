@@ -14,9 +14,8 @@ from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.planning.from_names import installed_release_difference
-from ...plugins.planning.from_names import plan as select_plan
-from ...plugins.planning.models import LoadedModel, load_model_spec
+from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
+from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions

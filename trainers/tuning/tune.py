@@ -29,8 +29,7 @@ from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.step_time.learning import MeasuredStep, published_time
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
-from ...plugins.planning.calibration_store import CalibrationStore
-from ...plugins.planning.from_names import detect_hardware, own_release
+from ...plugins.planning import CalibrationStore, detect_hardware, own_release
 from ..reports.make import REPORT_FILE, write_html
 from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
 from ..runs.launch import launch_job

@@ -12,7 +12,7 @@ from commands import Shell, every_command
 from measuring import measurement_of, plan_on, run_of, write_measurement
 from paths import CONFIGS
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement
-from shardwright.plugins.planning.calibration_store import FILE_NAME as DATABASE
+from shardwright.plugins.planning import FILE_NAME as DATABASE
 
 LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 PLAN = ("plan", LLAMA, "--hardware", "8xH100-80GB", "--format", "json")

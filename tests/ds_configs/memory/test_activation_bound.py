@@ -21,8 +21,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.plugins.planning.from_names import plan
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec, plan
 
 BYTES = (
     "saved_bytes_per_layer",

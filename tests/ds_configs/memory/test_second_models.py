@@ -23,7 +23,7 @@ from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.utilization import utilization
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec
 from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
 from shardwright.trainers.reports.plans import plan_report
 from shardwright.trainers.training.script import train_words

@@ -21,7 +21,7 @@ from shardwright.ds_configs.specs.model import (
     adapted_mixtures,
     lora_parameter_count,
 )
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
 PUBLIC_COUNTS = {

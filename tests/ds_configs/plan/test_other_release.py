@@ -13,9 +13,9 @@ from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import newest_tested_release
+from shardwright.plugins import planning as models
 from shardwright.plugins import releases
-from shardwright.plugins.planning import models
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 
 GEMMA2: dict[str, Any] = {
     "model_type": "gemma2",

@@ -26,7 +26,7 @@ from shardwright.ds_configs.plan.rendering import HEADER, NodePlace, launch_argu
 from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.planning.from_names import checked_job
+from shardwright.plugins.planning import checked_job
 
 FILE = Path(__file__).with_name("rendered_plans.json")
 STORED: dict[str, Any] = json.loads(FILE.read_text())

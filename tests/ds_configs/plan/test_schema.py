@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from shardwright.cli.main import run
-from shardwright.plugins.planning.from_names import read_hardware
+from shardwright.plugins.planning import read_hardware
 
 
 def violations(value: Any, schema: dict[str, Any]) -> list[str]:

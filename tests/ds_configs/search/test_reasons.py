@@ -14,7 +14,7 @@ from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec
 
 MODELS = {path.name: load_model_spec(str(path)).spec for path in sorted(CONFIGS.glob("*--*"))}
 NAMES = ("Qwen--Qwen2.5-0.5B", "Qwen--Qwen3-30B-A3B", "meta-llama--Llama-3.1-8B", "openai-community--gpt2")

@@ -19,7 +19,7 @@ from shardwright.ds_configs.specs.hardware import (
     parse_overrides,
     with_gpus,
 )
-from shardwright.plugins.planning.from_names import detect_hardware, read_hardware
+from shardwright.plugins.planning import detect_hardware, read_hardware
 
 GIB = 2**30
 NUMBERS = ("memory_gib", "usable_gib", "bf16_flops", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")

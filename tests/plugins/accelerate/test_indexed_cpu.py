@@ -20,7 +20,7 @@ except RuntimeError as error:
     assert "cpu:0" in str(error)
 else:
     raise AssertionError("torch accepts the location: `_accept_indexed_cpu` is no longer needed")
-from shardwright.plugins.accelerate.cpu_ranks import _accept_indexed_cpu
+from shardwright.plugins.accelerate import _accept_indexed_cpu
 _accept_indexed_cpu()
 assert loaded().device == torch.device("cpu") and loaded().sum() == 3
 """

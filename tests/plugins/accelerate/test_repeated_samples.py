@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate.repeated_samples import (
+from shardwright.plugins.accelerate import (
     RepeatedSamples,
     SamplesOnce,
     gathered_once,

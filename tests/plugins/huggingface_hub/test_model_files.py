@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.huggingface_hub import model_directory, read_model_source
-from shardwright.plugins.planning.models import load_model_spec
+from shardwright.plugins.planning import load_model_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

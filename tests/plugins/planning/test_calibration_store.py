@@ -14,7 +14,7 @@ from measuring import plan_on, run_of
 from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.step_time.learning import MeasuredStep
-from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore
+from shardwright.plugins.planning import FILE_NAME, CalibrationStore
 
 RUN = run_of(plan_on())
 

@@ -12,7 +12,7 @@ from paths import CONFIGS
 from planning import DEEPSEEK_V3
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.plugins.huggingface_hub import ModelSource
-from shardwright.plugins.planning.models import LoadedModel, load_model_spec, model_from_source
+from shardwright.plugins.planning import LoadedModel, load_model_spec, model_from_source
 
 DEEPSEEK = DEEPSEEK_V3 | {
     **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 128, "num_hidden_layers": 3},

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

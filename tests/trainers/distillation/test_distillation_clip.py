@@ -185,7 +185,7 @@ def test_two_ranks_give_the_gradient_of_the_full_batch(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     from safetensors.torch import save_file
-    from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+    from shardwright.plugins.accelerate import configure_cpu_ranks
 
     on_rank = one_step(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), **configure_cpu_ranks("ddp"))
     on_rank.train()

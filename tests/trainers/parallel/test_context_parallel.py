@@ -10,7 +10,7 @@ import torch
 from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import context_parallel_errors, sample_errors
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.accelerate import cpu_ranks
+from shardwright.plugins import accelerate as cpu_ranks
 from shardwright.trainers.counting.counts import UNPADDED
 from shardwright.trainers.parallel.context import ContextParallelCollator, ContextParallelism
 from shared_sequences import arguments, sizes_of, tiny

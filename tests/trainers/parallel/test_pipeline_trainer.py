@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, contiguous_stages, partition_errors
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
 from shardwright.plugins.deepspeed_pipeline.engine import (
     free_logits_early,

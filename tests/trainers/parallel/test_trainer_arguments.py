@@ -11,7 +11,7 @@ from shardwright.ds_configs.memory.rank_parameters import pipeline_stages, rank_
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 from shardwright.trainers.parallel.trainer_for import parallelism_of, planned_parallelism
 from transformers import Trainer, TrainingArguments
 

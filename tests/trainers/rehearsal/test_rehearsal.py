@@ -17,7 +17,7 @@ from shardwright.ds_configs.shrink.config import changes_between
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 from shardwright.trainers.rehearsal.checks import (
     CHECK_NAMES,
     check_export,

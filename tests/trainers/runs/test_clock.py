@@ -21,7 +21,7 @@ RANK = """
 import json, os, sys, time
 import torch
 from transformers import Trainer, default_data_collator
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.trainers.runs.clock import StepClock

@@ -14,7 +14,7 @@ from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, m
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.metering import AcceleratorMeter, MeterPhase, MeterReading
-from shardwright.plugins.planning.from_names import plan
+from shardwright.plugins.planning import plan
 from shardwright.trainers.runs.plan_callback import argument_differences, unread_edits
 
 pytestmark = pytest.mark.slow

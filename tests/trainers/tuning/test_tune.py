@@ -13,7 +13,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError
-from shardwright.plugins.planning.from_names import plan as make
+from shardwright.plugins.planning import plan as make
 from shardwright.trainers.rank_main import read_task
 from shardwright.trainers.reports.make import report_html
 from shardwright.trainers.tuning.tune import tune

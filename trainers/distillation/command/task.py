@@ -13,8 +13,8 @@ from typing import Any
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.huggingface_hub import TOKENIZER_FILES
-from ....plugins.planning.from_names import plan as select_plan
-from ....plugins.planning.models import load_model_spec
+from ....plugins.planning import load_model_spec
+from ....plugins.planning import plan as select_plan
 from ....plugins.transformers.sound_model import refuse_other_formats
 from ...data.chat import set_chat_template
 from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions

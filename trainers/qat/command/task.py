@@ -14,8 +14,8 @@ from ....ds_configs.quantization.layers import LinearLayer, scheme_warnings
 from ....ds_configs.specs.errors import UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.peft import add_lora
-from ....plugins.planning.from_names import plan as select_plan
-from ....plugins.planning.models import load_model_spec
+from ....plugins.planning import load_model_spec
+from ....plugins.planning import plan as select_plan
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.chat import set_chat_template

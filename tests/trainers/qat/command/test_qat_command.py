@@ -230,7 +230,7 @@ def test_steps_are_counted_as_the_trainer_counts_them() -> None:
 
 def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.planning.from_names import plan
+    from shardwright.plugins.planning import plan
     from shardwright.trainers.data.samples import SampleStatistics
 
     counts = dict.fromkeys(("rows", "empty_rows", "unlabelled_rows", "cut_rows", "train_samples"), 8)

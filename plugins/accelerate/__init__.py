@@ -1,1 +1,0 @@
-"""Accelerate on CPU ranks, and data loaders without repeated samples."""

@@ -1,1 +1,0 @@
-"""Plans from names of models and hardware, and the store of measured runs; start with `from_names.py`."""
