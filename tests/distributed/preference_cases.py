@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.records import logged, training_record, write_records
-from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.trl import classes_of_trl, generate_as_one_process
 from shardwright.trainers.exact import make_exact
 from shardwright.trainers.parallel.trainer_for import parallelism_of
