@@ -261,8 +261,8 @@ def _check_rewards(trainer: Any) -> None:
     which a function declines to score a completion.
     """
     import torch
-    from trl.trainer.utils import is_async_callable
 
+    is_async_callable = sys.modules["trl.trainer.utils"].is_async_callable
     failures: list[tuple[str, str, Exception | None]] = []
     own, names = trainer, trainer.reward_func_names
     rank = own.accelerator.process_index
