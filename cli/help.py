@@ -35,7 +35,7 @@ EXAMPLES = {
         "meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan",
         "MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048",
     ),
-    "check": ("plan", "ds_config.json --num-processes 8"),
+    "check": ("plan", "ds_config.json --num-processes 8", "grpo.yaml --hardware 8xH100-80GB"),
     "explain": ("plan", "gathered_parameters"),
     "calibrate": ("plan/model", "--list"),
     "rehearse": ("plan", "plan --script finetune.py -- --epochs 1"),

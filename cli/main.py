@@ -25,7 +25,7 @@ from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose a layout and write configs for accelerate launch."),
-    "check": ("check:check_command", "Find all errors in DeepSpeed JSON and Accelerate YAML files."),
+    "check": ("check:check_command", "Find all errors in DeepSpeed, Accelerate and TRL configuration files."),
     "explain": ("explain:explain_command", "Explain a written plan, or one term, layout or rule."),
     "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
     "rehearse": ("rehearse:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),

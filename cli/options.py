@@ -12,6 +12,7 @@ from ..ds_configs.plan.rendering import MAIN_PORT, NodePlace
 from ..ds_configs.specs.errors import ConfigError, UsageError
 from ..ds_configs.specs.job import JobSettings
 from ..ds_configs.specs.settings import Settings
+from ..ds_configs.specs.tasks import TrlTask
 
 
 class ConfigFile(Settings):
@@ -109,6 +110,8 @@ class CheckedFor(Settings):
 
     num_processes: int | None = Field(None, ge=1, description="Ranks of the job; checks the batch equation")
     transformers: bool = Field(True, description='Files are for the Trainer, which replaces "auto"')
+    task: TrlTask | None = Field(None, description="Task of a TRL file whose keys fit several")
+    hardware: str | None = Field(None, description="GPUs (e.g. 8xH100-80GB); checks vLLM's share of their memory")
 
 
 class PlanSettings(JobSettings):

@@ -234,16 +234,6 @@ def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
     return errors
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    # Comments contain the directory, which may differ between machines.
-    own = str(directory).encode()
-    return {
-        name: hashlib.sha256((directory / name).read_bytes().replace(own, b".")).hexdigest()
-        for name in _PLAN_FILES
-        if (directory / name).is_file()
-    }
-
-
 def compare(directory: Path) -> None:
     """Compare the machines of this process and its peers; all of them must call it.
 
@@ -255,11 +245,17 @@ def compare(directory: Path) -> None:
     distributed.init_process_group("gloo")
     try:
         plan = Plan.load(directory)
+        # Comments contain the directory, which may differ between machines.
+        path = str(directory).encode()
         own = NodeFacts(
             host=socket.gethostname(),
             versions={"python": platform.python_version(), **dict(installed_versions())},
             gpus=cuda.device_count(),
-            files=_digests(directory),
+            files={
+                name: hashlib.sha256((directory / name).read_bytes().replace(path, b".")).hexdigest()
+                for name in _PLAN_FILES
+                if (directory / name).is_file()
+            },
         )
         nodes: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(nodes, own)

@@ -108,7 +108,7 @@ def test_wheel(distributions, tmp_path):
         path for layer in LAYERS for pattern in ("*.py", "templates/*") for path in (ROOT / layer).rglob(pattern)
     ]
     assert not {f"shardwright/{path.relative_to(ROOT).as_posix()}" for path in needed_files} - set(names)
-    for needed in ("gpus.toml", "activations.json", "deepspeed_keys.json", "accelerate_keys.json"):
+    for needed in ("gpus.toml", "activations.json", "deepspeed_keys.json", "accelerate_keys.json", "trl_keys.json"):
         assert f"shardwright/ds_configs/data/{needed}" in names
     python = fresh_environment(tmp_path / "environment")
     install(python, str(wheel))

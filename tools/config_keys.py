@@ -274,14 +274,15 @@ def _versions(*names: str) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     """Print or write the key files."""
     from accelerate_keys import accelerate_keys
+    from trl_keys import trl_keys
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--write", action="store_true", help="replace the shipped files")
     options = parser.parse_args(arguments)
-    for name, read in (("deepspeed_keys.json", deepspeed_keys), ("accelerate_keys.json", accelerate_keys)):
+    for name, read in (("deepspeed", deepspeed_keys), ("accelerate", accelerate_keys), ("trl", trl_keys)):
         text = as_json(read())
         if options.write:
-            (DATA_DIRECTORY / name).write_text(text, encoding="utf-8")
+            (DATA_DIRECTORY / f"{name}_keys.json").write_text(text, encoding="utf-8")
         else:
             sys.stdout.write(text)
     return 0

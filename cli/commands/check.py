@@ -19,16 +19,21 @@ def check_command(
     facts: Options[CheckedFor] = FILLED,
     options: Options[Output] = FILLED,
 ) -> int:
-    """Find all errors in DeepSpeed JSON and Accelerate YAML files.
+    """Find all errors in DeepSpeed, Accelerate and TRL configuration files.
 
     The exit code is 2 for errors, and 0 for warnings only.
 
     Parameters
     ----------
     files
-        Files, or the directory of a plan. The DeepSpeed JSON of an Accelerate YAML is checked too.
+        Files, or the directory of a plan. Files that an Accelerate YAML or a TRL file names are checked too.
     """
-    result = check(*files, num_processes=facts.num_processes, transformers=facts.transformers)
+    hardware = None
+    if facts.hardware is not None:
+        from ...plugins.planning import read_hardware
+
+        hardware = read_hardware(facts.hardware)
+    result = check(*files, **facts.model_dump(exclude={"hardware"}), hardware=hardware)
     if options.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.check.trl import MEANINGS
 from ...ds_configs.legality.rules import RULES
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
@@ -20,18 +21,18 @@ from ..settings import FILLED, Options
 
 
 def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
-    """Explain a written plan, or a layout, a memory term or a rule.
+    """Explain a written plan, or a layout, a memory term, a rule or a key of TRL.
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, or a layout, memory term or rule; `names` lists them.
+        Directory or plan.json of a plan, or a layout, memory term, rule or key of TRL; `names` lists them.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
-    meanings |= dict(KERNEL_MEANINGS)
+    meanings |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
     try:
         exists = Path(subject).exists()
     except OSError:
@@ -53,7 +54,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         near = [] if is_path else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
         fix = REMOVED.get(name, fix)
-        rule = "no such file or directory" if is_path else "is not a path, layout, term or rule"
+        rule = "no such file or directory" if is_path else "is not a path, layout, term, rule or key of TRL"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     chosen, bytes_of = plan.chosen, dict[str, Any]()

@@ -181,7 +181,13 @@ def checked(text: str, values: Mapping[str, Any]) -> CheckedFiles:
         UsageError: a setting is invalid.
     """
     facts = settings_from(values, CheckedFor)
-    findings = check_text(text, filename=_PASTED, world_size=facts.num_processes, uses_transformers=facts.transformers)
+    findings = check_text(
+        text,
+        filename=_PASTED,
+        world_size=facts.num_processes,
+        uses_transformers=facts.transformers,
+        task=facts.task,
+    )
     return CheckedFiles(findings=findings, files=(_PASTED,))
 
 
@@ -291,8 +297,10 @@ def _restored(name: str, values: Mapping[str, Any]) -> Any:
 def _check_tab() -> None:
     with gr.Row():
         with gr.Column(scale=2):
-            text = gr.Textbox(label="DeepSpeed JSON or Accelerate YAML", lines=20, max_lines=20, max_length=2**20)
-            facts = {name: setting_field(name, CheckedFor) for name in CheckedFor.model_fields}
+            text = gr.Textbox(label="DeepSpeed, Accelerate or TRL file", lines=20, max_lines=20, max_length=2**20)
+            # A pasted file may not read the config.json of a model, which the hardware is for.
+            names = [name for name in CheckedFor.model_fields if name != "hardware"]
+            facts = {name: setting_field(name, CheckedFor) for name in names}
             button = gr.Button("Check", variant="primary")
         with gr.Column(scale=3):
             status = gr.Textbox(label="Result", interactive=False)

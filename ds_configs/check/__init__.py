@@ -1,4 +1,4 @@
-"""Strict checks of DeepSpeed JSON and Accelerate YAML, without importing either library."""
+"""Strict checks of DeepSpeed JSON, Accelerate YAML and TRL configurations, without importing these libraries."""
 
 from __future__ import annotations
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ..models.families import model_spec_from_config
+from ..models.model_config import parse_config_json
+from ..models.stored_shapes import model_spec_from_shapes
 from ..plan.plan import Plan
 from ..plan.rendering import (
     DEEPSPEED_FILE,
@@ -16,7 +20,10 @@ from ..plan.rendering import (
     differing_keys,
     planned_training_arguments,
 )
-from ..specs.errors import ConfigError, InputError, UsageError
+from ..specs.errors import ConfigError, InputError, UsageError, collecting
+from ..specs.hardware import HardwareSpec, parse_hardware
+from ..specs.model import ModelSpec
+from ..specs.tasks import TrlTask
 from ..specs.texts import strict_json
 from .accelerate import check_accelerate
 from .deepspeed import check_deepspeed
@@ -27,23 +34,37 @@ from .report import (
     check_combinations,
     columns_of_accelerate,
     columns_of_deepspeed,
+    load_keys,
     settings_of_accelerate,
     settings_of_deepspeed,
 )
+from .trl import check_trl
 
 
 def check_text(
-    text: str | bytes, *, filename: str, world_size: int | None = None, uses_transformers: bool = True
+    text: str | bytes,
+    *,
+    filename: str,
+    world_size: int | None = None,
+    uses_transformers: bool = True,
+    task: TrlTask | None = None,
 ) -> tuple[Finding, ...]:
-    """Return the findings about one configuration file; does not raise errors for any content."""
-    return _checked(parse(text, filename), world_size, uses_transformers)
+    """Return the findings about one configuration file; does not raise errors for any content.
+
+    `task` is that of a TRL file whose keys fit several.
+    """
+    return _checked(parse(text, filename), world_size, uses_transformers, task)
 
 
-def _checked(report: Report, world_size: int | None, uses_transformers: bool) -> tuple[Finding, ...]:
+def _checked(
+    report: Report, world_size: int | None, uses_transformers: bool, task: TrlTask | None = None
+) -> tuple[Finding, ...]:
     if report.is_readable and not report.root.entries:
         report.error("", "the file has no keys")
-    elif report.is_readable and detect_kind(report) == "accelerate":
+    elif report.is_readable and (kind := detect_kind(report)) == "accelerate":
         check_accelerate(report, world_size=world_size)
+    elif report.is_readable and kind == "trl":
+        check_trl(report, world_size=world_size, task=task)
     elif report.is_readable:
         check_deepspeed(report, world_size=world_size, uses_transformers=uses_transformers)
     return report.in_order()
@@ -179,19 +200,28 @@ class CheckedFiles:
         }
 
 
-def check(*files: str | Path, num_processes: int | None = None, transformers: bool = True) -> CheckedFiles:
-    """Find every error in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
+def check(
+    *files: str | Path,
+    num_processes: int | None = None,
+    transformers: bool = True,
+    task: TrlTask | None = None,
+    hardware: str | HardwareSpec | None = None,
+) -> CheckedFiles:
+    """Find every error in DeepSpeed JSON, Accelerate YAML and TRL configuration files, whoever wrote them.
 
     Example: ``shardwright.check("ds_config.json", num_processes=8).errors``
 
     Args:
-        files: Paths. With an Accelerate YAML, its DeepSpeed JSON is checked too; with the directory of a plan, all of
-            its files.
+        files: Paths. With an Accelerate YAML or a TRL file, the files that it names are checked too; with the directory
+            of a plan, all of its files. A TRL file is also checked against the other files.
         num_processes: Ranks of the job, to check the batch equation.
         transformers: Whether the files are for the Trainer, which fills `auto` values.
+        task: Task of TRL files, if their keys fit several.
+        hardware: GPUs, such as `8xH100-80GB`, to check vLLM's share of a GPU; their number is the default of
+            `num_processes`.
 
     Raises:
-        UsageError: There are no files, or the number of processes is not positive. Errors in files are findings.
+        UsageError: There are no files, or an argument is not valid. Errors in files are findings.
     """
     errors = []
     if not files:
@@ -200,12 +230,31 @@ def check(*files: str | Path, num_processes: int | None = None, transformers: bo
     if num_processes is not None and num_processes < 1:
         rule, fix = "must be at least 1", "omit it if unknown"
         errors.append(ConfigError(where="num_processes", value=num_processes, rule=rule, fix=fix))
+    if task is not None and task not in get_args(TrlTask):
+        rule, fix = f"must be one of {', '.join(get_args(TrlTask))}", "omit it for other files"
+        errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
+    with collecting(errors):
+        hardware = parse_hardware(hardware) if isinstance(hardware, str) else hardware
     if errors:
         raise UsageError(errors)
-    return run_check([Path(file) for file in files], world_size=num_processes, uses_transformers=transformers)
+    gpus = hardware if isinstance(hardware, HardwareSpec) else None
+    return run_check(
+        [Path(file) for file in files],
+        world_size=num_processes or (gpus.world_size if gpus else None),
+        uses_transformers=transformers,
+        task=task,
+        gpu_bytes=gpus.gpu_bytes if gpus else None,
+    )
 
 
-def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> CheckedFiles:
+def run_check(
+    paths: Sequence[Path],
+    *,
+    world_size: int | None,
+    uses_transformers: bool,
+    task: TrlTask | None = None,
+    gpu_bytes: int | None = None,
+) -> CheckedFiles:
     """Check each file, each Accelerate YAML with its DeepSpeed JSON, and all files of a plan's directory.
 
     A path that cannot be read is a finding, not an exception. A DeepSpeed JSON that a YAML uses is checked once, for
@@ -228,13 +277,26 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
             findings.append(content)
         else:
             reports[path] = parse(content, str(path))
+    kinds = {path: detect_kind(report) for path, report in reports.items() if report.root.entries}
+    launch: list[Report] = []
+    for path in [path for path, kind in kinds.items() if kind == "trl"]:
+        for file, report in _files_of_trl(reports[path]):
+            if file is None:
+                launch.append(report)
+            elif file not in reports:
+                reports[file] = report
+                kinds[file] = "deepspeed" if report.root is reports[path].node("deepspeed") else detect_kind(report)
+                checked += [file] if file.is_file() else []
+    launch += [reports[path] for path, kind in kinds.items() if kind == "accelerate"]
+    engines = [reports[path] for path, kind in kinds.items() if kind == "deepspeed"]
     in_pairs: set[str] = set()
     for path, report in reports.items():
-        launch = Report(filename=report.filename, root=report.root)
-        config = _deepspeed_file_of(path, launch)
+        pair = Report(filename=report.filename, root=report.root)
+        config = _deepspeed_file_of(path, pair)
         if config is not None and config.is_readable:
-            _check_pair(launch, config, world_size, uses_transformers)
-        findings += launch.findings
+            _check_pair(pair, config, world_size, uses_transformers)
+            engines.append(config)
+        findings += pair.findings
         if config is not None:
             findings += config.in_order()
             file = Path(config.filename)
@@ -242,7 +304,22 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
                 in_pairs.add(os.path.realpath(file))
                 checked.append(file)
     for path, report in reports.items():
-        if os.path.realpath(path) not in in_pairs:
+        if os.path.realpath(path) in in_pairs:
+            continue
+        if kinds.get(path) == "trl":
+            model, context_tokens = _local_model(report.text("model_name_or_path"))
+            check_trl(
+                report,
+                task=task,
+                launch=launch,
+                engines=engines,
+                world_size=world_size,
+                model=model,
+                context_tokens=context_tokens,
+                gpu_bytes=gpu_bytes,
+            )
+            findings += report.in_order()
+        else:
             findings += _checked(report, world_size, uses_transformers)
     # The user's spelling of a path wins over that of a YAML.
     by_path = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
@@ -316,3 +393,44 @@ def _deepspeed_file_of(path: Path, launch: Report) -> Report | None:
 
 def _unreadable(path: Path, rule: str, fix: str = "") -> Finding:
     return _error(ConfigError(where=str(path), rule=rule, fix=fix))
+
+
+def _files_of_trl(report: Report) -> Iterator[tuple[Path | None, Report]]:
+    """Yield the launch files that a TRL file names, without a path for those that TRL ships.
+
+    Adds findings about their paths to the report.
+    """
+    presets = load_keys("trl")["accelerate_configs"]
+    for key in ("accelerate_config", "config_file", "deepspeed"):
+        name, node = report.text(key), report.node(key)
+        if node is not None and node.kind == "mapping" and key == "deepspeed":
+            filename = f"{report.filename} deepspeed"
+            yield Path(filename), Report(filename=filename, root=node)
+        elif name and key == "accelerate_config" and name in presets:
+            yield None, parse(json.dumps(presets[name]), f"{name}.yaml of TRL")
+        elif name:
+            content = read_config(Path(name))
+            if not isinstance(content, Finding):
+                yield Path(name), parse(content, name)
+                continue
+            fix = "write a path that is absolute or relative to the working directory"
+            if key == "accelerate_config":
+                fix += f", or one of {', '.join(presets)}"
+            report.error(key, f"the file {content.error.rule}", fix)
+
+
+def _local_model(name: str | None) -> tuple[ModelSpec | None, int | None]:
+    """Return a model whose `config.json` is on disk, and its longest context; `None` for what is not known."""
+    path = Path(name) if name else None
+    try:
+        if path is None or not path.exists():
+            return None, None
+        content = read_config(path / "config.json" if path.is_dir() else path)
+        config = parse_config_json(content, source=str(path)) if isinstance(content, bytes) else None
+    except (OSError, ValueError):
+        return None, None
+    if config is None:
+        return None, None
+    spec = model_spec_from_config(config, name=str(path)) or model_spec_from_shapes(config, name=str(path))
+    context = (config.get("text_config") or config).get("max_position_embeddings")
+    return spec, context if isinstance(context, int) else None

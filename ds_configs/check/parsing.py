@@ -293,10 +293,13 @@ def is_json(text: str, filename: str) -> bool:
     return text.lstrip("\ufeff \t\r\n").startswith(("{", "["))
 
 
-def detect_kind(report: Report) -> Literal["deepspeed", "accelerate"]:
-    """Return the format with more keys that the other does not have; the suffix decides a tie."""
+def detect_kind(report: Report) -> Literal["deepspeed", "accelerate", "trl"]:
+    """Return the format with most keys that the others do not have; the suffix decides without TRL keys."""
     accelerate, deepspeed = ({*load_keys(name)["root"]["keys"]} for name in ("accelerate", "deepspeed"))
-    keys = {entry.key for entry in report.root.entries}
+    trl, keys = {*load_keys("trl")["keys"]}, {entry.key for entry in report.root.entries}
+    of_accelerate, of_deepspeed = len(keys & accelerate - deepspeed - trl), len(keys & deepspeed - accelerate - trl)
+    if len(keys & trl - accelerate - deepspeed) > max(of_accelerate, of_deepspeed):
+        return "trl"
     difference = len(keys & accelerate - deepspeed) - len(keys & deepspeed - accelerate)
     is_yaml = PurePath(report.filename).suffix.lower() in _YAML_SUFFIXES
     return "accelerate" if difference > 0 or (difference == 0 and is_yaml) else "deepspeed"

@@ -332,6 +332,8 @@ def advice(value: object, kinds: list[str]) -> str:
         return f"write {value.lower()} without quotes"
     if isinstance(value, bool) and {"string", "text"} & set(kinds):
         return "quote the word: YAML parses yes, no, on, off, true and false as booleans"
+    if isinstance(value, str) and "list" in kinds:
+        return f"write [{value[:80]}]"
     if isinstance(value, float) and "count" in kinds and as_integer(value) is not None:
         return f"write {as_integer(value)}"
     return ""

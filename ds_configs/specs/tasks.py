@@ -11,6 +11,9 @@ from .second_models import SecondModelRole
 
 TaskName = Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "ppo", "gkd"]
 
+TrlTask = Literal["sft", "dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo", "gkd", "distillation"]
+"""Tasks with a configuration class of TRL 1.16.0."""
+
 Head = Literal["model", "fused", "logits", "divergence", "score"]
 """How a loss reads the model's output. `model`: the loss of the model's own forward pass, or a chunked one; `fused`:
 log-probabilities of labels from tiles of the head, as TRL computes them since 1.15; `logits`: log-probabilities from

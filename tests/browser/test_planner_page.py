@@ -75,7 +75,7 @@ def test_the_page_plans_checks_and_opens_a_shared_address(visitor, address, tmp_
     page.wait_for_function("(field) => field.value.startsWith('Upload')", arg=shared.element_handle())
 
     page.get_by_role("tab", name="Check a configuration").click()
-    page.get_by_label("DeepSpeed JSON or Accelerate YAML").fill(BROKEN)
+    page.get_by_label("DeepSpeed, Accelerate or TRL file").fill(BROKEN)
     page.get_by_role("button", name="Check", exact=True).click()
     page.get_by_text("did you mean 'overlap_comm'?").first.wait_for()
     visitor.picture(page, "ui-check")

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.check import check_text
 from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
+from shardwright.ds_configs.check.trl import keys_of
+from shardwright.ds_configs.specs.tasks import TrlTask
 
 fuzz = settings(max_examples=60, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
 FILENAMES = st.sampled_from(["a.json", "a.yaml", "a", "\n", ""])
@@ -64,6 +66,20 @@ def test_arbitrary_accelerate_trees_never_raise(tree: object, world: int | None)
 @given(tree=_schema_values(load_keys("deepspeed")["root"]), transformers=st.booleans())
 def test_arbitrary_deepspeed_trees_never_raise(tree: object, transformers: bool) -> None:
     check_text(json.dumps(tree), filename="a.json", world_size=8, uses_transformers=transformers)
+
+
+def _with_model(tree: Any) -> Any:
+    return {"model_name_or_path": "m", "output_dir": "out", **tree} if isinstance(tree, dict) else tree
+
+
+@fuzz
+@given(
+    tree=_schema_values({"keys": keys_of("DPOConfig") | keys_of("GRPOConfig") | keys_of("SFTConfig")}).map(_with_model),
+    world=st.none() | st.integers(1, 64),
+    task=st.none() | st.sampled_from(get_args(TrlTask)),
+)
+def test_arbitrary_trl_trees_never_raise(tree: object, world: int | None, task: Any) -> None:
+    check_text(yaml.safe_dump(tree), filename="a.yaml", world_size=world, task=task)
 
 
 BAD_FOR_DEEPSPEED: list[dict[str, Any]] = [
@@ -221,12 +237,60 @@ def test_reports_whatever_the_launcher_rejects(tmp_path: Path, monkeypatch: pyte
         assert any(finding.kind == "error" for finding in findings), config
 
 
+BAD_FOR_TRL: list[tuple[TrlTask, dict[str, Any]]] = [
+    ("sft", {"fp16": True, "bf16": True}),
+    ("sft", {"eval_strategy": False}),
+    ("sft", {"optim": "adamw_hf"}),
+    ("sft", {"load_best_model_at_end": True}),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30, "save_steps": 50}),
+    ("sft", {"lr_scheduler_type": "reduce_lr_on_plateau"}),
+    ("sft", {"logging_steps": 0}),
+    ("sft", {"warmup_steps": -1}),
+    ("sft", {"dataloader_prefetch_factor": 2}),
+    ("sft", {"torch_empty_cache_steps": 0}),
+    ("sft", {"max_seq_length": 1024}),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}),
+    ("dpo", {"max_prompt_length": 512}),
+    ("gkd", {"lmbda": 1.5}),
+    ("gkd", {"beta": -0.5}),
+    ("distillation", {"beta": 2.0}),
+    ("grpo", {"num_generations": 1}),
+    ("grpo", {"num_generations": 3}),
+    ("grpo", {"generation_batch_size": 12}),
+    ("grpo", {"generation_batch_size": 16, "steps_per_generation": 2}),
+    ("grpo", {"num_generations": 4, "eval_strategy": "steps", "per_device_eval_batch_size": 2}),
+    ("grpo", {"auto_find_batch_size": True}),
+    ("grpo", {"log_completions_hub_repo": "me/x"}),
+    ("grpo", {"vllm_importance_sampling_clip_min": 4.0}),
+    ("grpo", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}),
+    ("rloo", {"num_generations": 3}),
+    ("rloo", {"auto_find_batch_size": True}),
+]
+
+
+@pytest.mark.trace
+def test_reports_whatever_configurations_of_trl_reject(tmp_path: Path) -> None:
+    import trl
+    from trl.experimental import gkd
+
+    for task, keys in BAD_FOR_TRL:
+        name = next(name for name, own in load_keys("trl")["classes"].items() if own["task"] == task)
+        config = getattr(trl, name, None) or getattr(gkd, name)
+        config(output_dir=str(tmp_path), use_cpu=True)
+        with pytest.raises((ValueError, TypeError)):
+            config(output_dir=str(tmp_path), use_cpu=True, **keys)
+        text = yaml.safe_dump({"model_name_or_path": "m", **keys})
+        findings = check_text(text, filename="run.yaml", world_size=1, task=task)
+        assert any(finding.kind == "error" for finding in findings), (task, keys)
+
+
 @pytest.mark.trace
 def test_key_files_are_current() -> None:
     from accelerate_keys import accelerate_keys
     from config_keys import DATA_DIRECTORY, as_json, deepspeed_keys
+    from trl_keys import trl_keys
 
-    for name, read in (("deepspeed", deepspeed_keys), ("accelerate", accelerate_keys)):
+    for name, read in (("deepspeed", deepspeed_keys), ("accelerate", accelerate_keys), ("trl", trl_keys)):
         shipped = json.loads((DATA_DIRECTORY / f"{name}_keys.json").read_text(encoding="utf-8"))
         keys = json.loads(as_json(read()))
         # The keys are those of every tested release: the file names the releases that it was written with.

@@ -1,0 +1,282 @@
+"""Checks of a TRL configuration file (`trl dpo --config FILE`), alone and with the launch files of its run.
+
+A file does not name its configuration class. The classes that fit its keys and values best are candidates; if several
+remain, only what holds for all of them is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import PurePath
+from typing import get_args
+
+from ..specs.model import ModelSpec
+from ..specs.tasks import TrlTask
+from .report import Entry, Finding, KeyWalker, Node, Report, Schema, load_keys, nearest_key
+from .trl_rules import GENERATING, RULES, TrlRun
+
+MEANINGS: Mapping[str, str] = {
+    "num_generations": (
+        "Completions that GRPO and RLOO sample per prompt; their mean reward is the baseline of each other, so at least"
+        " 2 are required. A generation batch (per_device_train_batch_size x processes x steps_per_generation) must be a"
+        " multiple of it, because the completions of a prompt stay together. More completions give a baseline with less"
+        " noise, and cost as much generation, scoring and update. Defaults in TRL: 8 for GRPO, 2 for RLOO."
+    ),
+    "steps_per_generation": (
+        "Micro-batches that one generation serves. Its default is gradient_accumulation_steps: completions of one"
+        " optimizer step. A multiple reuses completions for several optimizer steps: generation runs in larger batches"
+        " and weights reach vLLM less often, but later steps train on completions of an older policy. The completions,"
+        " masks and log-probabilities of all these micro-batches stay in memory. generation_batch_size sets the same in"
+        " completions of all processes; only one of the two may be set."
+    ),
+    "vllm_gpu_memory_utilization": (
+        "Share of each training GPU that colocated vLLM reserves for weights, workspace, CUDA graphs and cache blocks"
+        " (0.3 by default; a server has its own flag). It must hold the 16-bit weights divided by"
+        " vllm_tensor_parallel_size and the cache of one sequence of vllm_max_model_length tokens, else vLLM stops."
+        " What remains of the GPU must hold the update. With vllm_enable_sleep_mode vLLM frees its memory between"
+        " generations. `plan --task grpo --generation vllm` chooses the share."
+    ),
+    "beta": (
+        "Weight of the divergence from the reference model. In DPO and KTO it scales the only term of the loss: with 0"
+        " the loss is constant and nothing is learned. In CPO and ORPO, 0 removes the preference term. In GRPO and RLOO"
+        " it is the coefficient of the KL penalty: with 0, the default of GRPO, no reference model is loaded, which"
+        " saves its memory and scoring passes; RLOO has 0.05. In GKD it interpolates the divergence: 0 is the forward"
+        " KL, 1 the reverse KL."
+    ),
+}
+"""Texts of `explain` about keys of TRL."""
+
+_REMOVED = {
+    "max_prompt_length": "remove it: max_length limits prompt and completion",
+    "max_target_length": "remove it: max_length limits the sequence",
+    "max_seq_length": "write max_length",
+    "max_completion_length": "remove it: max_length limits the sequence",
+    "use_liger": "write model_init_kwargs: {use_kernels: true}",
+    "use_liger_loss": "remove it: the fused LM head computes log-probabilities without complete logits",
+    "use_logits_to_keep": "remove it: the fused LM head computes log-probabilities without complete logits",
+    "use_num_logits_to_keep": "remove it: the fused LM head computes log-probabilities without complete logits",
+    "rpo_alpha": "write loss_type: [sigmoid, sft] with loss_weights: [1.0, ALPHA]",
+    "reference_free": "remove it; use CPO (SimPO) to train without a reference model",
+    "ref_model_init_kwargs": "remove it: the reference model is loaded with model_init_kwargs",
+    "force_use_ref_model": "remove it: pass a reference model to the trainer",
+    "model_adapter_name": "remove it: the trainer copies the adapter of a PEFT model as its reference",
+    "ref_adapter_name": "remove it: the trainer copies the adapter of a PEFT model as its reference",
+    "label_pad_token_id": "remove it",
+    "padding_value": "remove it: the padding token is that of the tokenizer",
+    "is_encoder_decoder": "remove it: encoder-decoder models are not supported",
+    "generate_during_eval": "remove it, and add LogCompletionsCallback in a script",
+    "dataset_batch_size": "remove it",
+    "num_of_sequences": "remove it: packing fills max_length tokens",
+    "chars_per_token": "remove it: packing counts tokens",
+    "vllm_device": "write vllm_mode: colocate, or vllm_mode: server",
+    "vllm_dtype": "remove it: vLLM reads the data type of the model",
+    "vllm_max_model_len": "write vllm_max_model_length",
+    "vllm_enable_prefix_caching": "remove it: vLLM caches prefixes by default",
+    "vllm_guided_decoding_regex": "write vllm_structured_outputs_regex",
+    "vllm_init_kwargs": "remove it: the vllm_* keys are the only arguments",
+    "wandb_log_unique_prompts": "write log_unique_prompts",
+    "rloo_k": "write num_generations",
+    "kl_coef": "write beta",
+    "cliprange": "write epsilon",
+    "num_ppo_epochs": "write num_iterations",
+    "response_length": "write max_completion_length",
+    "whiten_rewards": "write normalize_advantages",
+    "normalize_reward": "write normalize_advantages",
+    "token_level_kl": "remove it: the KL term is a sum over the tokens of a completion",
+    "missing_eos_penalty": "write mask_truncated_completions: true, or penalize it in a reward function",
+    "local_rollout_forward_batch_size": "remove it: completions are scored in per_device_train_batch_size rows",
+    "num_mini_batches": "write steps_per_generation and gradient_accumulation_steps",
+    "total_episodes": "write max_steps or num_train_epochs",
+    "torch_dtype": "write dtype",
+    "evaluation_strategy": "write eval_strategy",
+    "per_gpu_train_batch_size": "write per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
+    "no_cuda": "write use_cpu",
+    "overwrite_output_dir": "remove it: the Trainer does not read it",
+    "save_safetensors": "remove it: checkpoints are always safetensors",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR (in env)",
+    "group_by_length": "write train_sampling_strategy: group_by_length",
+    "warmup_ratio": "write warmup_steps with a fraction below 1",
+    "push_to_hub_token": "write hub_token",
+    "dispatch_batches": "write accelerator_config: {dispatch_batches: ...}",
+    "split_batches": "write accelerator_config: {split_batches: ...}",
+}
+"""Keys of earlier releases of TRL and Transformers, with what to write; a class that has the key accepts it."""
+_EXPONENT = re.compile(r"[-+]?\d{1,20}(\.\d{0,20})?[eE][-+]?\d{1,3}")
+_DEPRECATED = {
+    "pad_token": "set the padding token of the tokenizer",
+    "use_transformers_paged": "write use_transformers_continuous_batching",
+    "vllm_importance_sampling_cap": "write vllm_importance_sampling_clip_max",
+}
+_DEPRECATED_VALUES = {
+    ("truncation_mode", "keep_end"): "write keep_start",
+    ("loss_type", "chunked_nll"): "write nll, which does not build the logits either",
+    ("packing_strategy", "bfd-requeue"): "write bfd_split",
+}
+
+
+def check_trl(
+    report: Report,
+    *,
+    task: TrlTask | None = None,
+    launch: Sequence[Report] = (),
+    engines: Sequence[Report] = (),
+    world_size: int | None = None,
+    model: ModelSpec | None = None,
+    context_tokens: int | None = None,
+    gpu_bytes: int | None = None,
+) -> None:
+    """Add the findings that hold for every configuration class that the file fits.
+
+    `launch` and `engines` are the Accelerate and DeepSpeed files of the run; `task` selects the class.
+    """
+    names = candidates(report, task)
+    by_class: list[list[Finding]] = []
+    for name in names:
+        schema = keys_of(name)
+        copy = Report(filename=report.filename, root=_converted(report.root, schema))
+        run = TrlRun(
+            config=name,
+            schema=schema,
+            report=copy,
+            launch=launch,
+            engines=engines,
+            world_size=world_size,
+            model=model,
+            context_tokens=context_tokens,
+            gpu_bytes=gpu_bytes,
+        )
+        _check_keys(run)
+        for check_rules in RULES:
+            check_rules(run)
+        by_class.append(copy.findings)
+    places = [{(finding.kind, finding.error.where) for finding in findings} for findings in by_class]
+    common = set.intersection(*places)
+    report.findings += [finding for finding in by_class[0] if (finding.kind, finding.error.where) in common]
+    if any(place - common for place in places):
+        tasks = [load_keys("trl")["classes"][name]["task"] for name in names]
+        rule = f"the file fits {', '.join(names)}, and further rules depend on which it is for"
+        report.warning("", rule, f"pass --task {' or '.join(tasks)}")
+
+
+def keys_of(config: str) -> Mapping[str, Schema]:
+    """Return the nodes of all keys that a file for a configuration class may have."""
+    data = load_keys("trl")
+    own = data["classes"][config]
+    return {key: own["differing"].get(key) or data["keys"][key] for key in (*data["common"], *own["keys"])}
+
+
+def candidates(report: Report, task: TrlTask | None = None) -> list[str]:
+    """Return the configuration class of a task, or the classes with the fewest unknown keys and values.
+
+    Among these, a task in the name of the file, or else of its directory, decides.
+    """
+    classes = load_keys("trl")["classes"]
+    names = {classes[name]["task"]: name for name in classes}
+    if task is not None:
+        return [names[task]]
+    errors: dict[str, int] = {}
+    for name in (names[word] for word in get_args(TrlTask)):
+        schema = keys_of(name)
+        errors[name] = 0
+        for entry in report.root.entries:
+            node = schema.get(entry.key)
+            values = [item.scalar for item in entry.node.items] or [entry.node.scalar]
+            choices = (node or {}).get("choices", values)
+            wrong = any(isinstance(value, str) and value not in choices for value in values)
+            errors[name] += 2 * (node is None and entry.key not in _REMOVED) + wrong
+    best = [name for name in errors if errors[name] == min(errors.values())]
+    path = PurePath(report.filename)
+    for part in (path.stem, path.parent.name):
+        words = set(re.split(r"[^a-z]+", part.lower()))
+        if named := [name for name in best if classes[name]["task"] in words]:
+            return named
+    # GKDConfig inherits from SFTConfig; a file without keys of GKD is for SFT.
+    own_keys = {name: set(classes[name]["keys"]) for name in best}
+    return [name for name in best if not any(own_keys[other] < own_keys[name] for other in best)]
+
+
+def _converted(root: Node, schema: Mapping[str, Schema]) -> Node:
+    """Return the root with strings as argparse converts them: `5e-7` and `"8"` become numbers, `"true"` a boolean."""
+    entries = []
+    for entry in root.entries:
+        node, kinds = entry.node, schema.get(entry.key, {}).get("types", ())
+        value = node.scalar
+        if isinstance(value, str) and "string" not in kinds:
+            readers: dict[str, Callable[[str], object]] = {"boolean": _word, "count": int, "number": float}
+            for read in (readers[kind] for kind in kinds if kind in readers):
+                with suppress(ValueError):
+                    value = read(str(node.scalar))
+        elif type(value) is int and value in (0, 1) and "boolean" in kinds:
+            value = bool(value)
+        entries.append(replace(entry, node=replace(node, scalar=value)))
+    return replace(root, entries=tuple(entries))
+
+
+def _word(text: str) -> bool:
+    # transformers/hf_argparser.py, `string_to_bool`.
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise ValueError(text)
+
+
+@functools.lru_cache(maxsize=512)
+def _nearest(key: str) -> str:
+    return nearest_key(key, list(load_keys("trl")["keys"]))
+
+
+def _check_keys(run: TrlRun) -> None:
+    data, report = load_keys("trl"), run.report
+
+    def unknown(path: str, entry: Entry, parent: Schema) -> None:
+        key, line = entry.key, entry.line
+        if parent is data["dataset"]:
+            report.error(path, "unknown key of a dataset", nearest_key(key, list(parent["keys"])), line=line)
+            return
+        owners = [name for name, own in data["classes"].items() if key in own["keys"]]
+        # cli/commands/training.py: keys that no dataclass has become arguments of accelerate launch.
+        if key in data["launcher"]["values"] or key == "accelerate_config":
+            return
+        if key in data["launcher"]["flags"]:
+            rule = f"`trl` passes '--{key} {entry.node.plain()}' to accelerate launch, which has no value there"
+            report.error(path, rule, f"pass --{key} on the command line, or write accelerate_config", line=line)
+        elif key in _REMOVED:
+            fix = _REMOVED[key]
+            if key == "max_prompt_length" and run.config in GENERATING:
+                fix = "remove it, and filter long prompts in the dataset"
+            report.error(path, f"is not a key of {run.config} in TRL 1.16", fix, line=line)
+        elif owners:
+            rule = f"is not a key of {run.config}, but of {', '.join(owners)}"
+            report.error(path, rule, "remove it, or use that configuration", line=line)
+        else:
+            rule = "unknown key; `trl` stops, and a script of TRL under accelerate launch ignores it"
+            report.error(path, rule, _nearest(key), line=line)
+
+    def auto(path: str, schema: Schema) -> None:
+        report.error(path, "TRL does not fill 'auto' here", "write the value")
+
+    walker = KeyWalker(report, unknown=unknown, auto=auto)
+    walker.walk(report.root, {"keys": run.schema, "strict": True})
+    datasets = report.node("datasets")
+    for item in datasets.items if datasets is not None else ():
+        walker.walk(item, data["dataset"], "datasets")
+    # argparse converts only the strings of the top level.
+    for entry in report.root.entries:
+        for part in entry.node.entries if entry.key != "env" else ():
+            if isinstance(part.node.scalar, str) and _EXPONENT.fullmatch(part.node.scalar):
+                number, _, power = part.node.scalar.lower().partition("e")
+                rule = "is a string in YAML, which requires a dot and a sign in a number with an exponent"
+                fix = f"write {float(number)}e{int(power):+d}"
+                report.error(f"{entry.key}.{part.key}", rule, fix, line=part.line)
+    for key, fix in _DEPRECATED.items():
+        if key in run.schema and run.sets(key):
+            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)
+    for (key, word), fix in _DEPRECATED_VALUES.items():
+        if key in run.schema and report.value(key) == word:
+            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)
