@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from hub_server import HubHandler, serving
 from shardwright.trainers.losses.objective import TopKTargets
 
 NAME = "teacher-served"
+_RUNNING: list[ExitStack] = []
 
 
 def top_k_of(model: Any, ids: list[int], k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,6 +109,13 @@ def served(state: State) -> Iterator[str]:
     """Yield the address of a server with this state, as long as the block runs."""
     with serving(TeacherHandler, state=state) as url:
         yield url
+
+
+def serve(state: State) -> str:
+    """Return the address of a server with this state, which runs as long as this process."""
+    stack = ExitStack()
+    _RUNNING.append(stack)
+    return stack.enter_context(served(state))
 
 
 def loaded_top_k(model: Any, k: int, vocab_size: int) -> Any:

@@ -128,7 +128,7 @@ class ServedTeacher:
         allow_remote_http: bool = False,
     ) -> None:
         self.url = server_address(url, allow_remote_http=allow_remote_http)
-        self.model, self.vocab_size, self.top_k = model, vocab_size, min(top_k, vocab_size)
+        self.model, self.vocab_size, self.top_k = model, vocab_size, top_k
         self.timeout_seconds = timeout_seconds
         self._slots = threading.Semaphore(_REQUESTS)
         self._pending: dict[_Document, Future[list[Any]]] = {}
@@ -286,7 +286,7 @@ class ServedTeacher:
             likeliest = values[: self.top_k]
             if likeliest[0][1] > _LARGEST or sum(math.exp(value) for _, value in likeliest) > 1 + _LARGEST:
                 raise self._failure("sent logits instead of log-probabilities; serve it without --logprobs-mode")
-            if len(likeliest) < self.top_k:
+            if len(likeliest) < min(self.top_k, self.vocab_size):
                 rule = f"sent {len(likeliest)} log-probabilities of a token instead of {self.top_k}"
                 raise self._failure(f"{rule}; pass --teacher-top-k {len(likeliest)}, or raise its --max-logprobs")
             known = [(token, value) for token, value in likeliest if token < self.vocab_size]
