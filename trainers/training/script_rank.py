@@ -16,7 +16,7 @@ from ...plugins.accelerate import repeated_samples, serve_scripts_on_cpu_ranks
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
-from ...plugins.trl import weigh_token_means
+from ...plugins.trl import train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..exact import make_exact
 from ..parallel.trainer_for import (
@@ -129,7 +129,7 @@ def carry_axes(plan: Plan) -> None:
                 callback.prepare(args, model)
             make(trainer, model, args, *rest, **settings)
             check_balance_of_batches(trainer)
-            weigh_token_means(trainer)
+            train_as_one_process(trainer, layout.tp)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
             try:
