@@ -27,6 +27,7 @@ FLAGS_OF_OTHERS = {
     *("--dist", "--durations"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
     "--help",
+    "--max-logprobs",
 }
 
 
