@@ -133,6 +133,11 @@ PATCHES: tuple[Patch, ...] = (
     instance(
         "metered-loss", f"{_TRAINER}.compute_loss(self)", "No callback event marks the beginning of a forward pass."
     ),
+    instance(
+        "metered-generation",
+        "trl.trainer.grpo_trainer:GRPOTrainer._generate(self, prompts)",
+        "No callback event marks when completions begin and when they are scored.",
+    ),
     # Trainer: logs, data, evaluation.
     context(
         "renewed-schedule",

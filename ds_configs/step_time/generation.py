@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..memory.generation import cache_bytes, generated_sequences
+from ..memory.generation import cache_bytes, generated_sequences, scores_completions
 from ..specs.terms import StepTerm
 from .inputs import StepInputs
 from .model_work import head_passes, layer_passes
@@ -17,7 +17,7 @@ TERMS = (
         label="generation, token by token",
     ),
     StepTerm("weight_synchronization", "gathering parameters for generation, or sending them to vLLM"),
-    StepTerm("scoring_forward", "the trained model's forward pass over completions that vLLM sampled"),
+    StepTerm("scoring_forward", "the trained model's forward pass over completions, for their log-probabilities"),
 )
 
 GENERATION_ERROR = 1.0
@@ -68,7 +68,7 @@ def generation_seconds(step: StepInputs) -> dict[str, float]:
         "generation_decode": generations * generated * each,
         "weight_synchronization": generations * synchronization,
     }
-    if on_vllm and job.task in ("grpo", "rloo", "ppo"):
+    if scores_completions(layout, job):
         forward, _ = layer_passes(
             step.work, step.tokens, job.seq_len_tokens, step.device, step.software, width, False, False
         )

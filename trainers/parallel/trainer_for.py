@@ -435,7 +435,8 @@ def check_second_models(trainer: Any) -> None:
         rule = "is a second model, which would attend only to a rank's shard of the sequence"
         raise UsageError(ConfigError(where=where, rule=rule, fix="use a layout other than sp"))
     loads_on_first_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-    if trainer.is_fsdp_enabled and loads_on_first_rank:
+    is_complete = getattr(modules[second], "has_weights_on_every_rank", False)
+    if trainer.is_fsdp_enabled and loads_on_first_rank and not is_complete:
         rule = "is a second model, whose weights only the first rank would load"
         fix = "set os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false' before it is loaded, or use ZeRO"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
