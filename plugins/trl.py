@@ -139,6 +139,26 @@ def weigh_token_means(trainer: Any) -> None:
         own.token_means = over_tokens_of_all_ranks
 
 
+def weigh_evaluated_batches(trainer: Any, samples: list[float]) -> None:
+    """Make the values that TRL logs of an evaluation means over samples; it counts incomplete batches as full ones.
+
+    Smallest and largest values stay those of batches. Values over tokens or over one kind of answers are weighed by the
+    samples of their batches too, so that they remain approximate.
+
+    Args:
+        trainer: The trainer, after its evaluation and before its log; others than TRL's are not changed.
+        samples: Samples of each batch on all ranks.
+    """
+    if not classes_of_trl(type(trainer)):
+        return
+    for stored in (getattr(trainer, "_metrics", {}), getattr(trainer, "_stored_metrics", {})):
+        values = stored.get("eval", {})
+        for name, of_batches in values.items():
+            if len(of_batches) == len(samples) and "min" not in name and "max" not in name:
+                scale = len(samples) / sum(samples)
+                values[name] = [value * count * scale for value, count in zip(of_batches, samples, strict=True)]
+
+
 def generate_as_one_process(trainer: Any, ranks_of_a_sample: int = 1) -> None:
     """Make a trainer of TRL generate, shuffle and score the completions of one process, whatever its layout is.
 

@@ -41,6 +41,7 @@ from ..plugins.transformers.prepared_model import (
     later_preparation,
     prepare_before_training,
 )
+from ..plugins.trl import weigh_evaluated_batches
 from .counting import own_losses
 from .counting.counts import (
     Counting,
@@ -509,7 +510,10 @@ class ExactTrainer(_Trainer):
         import torch
 
         # Ranks that share samples count each as often as there are such ranks.
-        batches = self.accelerator.gather(torch.stack(evaluation.batches)).tolist()
+        gathered = self.accelerator.gather(torch.stack(evaluation.batches))
+        if evaluation.weighs_samples:
+            weigh_evaluated_batches(self, gathered[:, 1].view(-1, len(evaluation.batches)).sum(0).tolist())
+        batches = gathered.tolist()
         # The mean over no token is NaN.
         labelled = [(loss * weight, weight) for loss, weight in batches if weight]
         output.metrics[name] = float("nan")
@@ -553,6 +557,7 @@ class ExactTrainer(_Trainer):
         try:
             weight = counting.evaluated_rows(step)
             if weight is None:
+                evaluation.weighs_samples = False
                 # Transformers derives from the class whether a loss shifts labels, and misses GPT-2.
                 shifts = self._loss_shifts_labels or shifts_labels(self.model)
                 with with_values(self, _loss_shifts_labels=shifts):

@@ -33,10 +33,13 @@ def generation_seconds(step: StepInputs) -> dict[str, float]:
     """
     layout, model, hardware, job = step.layout, step.model, step.hardware, step.job
     on_vllm = job.generation in ("vllm", "vllm-server")
-    size = job.vllm_tensor_parallel_size or 1 if job.generation == "vllm" else 1
+    size = job.vllm_tensor_parallel_size or 1 if on_vllm else 1
     own = generated_sequences(layout, job)
     # Ranks that share an engine decode together, each with its share of weights and heads.
     sequences = own * size
+    if job.generation == "vllm-server":
+        engines = max(1, (job.vllm_gpus or 1) // size)
+        sequences = -(-own * layout.data_parallel_size // engines)
     generated, width = job.generated_tokens, job.compute_bytes
     prompt = max(1, job.seq_len_tokens - generated)
     layers = model.dimensions.num_layers

@@ -52,8 +52,19 @@ TASKS["gkd_on_policy"] = replace(_GKD, config={**_GKD.config, "lmbda": 1.0, "max
 TRAINERS.update(TASKS)  # type: ignore[attr-defined]
 _UNEQUAL = ("runtime", "per_second", "step_time", "learning_rate", "epoch", "step", "total_flos", "train_loss")
 """Values of a log that are no result of the samples, by the end of their names."""
-_OF_PADDING = {"orpo": ("logits/chosen", "logits/rejected"), "cpo": ("logits/chosen", "logits/rejected")}
-"""Values that TRL averages over padding too, which depends on the longest row of a rank."""
+_OF_SAMPLES = (
+    "eval_loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "accuracies",
+    "margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+_OF_SAMPLES += ("mean_reward", "eval_accuracy", "eval_margin", "log_odds_chosen")
+"""Values of an evaluation that are means over samples, by the end of their names; others depend on its batches."""
+_OF_BATCHES = dict.fromkeys(("orpo", "cpo"), ("logits/chosen", "logits/rejected", "eval_loss"))
+"""Values that TRL averages over padding, or in evaluation over the tokens of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +113,7 @@ def wrong_reward(completions: list[str], *, option: str, rank: int, **_: Any) ->
 def record(case: PreferenceCase, output: Path) -> dict[str, Any]:
     def result(trainer: Any) -> dict[str, Any]:
         steps = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
-        skipped = _OF_PADDING.get(case.trainer, ())
+        skipped = _OF_BATCHES.get(case.trainer, ())
         return {
             "losses": logged(trainer),
             "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
@@ -110,7 +121,9 @@ def record(case: PreferenceCase, output: Path) -> dict[str, Any]:
                 {
                     name: value
                     for name, value in entry.items()
-                    if not name.endswith(_UNEQUAL) and name not in ("loss", "grad_norm", *skipped)
+                    if not name.endswith(_UNEQUAL)
+                    and name not in ("loss", "grad_norm", *skipped)
+                    and (case.trainer in TASKS or "loss" in entry or name.endswith(_OF_SAMPLES))
                 }
                 for entry in steps
             ],

@@ -34,11 +34,14 @@ FIRST = [
     *_cases("rloo", "ddp", "fixed", "normalized"),
     *_cases("grpo", "fsdp2", "twice", "no_reference"),
     *_cases("gkd_on_policy", "zero2"),
-    *_cases("dpo", "zero3"),
+    # Evaluated every step; seven rows fill no batches of two ranks.
+    *_cases("dpo", "zero3", "evaluated"),
+    *_cases("grpo", "zero2", "evaluated"),
     *_cases("kto", "tp"),
 ]
 EQUAL = [
     *FIRST,
+    *_cases("rloo dpo orpo cpo reward", "zero2", "evaluated"),
     # The rest of the table.
     *_cases("grpo rloo", _ENGINES),
     *_cases("grpo rloo", _ENGINES, "fixed"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.plugins.trl import generate_as_one_process
+from shardwright.plugins.trl import generate_as_one_process, weigh_evaluated_batches
 from small_models import llama
 
 pytestmark = pytest.mark.needs("trl")
@@ -77,3 +77,15 @@ def test_greedy_generation_is_not_changed() -> None:
     expected = completions(model, prompts, do_sample=False)
     with generating(0)():
         assert torch.equal(completions(model, prompts, do_sample=False), expected)
+
+
+def test_incomplete_batches_of_an_evaluation_weigh_less() -> None:
+    from trl.experimental.gkd import GKDTrainer
+
+    trainer: Any = object.__new__(GKDTrainer)
+    values = {"rewards/margins": [1.0, 4.0], "max_reward": [1.0, 4.0], "num_tokens": [7.0]}
+    trainer._metrics = {"train": {"rewards/margins": [1.0, 4.0]}, "eval": dict(values)}
+    weigh_evaluated_batches(trainer, [4.0, 2.0])
+    assert sum(trainer._metrics["eval"]["rewards/margins"]) / 2 == pytest.approx((4 * 1.0 + 2 * 4.0) / 6)
+    assert trainer._metrics["eval"]["max_reward"] == [1.0, 4.0] and trainer._metrics["eval"]["num_tokens"] == [7.0]
+    assert trainer._metrics["train"]["rewards/margins"] == [1.0, 4.0]

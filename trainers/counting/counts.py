@@ -164,6 +164,8 @@ class Evaluation:
     """Loss and weight of each batch of this rank."""
     rows: int | None = None
     """Samples of the last batch, until its losses were gathered."""
+    weighs_samples: bool = True
+    """Whether the weight of a batch is its number of samples, not of labels."""
 
 
 class Counting:

@@ -32,6 +32,7 @@ from ..parallel.trainer_for import (
     PlannedParallelism,
     attach_long_sequences,
     check_balance_of_batches,
+    check_learned_positions,
     planned_parallelism,
 )
 from ..preferences.trainer import evaluated, task_trainer
@@ -221,6 +222,7 @@ def carry_axes(plan: Plan) -> None:
                 callback.prepare(args, model)
             make(trainer, model, args, *rest, **settings)
             check_balance_of_batches(trainer)
+            check_learned_positions(trainer)
             train_as_one_process(trainer, layout.tp)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
