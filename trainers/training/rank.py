@@ -58,35 +58,28 @@ BEFORE = "held_out_cross_entropy_before"
 
 class TrainTask(TrainJob, TrainingTask):
     def build(self, context: RankContext) -> Any:
+        from transformers import TrainerCallback
+
         prepare_model_directory_save(context.arguments)
-        plan = context.plan
-        if self.settings.task != "sft":
-            return self._task_trainer(context)
-        parallelism = planned_parallelism(plan)
-        trainer = parallelism.make_trainer(
-            model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
-            revision=self.settings.revision,
-            **context.trainer_arguments(),
-        )
-        from transformers import TrainerCallback
+        plan, is_sft = context.plan, self.settings.task == "sft"
+        if is_sft:
+            parallelism = planned_parallelism(plan)
+            trainer = parallelism.make_trainer(
+                model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
+                revision=self.settings.revision,
+                **context.trainer_arguments(),
+            )
+        else:
+            trainer = task_trainer(self.model, self.settings, context, reward=self.settings.reward)
 
         class EvaluateBeforeTraining(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if not state.global_step and (mean := held_out(trainer, plan.chosen.layout)) is not None:
-                    trainer.log(logged(BEFORE, mean))
-
-        trainer.add_callback(EvaluateBeforeTraining())
-        return trainer
-
-    def _task_trainer(self, context: RankContext) -> Any:
-        from transformers import TrainerCallback
-
-        trainer = task_trainer(self.model, self.settings, context, reward=self.settings.reward)
-
-        class EvaluateBeforeTraining(TrainerCallback):
-            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                if not state.global_step:
+                if state.global_step:
+                    return
+                if not is_sft:
                     trainer.evaluate()
+                elif (mean := held_out(trainer, plan.chosen.layout)) is not None:
+                    trainer.log(logged(BEFORE, mean))
 
         trainer.add_callback(EvaluateBeforeTraining())
         return trainer
