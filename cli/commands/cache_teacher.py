@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from ...ds_configs.specs.units import gigabytes
-from ...trainers.distillation.cache.cache_writer import CacheSettings
+from ...trainers.distillation.teacher_cache import CacheSettings
 from ..options import ResultDirectory
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options
@@ -30,7 +30,7 @@ def cache_teacher_command(
         Hub id or directory; weights are read from safetensors.
     """
     from ...trainers.data.sources import PYTHON_HELP
-    from ...trainers.distillation.cache.cache_writer import prepare_cache, run_cache_job
+    from ...trainers.distillation.teacher_cache import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
         note(f"using {PYTHON_HELP}, Python's help topics; pass the student's --dataset instead")

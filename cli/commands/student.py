@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ...ds_configs.specs.settings import RevisionFields
-from ...trainers.distillation.student.request import StudentRequest
+from ...trainers.distillation.student import StudentRequest
 from ..options import OutputDirectory
 from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.student.maker import StudentReport
+    from ...trainers.distillation.student import StudentReport
 
 
 class Flags(OutputDirectory, RevisionFields):
@@ -33,7 +33,7 @@ def student_command(
     teacher
         Hub id or local model directory with safetensors weights.
     """
-    from ...trainers.distillation.student.maker import student
+    from ...trainers.distillation.student import student
 
     report = student(teacher, **options.model_dump(exclude={"format", "config"}), **request.model_dump())
     if options.as_json:

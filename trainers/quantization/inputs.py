@@ -187,7 +187,7 @@ def engine_packages(method: MethodName, scheme: QuantizationScheme, layers: Sequ
         return ()
     if method == "rtn" and not scheme.activations_are_static and not any(layer.is_expert for layer in layers):
         return ()
-    return ("llmcompressor", "auto_round") if method == "autoround" else ("llmcompressor",)
+    return ("llmcompressor",)
 
 
 def missing_engine_errors(

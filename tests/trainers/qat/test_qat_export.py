@@ -16,7 +16,7 @@ from shardwright.plugins.safetensors import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat import export as export_module
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.rounding.rounding import round_weight
+from shardwright.trainers.qat.rounding import round_weight
 from shardwright.trainers.verify import checkpoint as verify
 from shardwright.trainers.verify import reload_worker
 from transformers import (

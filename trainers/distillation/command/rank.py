@@ -20,7 +20,7 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
-        from ..cache.teacher_cache import CachedTeacherDataset, TeacherCache
+        from ..teacher_cache import CachedTeacherDataset, TeacherCache
         from ..trainer import DistillationTrainer
 
         prepare_model_directory_save(context.arguments)
