@@ -243,6 +243,7 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
     """
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
     from pydantic import PrivateAttr, ValidationError
@@ -266,13 +267,23 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
             fix = suggested(name, known) or f"it has {', '.join(sorted(known))}"
             rule = f"is not an option of {method}"
             errors.append(ConfigError(where="method_options", value=name, rule=rule, fix=fix))
+    group, activations = config_group(scheme), scheme.activations
+    if activations is not None and group["input_activations"]["dynamic"] is False:
+        # llm-compressor's default, `minmax`, is a moving average over batches.
+        searched = {"range_method": activations.range_method, "percentile": activations.percentile}
+        group["input_activations"] |= (
+            {"observer": "static_minmax", "observer_kwargs": {}}
+            if activations.range_method == "minmax"
+            else {"observer": register_range_observer(), "observer_kwargs": searched}
+        )
+    of_scheme: dict[str, Any] = {"config_groups": {"group_0": group}, "ignore": list(scheme.ignore)}
     modifiers = []
     for kind in kinds:
         own = {name: value for name, value in options.items() if known.get(name) is kind}
         namespace = {"__module__": kind.__module__, "_steps": PrivateAttr(default=None)}
         reporting: Any = type(kind.__name__, (_ReportingModifier, kind), namespace)
         try:
-            modifiers.append(reporting(**_scheme_fields(kind, scheme), **own))
+            modifiers.append(reporting(**(of_scheme if issubclass(kind, QuantizationMixin) else {}), **own))
         except ValidationError as error:
             for detail in error.errors():
                 name = str(detail["loc"][0]) if detail["loc"] else "method_options"
@@ -296,24 +307,6 @@ class _ReportingModifier:
         self._steps.report("quantizing")
         super().on_sequential_epoch_end(state, event, modules=modules, **kwargs)  # type: ignore[misc]
         self._steps.finish()
-
-
-def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any]:
-    from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
-
-    if not issubclass(kind, QuantizationMixin):
-        return {}
-    group = config_group(scheme)
-    activations = scheme.activations
-    if activations is not None and group["input_activations"]["dynamic"] is False:
-        # llm-compressor's default, `minmax`, is a moving average over batches.
-        searched = {"range_method": activations.range_method, "percentile": activations.percentile}
-        group["input_activations"] |= (
-            {"observer": "static_minmax", "observer_kwargs": {}}
-            if activations.range_method == "minmax"
-            else {"observer": register_range_observer(), "observer_kwargs": searched}
-        )
-    return {"config_groups": {"group_0": group}, "ignore": list(scheme.ignore)}
 
 
 def quantize_with_llm_compressor(

@@ -15,7 +15,7 @@ mass r: ``log Σ_K exp(z / τ) - log(1 - r)``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -283,7 +283,16 @@ def write_cache(
     last = max(directory.glob(OWN_FILES[0]), default=None)
     next_file = 0 if last is None else int(last.stem.removeprefix("answers-")) + 1
     done = len(samples) - len(missing)
-    for file, group in enumerate(_groups(missing.values()), start=next_file):
+    # Each file has samples of similar length, and about `FILE_ROWS` rows.
+    groups: list[list[Sequence[int]]] = []
+    rows = FILE_ROWS
+    for ids in sorted(missing.values(), key=len):
+        if rows >= FILE_ROWS:
+            groups.append([])
+            rows = 0
+        groups[-1].append(ids)
+        rows += len(ids)
+    for file, group in enumerate(groups, start=next_file):
         answers = []
         for first in range(0, len(group), batch_size):
             batch = collate([{"input_ids": ids} for ids in group[first : first + batch_size]])
@@ -302,20 +311,6 @@ def stored_cache(directory: Path, key: CacheKey) -> TeacherCache | None:
         RefusedInputError: the directory has another cache; names all differences.
     """
     return TeacherCache.open(directory, key) if any(directory.glob(OWN_FILES[0])) else None
-
-
-def _groups(samples: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Yield the samples of each file: about `FILE_ROWS` rows, of similar length."""
-    group: list[Sequence[int]] = []
-    rows = 0
-    for ids in sorted(samples, key=len):
-        group.append(ids)
-        rows += len(ids)
-        if rows >= FILE_ROWS:
-            yield group
-            group, rows = [], 0
-    if group:
-        yield group
 
 
 def write_answers(

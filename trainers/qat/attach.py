@@ -120,7 +120,19 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, after adapters were added"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
-    candidates = dict(_roundable(model))
+    # Modules that can round, each with its matrices; a LoRA layer represents the layer inside it.
+    candidates: dict[str, tuple[LinearLayer, ...]] = {}
+    lora_prefixes: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if lora_prefixes and name.startswith(lora_prefixes):
+            continue
+        if is_fused_experts(module):
+            candidates[name] = expert_linear_layers(model, name)
+        elif is_lora_linear(module):
+            lora_prefixes = (*lora_prefixes, f"{name}.")
+            candidates[name] = (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
+        elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
+            candidates[name] = (linear_layer(model, checkpoint_name(name), module),)
     layers = tuple(layer for layers in candidates.values() for layer in layers)
     if errors := list(config.errors()):
         raise UsageError(errors)
@@ -146,7 +158,38 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         layers=selected,
         lora_rank=getattr(adapter_config, "r", None),
     )
-    _change_classes(model, attachment, candidates)
+    names, modules = {layer.name for layer in selected}, dict(model.named_modules())
+    common: dict[str, Any] = {
+        "scheme": attachment.scheme,
+        "stored_dtype": attachment.stored_dtype,
+        "state": attachment.state,
+    }
+    for module_name, matrices in candidates.items():
+        quantizers = {each.name: LayerQuantizer(name=each.name, **common) for each in matrices if each.name in names}
+        if not quantizers:
+            continue
+        module = modules[module_name]
+        attachment.modules[module_name] = module
+        if is_fused_experts(module):
+            # Loaders round no inputs of experts by stored ranges.
+            fake_quantize_experts(module, module_name, quantizers)
+            continue
+        (quantizer,) = quantizers.values()
+        if scheme.activations_are_static:
+            assert scheme.activations is not None, "stored ranges belong to rounded activations"
+            quantizer.input_range = InputRange(
+                scheme.activations,
+                method=config.ranges or "moving_average",
+                stored_dtype=attachment.stored_dtype,
+                name=quantizer.name,
+            )
+        if is_lora_linear(module):
+            patches.swap_class("qat-lora", module, FakeQuantizedLora)
+        else:
+            patches.swap_class("qat-linear", module, FakeQuantizedLinear)
+        module.quantizer = quantizer
+        if config.learns_scales:
+            _add_learned_scales(module, module.weight, scheme.weights)
     # Listed now, because an engine may rename modules later.
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     dense = [
@@ -158,21 +201,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     attachment.dense = (*routers, *dense)
     setattr(model, ATTRIBUTE, attachment)
     return attachment
-
-
-def _roundable(model: Any) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
-    """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
-    lora_prefixes: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if lora_prefixes and name.startswith(lora_prefixes):
-            continue
-        if is_fused_experts(module):
-            yield name, expert_linear_layers(model, name)
-        elif is_lora_linear(module):
-            lora_prefixes = (*lora_prefixes, f"{name}.")
-            yield name, (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
-        elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
-            yield name, (linear_layer(model, checkpoint_name(name), module),)
 
 
 def _model_errors(
@@ -223,41 +251,6 @@ def _model_errors(
     # All adapters have the same settings: report the first wrong one.
     errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
     return errors + experts_errors(model)
-
-
-def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:
-    scheme, stored_dtype, config = attachment.scheme, attachment.stored_dtype, attachment.config
-    selected = {layer.name for layer in attachment.layers}
-    modules = dict(model.named_modules())
-    common: dict[str, Any] = {"scheme": scheme, "stored_dtype": stored_dtype, "state": attachment.state}
-    for module_name, layers in candidates.items():
-        quantizers = {
-            layer.name: LayerQuantizer(name=layer.name, **common) for layer in layers if layer.name in selected
-        }
-        if not quantizers:
-            continue
-        module = modules[module_name]
-        attachment.modules[module_name] = module
-        if is_fused_experts(module):
-            # Loaders round no inputs of experts by stored ranges.
-            fake_quantize_experts(module, module_name, quantizers)
-            continue
-        (quantizer,) = quantizers.values()
-        if scheme.activations_are_static:
-            assert scheme.activations is not None, "stored ranges belong to rounded activations"
-            quantizer.input_range = InputRange(
-                scheme.activations,
-                method=config.ranges or "moving_average",
-                stored_dtype=stored_dtype,
-                name=quantizer.name,
-            )
-        if is_lora_linear(module):
-            patches.swap_class("qat-lora", module, FakeQuantizedLora)
-        else:
-            patches.swap_class("qat-linear", module, FakeQuantizedLinear)
-        module.quantizer = quantizer
-        if config.learns_scales:
-            _add_learned_scales(module, module.weight, scheme.weights)
 
 
 def _add_learned_scales(module: Any, weight: Tensor, quantization: WeightQuantization) -> None:

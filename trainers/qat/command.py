@@ -67,7 +67,7 @@ from .settings import (
 )
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from .attach import Attachment
 
@@ -186,6 +186,9 @@ class QATTask(QATJob, TrainingTask):
 
     def build(self, context: RankContext) -> Any:
         """Create a Trainer that rounds the model, and evaluates it before the first step."""
+        from transformers import TrainerCallback
+
+        from .attach import attachment_of
         from .callback import QATCallback
 
         model = trained_model(self.model, self.settings, context, reads_weights=True)
@@ -202,7 +205,29 @@ class QATTask(QATJob, TrainingTask):
                 "distillation": teacher_distance_config(self.settings, self.vocab_size),
             }
         trainer = planned_parallelism(context.plan).make_trainer(model=model, **common)
-        trainer.add_callback(_starting_point_callback(trainer))
+
+        class StartingPoint(TrainerCallback):
+            """Evaluates the model before its first step, in full precision and rounded.
+
+            It must come after `QATCallback`. With ranges that are observed during training there is no rounded
+            evaluation.
+            """
+
+            def on_train_begin(
+                self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+            ) -> None:
+                if state.global_step:
+                    return
+                attachment = attachment_of(trainer.model)
+                assert attachment is not None, "QATCallback came first"
+                with _evaluated(attachment, rounded=False):
+                    entries = logged(DENSE, held_out_cross_entropy(trainer))
+                if not attachment.ranges:
+                    with _evaluated(attachment, rounded=True):
+                        entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
+                trainer.log(entries)
+
+        trainer.add_callback(StartingPoint())
         return trainer
 
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
@@ -231,33 +256,6 @@ class QATTask(QATJob, TrainingTask):
             "weight_difference": exported.largest_weight_difference,
             "logit_difference": exported.largest_logit_difference,
         }
-
-
-def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
-    """Return a callback that evaluates the model before its first step, in full precision and rounded.
-
-    It must come after `QATCallback`. With ranges that are observed during training there is no rounded evaluation.
-    """
-    from transformers import TrainerCallback
-
-    from .attach import attachment_of
-
-    class StartingPoint(TrainerCallback):
-        def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-        ) -> None:
-            if state.global_step:
-                return
-            attachment = attachment_of(trainer.model)
-            assert attachment is not None, "QATCallback came first"
-            with _evaluated(attachment, rounded=False):
-                entries = logged(DENSE, held_out_cross_entropy(trainer))
-            if not attachment.ranges:
-                with _evaluated(attachment, rounded=True):
-                    entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
-            trainer.log(entries)
-
-    return StartingPoint()
 
 
 @contextmanager

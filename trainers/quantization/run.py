@@ -155,6 +155,21 @@ class QuantizationOutcome:
     command: str = ""
     """Command line; empty when called from Python."""
 
+    def card(self) -> str:
+        """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
+        source, scheme, method = self.prepared.source, self.prepared.scheme, self.prepared.resolved.method
+        commit = f" at {code(source.revision)}" if source.revision else ""
+        origin = f"{code(shown_name(source.name))}{commit}"
+        lead = f"Quantized from {origin} by {method}. [REPORT.md](REPORT.md) shows the change in quality."
+        return card_text(
+            f"{title_of(source.name)}, {scheme.name}",
+            [lead, serving_text(method, scheme.storage), usage()],
+            f"{license_line(source.name)} Read its card before you publish this one.",
+            base=source.name,
+            relation="quantized",
+            tags=(scheme.storage, method),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
         prepared, samples = self.prepared, self.prepared.calibration
@@ -186,23 +201,6 @@ class QuantizationOutcome:
 
 QUANTIZATION_FILES = (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE)
 """Files of a quantization, in addition to weights, configuration and tokenizer."""
-
-
-def _card(prepared: Prepared) -> str:
-    """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
-    source, scheme, method = prepared.source, prepared.scheme, prepared.resolved.method
-    commit = f" at {code(source.revision)}" if source.revision else ""
-    lead = (
-        f"Quantized from {code(shown_name(source.name))}{commit} by {method}. [REPORT.md](REPORT.md) shows the change"
-    )
-    return card_text(
-        f"{title_of(source.name)}, {scheme.name}",
-        [f"{lead} in quality.", serving_text(method, scheme.storage), usage()],
-        f"{license_line(source.name)} Read its card before you publish this one.",
-        base=source.name,
-        relation="quantized",
-        tags=(scheme.storage, method),
-    )
 
 
 def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
@@ -347,8 +345,21 @@ def run_prepared(
         discard_failed(output_dir)
         evaluation = None
         if evaluate:
+            text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
+            if samples is not None and samples.evaluation:
+                text = TextWindows(
+                    windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
+                    source=f"{samples.statistics.source}, rows not used for calibration",
+                    seq_len_tokens=prepared.seq_len,
+                    available_windows=len(samples.evaluation),
+                )
+            packed, baseline = output_dir / SMALL_DIRECTORY, str(prepared.source.directory)
             with timed("evaluating"):
-                evaluation = _evaluation(prepared, output_dir, device)
+                try:
+                    written = str(packed if packed.is_dir() else output_dir)
+                    evaluation = evaluate_model(written, baseline=baseline, text=text, device=device)
+                except ShardwrightError as error:
+                    logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         outcome = QuantizationOutcome(
             prepared=prepared,
             quantized_layers=layers,
@@ -359,7 +370,7 @@ def run_prepared(
         )
         numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
         report = markdown(quantization_report(json.loads(numbers)))
-        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: _card(prepared)}
+        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: outcome.card()}
         write_files(files, output_dir, force=True)
         try:
             write_html(output_dir)
@@ -367,26 +378,3 @@ def run_prepared(
             # The checkpoint is written and verified: a report that cannot be drawn is no reason to fail.
             logger.info(f"{HTML_FILE} was not written: {error}")
     return outcome
-
-
-def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Evaluation | None:
-    text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
-    samples = prepared.samples
-    if samples is not None and samples.evaluation:
-        text = TextWindows(
-            windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
-            source=f"{samples.statistics.source}, rows not used for calibration",
-            seq_len_tokens=prepared.seq_len,
-            available_windows=len(samples.evaluation),
-        )
-    packed = output_dir / SMALL_DIRECTORY
-    try:
-        return evaluate_model(
-            str(packed if packed.is_dir() else output_dir),
-            baseline=str(prepared.source.directory),
-            text=text,
-            device=device,
-        )
-    except ShardwrightError as error:
-        logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
-        return None
