@@ -22,12 +22,14 @@ from . import patches
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-MeterPhase = Literal["init", "forward", "loss", "backward", "step", "other"]
+MeterPhase = Literal["init", "generate", "score", "forward", "loss", "backward", "step", "other"]
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 
 _ROLE_OF_PHASE: Mapping[MeterPhase, Role] = {
     "init": "other",
+    "generate": "activations",
+    "score": "activations",
     "forward": "activations",
     "loss": "activations",
     "backward": "activations",
@@ -334,8 +336,10 @@ def meter_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_U
     """Make `meter` follow the phases of `trainer`'s steps, and discard the first `warm_up_steps` of them.
 
     The loss phase lasts from the output head's forward pass until the gradient reaches the head's input; without an
-    output head the forward phase includes it. The micro-batches of a pipeline interleave, so a phase includes memory
-    that other phases of the step keep. Call it before `trainer.train()`.
+    output head, or with one that computes no logits, the forward phase includes it, and without logits also the
+    backward phase. Of a trainer that generates, completions and their scores are phases of their own. The
+    micro-batches of a pipeline interleave, so a phase includes memory that other phases of the step keep. Call it
+    before `trainer.train()`.
     """
 
     def metered(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,6 +352,18 @@ def meter_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_U
     # A pipeline's schedule never calls it.
     if not hasattr(trainer.model, "stages"):
         patches.apply("metered-loss", metered, on=trainer)
+
+    def metered_generation(generate: Callable[..., Any]) -> Callable[..., Any]:
+        def generating(*args: object, **kwargs: object) -> Any:
+            meter.enter("generate")
+            completions = generate(*args, **kwargs)
+            meter.enter("score")
+            return completions
+
+        return generating
+
+    if hasattr(trainer, "_generate"):
+        patches.apply("metered-generation", metered_generation, on=trainer)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))

@@ -133,6 +133,11 @@ PATCHES: tuple[Patch, ...] = (
     instance(
         "metered-loss", f"{_TRAINER}.compute_loss(self)", "No callback event marks the beginning of a forward pass."
     ),
+    instance(
+        "metered-generation",
+        "trl.trainer.grpo_trainer:GRPOTrainer._generate(self, prompts)",
+        "No callback event marks when completions begin and when they are scored.",
+    ),
     # Trainer: logs, data, evaluation.
     context(
         "renewed-schedule",
@@ -199,6 +204,27 @@ PATCHES: tuple[Patch, ...] = (
         "trl.experimental.orpo.orpo_trainer:ORPOTrainer.concatenated_forward(self, model, batch)",
         "The loss of preferred answers is a mean over a rank's tokens. CPOTrainer has the same method.",
         f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
+    ),
+    *(
+        context(
+            f"rows-of-all-ranks-{name}",
+            f"trl.trainer.{name}_trainer:shuffle_sequence_dict(seq_dict)",
+            "Each rank shuffles its own completions, so that micro-batches differ from those of one process.",
+            f"{_LOSSES}test_trl_still_shuffles_the_completions_of_a_rank",
+        )
+        for name in ("grpo", "rloo")
+    ),
+    context(
+        "noise-of-a-row",
+        "transformers.generation.utils:GenerationMixin._get_logits_processor(self, generation_config)",
+        "Ranks sample from random numbers of their own, so that completions depend on the layout.",
+        f"{_LOSSES}test_generate_still_samples_from_one_random_state",
+    ),
+    instance(
+        "rewards-of-all-ranks",
+        "trl.trainer.grpo_trainer:GRPOTrainer._calculate_rewards(self, inputs, prompts, completions)",
+        "A rank whose reward function raises ends alone, and others wait for it. RLOOTrainer has the same method.",
+        f"{_LOSSES}test_trl_still_gathers_rewards_without_checking_them",
     ),
     # Transformers models.
     context(

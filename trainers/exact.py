@@ -41,6 +41,7 @@ from ..plugins.transformers.prepared_model import (
     later_preparation,
     prepare_before_training,
 )
+from ..plugins.trl import weigh_evaluated_batches
 from .counting import own_losses
 from .counting.counts import (
     Counting,
@@ -174,6 +175,8 @@ class ExactTrainer(_Trainer):
     """Ranks by which the number of labels is divided, for losses that do not multiply by them."""
     token_means: Callable[[Any], AbstractContextManager[Any]] | None = None
     """Context in which TRL's means over a rank's tokens are means over those of all ranks."""
+    generating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Context in which TRL's trainers generate the completions of one process, in a micro-batch."""
     tiled_loss: Any = None
     """Loss in tiles, which returns no logits unless `keeps_logits` is true."""
     checked_checkpoint: Callable[[Any, Any], str] | None = None
@@ -352,7 +355,7 @@ class ExactTrainer(_Trainer):
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Run forward and backward pass of a micro-batch in the context of the layout's axis (line 1975)."""
-        with self.shared_axis.running():
+        with self.shared_axis.running(), self.generating():
             loss = super().training_step(*arguments, **keywords)
         for events in self._step_events:
             events.on_loss(loss)
@@ -507,7 +510,10 @@ class ExactTrainer(_Trainer):
         import torch
 
         # Ranks that share samples count each as often as there are such ranks.
-        batches = self.accelerator.gather(torch.stack(evaluation.batches)).tolist()
+        gathered = self.accelerator.gather(torch.stack(evaluation.batches))
+        if evaluation.weighs_samples:
+            weigh_evaluated_batches(self, gathered[:, 1].view(-1, len(evaluation.batches)).sum(0).tolist())
+        batches = gathered.tolist()
         # The mean over no token is NaN.
         labelled = [(loss * weight, weight) for loss, weight in batches if weight]
         output.metrics[name] = float("nan")
@@ -551,6 +557,7 @@ class ExactTrainer(_Trainer):
         try:
             weight = counting.evaluated_rows(step)
             if weight is None:
+                evaluation.weighs_samples = False
                 # Transformers derives from the class whether a loss shifts labels, and misses GPT-2.
                 shifts = self._loss_shifts_labels or shifts_labels(self.model)
                 with with_values(self, _loss_shifts_labels=shifts):
@@ -571,7 +578,7 @@ class ExactTrainer(_Trainer):
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch in the context of the axis; a tiled loss returns logits only if they are needed."""
         keeps = nullcontext() if self.tiled_loss is None else self.tiled_loss.keeping_logits(not prediction_loss_only)
-        with self.shared_axis.running(), keeps:
+        with self.shared_axis.running(), self.generating(), keeps:
             inputs = self.shared_axis.evaluated_inputs(self, inputs)
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         return loss, None if logits is None else self.shared_axis.whole_logits(self, logits), labels

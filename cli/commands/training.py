@@ -59,20 +59,26 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
 
 
 def distill_command(
-    teacher: str, student: str, *, settings: Options[DistillSettings] = FILLED, options: Options[TrainingRun]
+    teacher: str,
+    student: str | None = None,
+    *,
+    settings: Options[DistillSettings] = FILLED,
+    options: Options[TrainingRun],
 ) -> int:
     """Distill a teacher into a student: plan, train, evaluate before and after, save with a model card.
 
     Parameters
     ----------
     teacher
-        Hub id or directory; weights are read from safetensors.
+        Hub id or directory; weights are read from safetensors. With --teacher-url: name of a served model, or omit it.
     student
         Hub id or directory; a config.json for random weights.
     """
     from ...trainers.distillation.command.task import prepare_distillation
 
-    return _launched(partial(prepare_distillation, settings, teacher, student), options, show_distillation)
+    # A single model is the student, whose teacher is served.
+    models = (None, teacher) if student is None else (teacher, student)
+    return _launched(partial(prepare_distillation, settings, *models), options, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

@@ -17,7 +17,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
-from .report import Report, Schema, check_combinations, columns_of_accelerate, columns_of_deepspeed
+from .report import Node, Report, Schema, check_combinations, columns_of_accelerate, columns_of_deepspeed
 
 GENERATING = ("GRPOConfig", "RLOOConfig", "DistillationConfig")
 _GROUPED = ("GRPOConfig", "RLOOConfig")
@@ -55,9 +55,14 @@ class TrlRun:
     """Longest context of the model."""
     gpu_bytes: int | None = None
 
+    @functools.cached_property
+    def nodes(self) -> Mapping[str, Node]:
+        """Values of the file by key."""
+        return {entry.key: entry.node for entry in self.report.root.entries}
+
     def value(self, key: str) -> Any:
         """Return the value of a key, or its default; `None` if the class has no such key."""
-        node = self.report.node(key) if key in self.schema else None
+        node = self.nodes.get(key) if key in self.schema else None
         return self.schema.get(key, {}).get("default") if node is None else node.plain()
 
     def number(self, key: str) -> float | None:
@@ -75,7 +80,7 @@ class TrlRun:
 
     def sets(self, key: str) -> bool:
         """Return whether the file enables a key: false and null count as absent."""
-        return self.report.has(key) and self.value(key) is not None and self.value(key) is not False
+        return key in self.nodes and self.value(key) is not None and self.value(key) is not False
 
     def words(self, key: str) -> list[str]:
         """Return the strings of a key that is a list or one string."""

@@ -276,7 +276,8 @@ def batch_loss_errors(trainers: Collection[str], args: Any, *, data_ranks: int) 
 
     - DPO: all other loss types, with `ld_alpha` and `use_weighting`; `sft` by `plugins/trl.py`.
     - CPO, ORPO and TPO: their mean over tokens by `plugins/trl.py`. KTO: its KL term is a mean over all ranks.
-    - GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks.
+    - GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks,
+      and bnpo does by `plugins/trl.py`.
 
     Args:
         trainers: Names of a trainer class and its bases in TRL.
@@ -298,7 +299,8 @@ def batch_loss_errors(trainers: Collection[str], args: Any, *, data_ranks: int) 
     if "DPOTrainer" in trainers and getattr(args, "use_weighting", False) and "sft" in losses:
         rule = "multiplies the sft loss, a mean over the tokens of a batch, by the mean weight of the batch"
         reject("use_weighting", rule, "omit use_weighting, or sft in loss_type")
-    if not {"GRPOTrainer", "SDPOTrainer"}.isdisjoint(trainers) and "bnpo" in losses:
+    is_subclass = "GRPOTrainer" in trainers and set(trainers) - {"GRPOTrainer", "_BaseTrainer"}
+    if "bnpo" in losses and (is_subclass or "SDPOTrainer" in trainers):
         rule = "bnpo divides by the tokens of each micro-batch of a rank"
         reject("loss_type", rule, "use loss_type='grpo' or 'dr_grpo'")
     if "SDPOTrainer" in trainers and "dapo" in losses:

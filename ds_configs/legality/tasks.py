@@ -20,18 +20,26 @@ def second_models_follow_the_engine(
     """TRL shards second models under ZeRO-3 and FSDP2 and copies them to every rank under other engines.
 
     `prepare_deepspeed` and `prepare_fsdp` of trl 1.16.0, models/utils.py. A reference can also be the trained model
-    without its adapters, or have been computed ahead for a fixed dataset.
+    without its adapters, or have been computed ahead for a fixed dataset. FSDP2 does not shard a reward model, and a
+    task that generates loads its reference itself, which under FSDP2 only the first rank would have.
     """
     if TASKS[job.task].head == "model":
         return
-    sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
-    engine = "ZeRO-3 and FSDP2" if sharded else "this engine"
-    placed = "sharded" if sharded else "replica"
     for second in job.second_models:
+        is_fsdp2 = layout.engine == "fsdp2"
+        sharded = layout.zero_stage == 3 or (is_fsdp2 and second.role != "reward")
+        engine = "ZeRO-3 and FSDP2" if sharded else "this engine"
+        placed = "sharded" if sharded else "replica"
+        if is_fsdp2 and second.role == "reference" and job.task in GROUPED_TASKS:
+            if second.planned_placement != "shared":
+                rule = f"is not supported with a reference of task {job.task}, whose weights only the first rank has"
+                yield ConfigError(where="strategy", value="fsdp2", rule=rule, fix="use ZeRO-3, adapters, or --beta 0")
+            continue
         allowed = {placed, "layout" if second.trained else placed}
         if second.role == "reference":
             allowed.add("shared")
-            if not TASKS[job.task].generates:
+            if not TASKS[job.task].generates and not is_fsdp2:
+                # Under FSDP2 TRL needs a reference to compute them, and keeps it.
                 allowed.add("cached")
         if second.planned_placement not in allowed:
             rule = f"is not how TRL places a {second.role} under {engine}"

@@ -18,7 +18,7 @@ from ..specs.terms import Term
 from . import communication, generation, host, layers, loss, model_states, second_models
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
-from .generation import generation_moments, vllm_bytes
+from .generation import generation_moments, vllm_share
 from .host import HostMemory, estimate_host_memory, offload_terms, second_model_host_terms
 from .layers import (
     activation_terms,
@@ -46,7 +46,7 @@ def share_moment_terms(
 ) -> dict[Moment, Terms]:
     """Return the named tensor bytes of a rank's share at each moment of a training step.
 
-    `device_bytes` is the memory of the accelerator, of which a colocated vLLM uses a share.
+    `device_bytes` is the memory of the accelerator, of which a colocated vLLM uses a share; 0 without one.
 
     Raises:
         UsageError: neither coefficients nor a bound from the model's structure exist.
@@ -81,10 +81,13 @@ def share_moment_terms(
         for moment, again in again_in_last:
             combined[moment] = in_tiles_or_between_modules(step, combined[moment], again=again)
     if TASKS[job.task].generates and not model.has_score_head:
-        engine_bytes = round(device_bytes * job.vllm_memory_share) if job.vllm_memory_share else 0
-        engine_bytes = engine_bytes or vllm_bytes(layout, model, job)
+        share_of_vllm = vllm_share(layout, model, job, device_bytes) if device_bytes else 0
+        engine_bytes = round(device_bytes * share_of_vllm)
         steps = [terms for moment, terms in combined.items() if moment != "init"]
         resident = {name: min(terms.get(name, 0) for terms in steps) for name in steps[0]}
+        if layout.zero_stage != 3:
+            # Freed after the step; ZeRO-3 keeps its buffer of partitions.
+            resident.pop("gradients", None)
         before = generation_moments(step, resident, engine_bytes=engine_bytes)
         if job.generation == "vllm" and job.vllm_sleep != "on":
             awake = {"vllm_engine": engine_bytes}
@@ -462,7 +465,8 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
             gradients = offloaded.pop("gradients")
             growing = growing_gradients(layout, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
-        phases = fullest_by_phase({moment: summed(device[moment], host[moment]) for moment in device})
+        # What offload keeps on the host is there in every phase of generation too.
+        phases = fullest_by_phase({moment: summed(device[moment], host.get(moment, host["init"])) for moment in device})
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             sequences = in_sequences(layout, job.task).micro_batch_size

@@ -7,19 +7,19 @@ phase, never a sum.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 from ..serving import RUNTIME_BYTES, CachedLayer, key_value_cache, workspace_bytes
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.second_models import SecondModel
-from ..specs.tasks import TASKS
 from ..specs.terms import Term
 from .communication import forward_gathered_elements
-from .loss import head_bytes
+from .layers import weight_copies
 from .moments import Moment, Terms, summed
 from .rank_parameters import RankStep
-from .second_models import forward_bytes, running_terms
+from .second_models import forward_bytes, head_pass, running_terms
 
 TERMS = (
     Term("kv_cache", "keys and values of all completions that `generate` makes together", role="activations"),
@@ -108,6 +108,11 @@ def vllm_bytes(layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
     return weights + max(work.values()) + RUNTIME_BYTES + blocks * cache.block_bytes
 
 
+def vllm_share(layout: Layout, model: ModelSpec, job: TrainingJob, device_bytes: int) -> float:
+    """Return the share of a GPU for a colocated engine: as requested, or as much as `vllm_bytes`, in percent."""
+    return job.vllm_memory_share or ceil(100 * vllm_bytes(layout, model, job) / device_bytes) / 100
+
+
 def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) -> dict[Moment, Terms]:
     """Return the named bytes of a rank while it generates and while it scores.
 
@@ -138,7 +143,7 @@ def _generate_terms(step: RankStep) -> Terms:
     prompts = replace(job, seq_len_tokens=max(1, tokens - job.generated_tokens))
     prefill = forward_bytes(layout.changed(micro_batch_size=sequences), model, prompts)
     sampling = sequences * sizes.vocab_size * (width + _SAMPLED_LOGIT_BYTES)
-    terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling)}
+    terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling), **autocast_copies(step)}
     if layout.zero_stage == 3:
         terms["generation_weights"] = width * model.parameter_count
     elif layout.engine == "fsdp2":
@@ -157,21 +162,38 @@ def _synchronized(step: RankStep) -> int:
     return job.compute_bytes * (model.parameter_count if all_at_once else model.largest_parameter)
 
 
+def scores_completions(layout: Layout, job: TrainingJob) -> bool:
+    """Return whether the trained model computes log-probabilities of completions before the update.
+
+    RLOO always does; GRPO to correct those of vLLM, and if an update uses completions of several generations
+    (trl 1.16.0, grpo_trainer.py, `_generate_and_score_completions`); PPO does.
+    """
+    if job.task == "grpo":
+        steps = job.steps_per_generation or layout.gradient_accumulation_steps
+        return job.generation in ("vllm", "vllm-server") or layout.gradient_accumulation_steps % steps != 0
+    return job.task in ("rloo", "ppo")
+
+
 def _scoring_terms(step: RankStep) -> Terms:
     """Bytes of the trained model's forward pass over a micro-batch of completions, without gradients."""
     layout, model, job = step.layout, step.model, step.job
-    width, head = job.compute_bytes, TASKS[job.task].head
-    if head == "divergence":
+    if not scores_completions(layout, job):
         return {}
-    gathered = 0
+    width, gathered = job.compute_bytes, 0
     if layout.engine == "fsdp2":
         gathered = width * (model.parameters_outside_layers + 2 * model.layer_parameter_count)
     elif layout.zero_stage == 3:
         gathered = width * forward_gathered_elements(model, layout.zero)
-    forward, _, _ = head_bytes(layout, model, job, element=width, on_gpu=step.on_gpu)
-    hidden = width * step.tokens * model.dimensions.hidden_size
-    activations = max(forward_bytes(layout, model, job), hidden + forward)
-    return {"scoring_gathered": gathered, "scoring_activations": activations}
+    layers = forward_bytes(layout, model, job), gathered
+    head = head_pass(layout, model, job, is_divided=gathered > 0, gpu=step.on_gpu)
+    activations, gathered = max(layers, head, key=sum)
+    return {"scoring_gathered": gathered, "scoring_activations": activations, **autocast_copies(step)}
+
+
+def autocast_copies(step: RankStep) -> Terms:
+    """Return the 16-bit copies of all trained matrices that autocast keeps during a forward pass."""
+    copies = weight_copies(step)["forward_end"].get("autocast_weight_copies", 0)
+    return {"autocast_weight_copies": copies}
 
 
 def _second_scoring_terms(step: RankStep, second: SecondModel) -> Terms:

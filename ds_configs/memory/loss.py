@@ -179,8 +179,8 @@ def head_bytes(
     `4 V h`, with the buffer, or casts them afterwards. Without Triton a tile has fp32 temporaries.
 
     logits (`get_batch_logps` of ORPOTrainer and CPOTrainer): the logits, their log-softmax and that of the preferred
-    half, `2.5 a N V` with `a` bytes of a logit, then `3.5 a N V`: both kept log-softmaxes, the scattered gradient and
-    its product. Accelerate converts logits to fp32 except under DeepSpeed.
+    half, `2.5 a N V` with `a` bytes of a logit, which autocast makes fp32. With the gradients `3.5 a N V` with Triton;
+    elsewhere, as metered, `3 a N V` in 16 bit and `4.5 a N V` in fp32, which another function computes.
 
     divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
     of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
@@ -195,9 +195,10 @@ def head_bytes(
     if head == "score":
         return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
     if head in ("logits", "divergence"):
-        logits = (width if layout.engine == "deepspeed" else 4) * tokens * columns
-        converted = width * tokens * columns if layout.engine != "deepspeed" and width == 2 else 0
-        forward, kept, backward = (5, 3, 7) if head == "logits" else (18, 14, 20)
+        logits = element * tokens * columns
+        converted = width * tokens * columns if width < element else 0
+        in_pairs = 7 if on_gpu else 6 if element == 2 else 9
+        forward, kept, backward = (5, 3, in_pairs) if head == "logits" else (18, 14, 20)
         most = max(forward * logits // 2, logits + converted)
         return most, kept * logits // 2, HeadBackward(max(backward * logits // 2, norm), 0)
     scored = scored_tokens(layout, job, on_gpu=on_gpu)

@@ -139,16 +139,25 @@ def running_terms(second: SecondModel, layout: Layout, job: TrainingJob, *, gpu:
 
     A reference computes log-probabilities after its layers, from the input of its head.
     """
-    activations = forward_bytes(layout, second.spec, job)
-    if second.role == "reference":
-        element = 2 if activation_mode(layout, job) == "bf16" else 4
-        hidden = element * layout.micro_batch_size * job.seq_len_tokens * second.spec.dimensions.hidden_size
-        head, _, _ = loss.head_bytes(layout, second.spec, job, element=element, on_gpu=gpu)
-        activations = max(activations, hidden + head)
-    return {
-        f"{second.role}_activations": activations,
-        f"{second.role}_gathered": _gathered_bytes(second, layout, job),
-    }
+    spec = second.spec
+    layers = forward_bytes(layout, spec, job), _gathered_bytes(second, layout, job)
+    if second.role != "reference":
+        activations, gathered = layers
+    else:
+        activations, gathered = max(layers, head_pass(layout, spec, job, is_divided=layers[1] > 0, gpu=gpu), key=sum)
+    return {f"{second.role}_activations": activations, f"{second.role}_gathered": gathered}
+
+
+def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: bool, gpu: bool) -> tuple[int, int]:
+    """Return the bytes of a head that computes log-probabilities without gradients, and of what it gathers.
+
+    ZeRO-3 gathers the weight of the head, FSDP2 its last unit with the token embedding.
+    """
+    element = 2 if activation_mode(layout, job) == "bf16" else 4
+    hidden = element * layout.micro_batch_size * job.seq_len_tokens * spec.dimensions.hidden_size
+    head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu)
+    unit = spec.parameters_outside_layers if layout.engine == "fsdp2" else spec.embedding_parameters
+    return hidden + head, job.compute_bytes * unit if is_divided else 0
 
 
 def _weight_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:

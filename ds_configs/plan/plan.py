@@ -206,6 +206,71 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
+    if job.generation == "vllm-server":
+        further: dict[str, Any] = {"calibration": calibration, "measured_steps": measured_steps, "versions": versions}
+        return _beside_server(model, hardware, job, **further)
+    return _chosen_plan(model, hardware, job, calibration=calibration, measured_steps=measured_steps, versions=versions)
+
+
+SERVED_SHARE = 0.8
+"""Share of a GPU's memory that the weights of a vLLM server may fill, beside its cache."""
+
+
+def _beside_server(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, **further: Any) -> Plan:
+    """Return the plan of the GPUs that train beside a vLLM server: the fastest split that fits.
+
+    A server has whole nodes of several, or 1, 2, 4, ... GPUs of a single one; as few share its weights as hold them.
+
+    Raises:
+        UsageError: there are too few GPUs for the server and a training rank.
+        PlanDoesNotFitError: no layout fits beside the smallest server.
+    """
+    node = hardware.gpus_per_node
+    sizes = [size for size in (1, 2, 4, 8, 16) if size <= node]
+    held = [size for size in sizes if 2 * model.parameter_count <= SERVED_SHARE * size * hardware.gpu_bytes]
+    servers = [node] if hardware.nodes > 1 else [size for size in held if size < node]
+    if job.vllm_gpus is not None:
+        servers = [job.vllm_gpus]
+    whole = hardware.nodes > 1
+    left = [hardware.world_size - count for count in servers if held and (count % node == 0 if whole else True)]
+    if not held or not left or min(left) < 1:
+        rule = f"needs {held[0] if held else 'more'} GPUs or more for the server, and others that train"
+        rule += f": {hardware.name} has {hardware.world_size}" + (f", in nodes of {node}" if whole else "")
+        fix = "use more GPUs, or --generation vllm, whose engine shares them"
+        raise UsageError(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
+    plans: list[Plan] = []
+    failure: Exception | None = None
+    for count in servers:
+        trained = hardware.world_size - count
+        nodes = trained // node if whole else 1
+        name = f"{nodes}x{node}x{hardware.gpu}" if nodes > 1 else f"{trained}x{hardware.gpu}"
+        rest = replace(hardware, name=name, nodes=nodes, gpus_per_node=trained // nodes)
+        served = replace(job, vllm_gpus=count, vllm_tensor_parallel_size=job.vllm_tensor_parallel_size or held[0])
+        try:
+            plans.append(_chosen_plan(model, rest, served, **further))
+        except (UsageError, PlanDoesNotFitError) as error:
+            failure = failure or error
+    if not plans:
+        assert failure is not None, "every split failed"
+        raise failure
+    best = max(plans, key=lambda plan: plan.chosen.time.tokens_per_second)
+    served_gpus, size = best.job.vllm_gpus, best.job.vllm_tensor_parallel_size
+    reason = (
+        f"{best.chosen.reason} Of {hardware.name}, {served_gpus} GPU(s) serve completions with `trl vllm-serve "
+        f"--tensor-parallel-size {size}` and {best.hardware.world_size} train, the fastest split that was planned."
+    )
+    return replace(best, chosen=replace(best.chosen, reason=reason))
+
+
+def _chosen_plan(
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    calibration: Calibration | None,
+    measured_steps: tuple[MeasuredStep, ...],
+    versions: tuple[tuple[str, str], ...],
+) -> Plan:
     context = SearchContext(
         model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
     )

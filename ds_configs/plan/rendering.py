@@ -15,14 +15,16 @@ import yaml
 
 from ..memory.activations import has_fused_loss, has_window_blocks
 from ..memory.estimate import expands_segments
+from ..memory.generation import vllm_share
 from ..memory.host import stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TeacherFields, TrainingFields, TrainingJob
+from ..specs.job import GROUPED_TASKS, TeacherFields, TrainingFields, TrainingJob
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
+from ..specs.tasks import TASKS
 from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
@@ -253,6 +255,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "optim": job.optimizer,
         "max_grad_norm": max_grad_norm(job),
     }
+    arguments |= _task_arguments(plan)
     if job.optim_args:
         arguments["optim_args"] = job.optim_args
     if OPTIMIZERS[job.optimizer].low_rank:
@@ -282,6 +285,37 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         if accelerator:
             arguments["accelerator_config"] = accelerator
     return arguments
+
+
+def _task_arguments(plan: LaunchSpec) -> dict[str, object]:
+    """Return the keys of a TRL configuration that the plan of a task decides."""
+    layout, job, task = plan.chosen.layout, plan.job, TASKS[plan.job.task]
+    if task.head == "model":
+        return {}
+    arguments: dict[str, object] = {"beta": job.divergence_weight} if "reference" in task.second_models else {}
+    if job.task == "gkd":
+        return {"max_length": job.seq_len_tokens, "max_new_tokens": job.generated_tokens}
+    if job.task not in GROUPED_TASKS:
+        placement = plan.chosen.placements.get("reference")
+        if placement is not None and placement.placement == "cached":
+            arguments["precompute_ref_log_probs"] = True
+        return arguments | {"max_length": job.seq_len_tokens}
+    arguments |= {
+        "max_completion_length": job.generated_tokens,
+        "num_generations": job.generations,
+        "steps_per_generation": job.steps_per_generation or layout.gradient_accumulation_steps,
+    }
+    if job.generation == "transformers":
+        return arguments
+    arguments |= {"use_vllm": True, "vllm_max_model_length": job.seq_len_tokens}
+    if job.generation == "vllm-server":
+        return arguments | {"vllm_mode": "server"}
+    return arguments | {
+        "vllm_mode": "colocate",
+        "vllm_tensor_parallel_size": job.vllm_tensor_parallel_size or 1,
+        "vllm_gpu_memory_utilization": vllm_share(layout, plan.model, job, plan.hardware.gpu_bytes),
+        "vllm_enable_sleep_mode": job.vllm_sleep == "on",
+    }
 
 
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"

@@ -193,6 +193,7 @@ class TaskFields:
         _option("Share of a GPU for vLLM", hugging_face=["vllm_gpu_memory_utilization"]),
     ] = None
     vllm_tensor_parallel_size: Annotated[Ranks, _option("GPUs that share vLLM's weights")] = None
+    vllm_gpus: Annotated[Ranks, _option("GPUs of the vLLM server, which do not train. Default: planned")] = None
     vllm_sleep: Annotated[
         Switch, _option("Free vLLM's memory during the update", hugging_face=["vllm_enable_sleep_mode"])
     ] = "auto"
@@ -408,6 +409,7 @@ _OF_GENERATION = (
     "generation",
     "vllm_memory_share",
     "vllm_tensor_parallel_size",
+    "vllm_gpus",
     "vllm_sleep",
 )
 """Fields of tasks that generate; the first also limits the answers of preferences."""
@@ -456,6 +458,9 @@ def _task_errors(job: TrainingJob) -> list[ConfigError]:
             if getattr(job, name) != getattr(usual, name):
                 rule, fix = "is not used by generation transformers", "use --generation vllm, or omit it"
                 errors.append(ConfigError(where=name, value=getattr(job, name), rule=rule, fix=fix))
+    if job.vllm_gpus is not None and job.generation != "vllm-server" and grouped:
+        rule, fix = "is used by a vLLM server only", "use --generation vllm-server, or omit it"
+        errors.append(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
     return errors
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..memory.generation import cache_bytes, generated_sequences
+from ..memory.generation import cache_bytes, generated_sequences, scores_completions
 from ..specs.terms import StepTerm
 from .inputs import StepInputs
 from .model_work import head_passes, layer_passes
@@ -17,7 +17,7 @@ TERMS = (
         label="generation, token by token",
     ),
     StepTerm("weight_synchronization", "gathering parameters for generation, or sending them to vLLM"),
-    StepTerm("scoring_forward", "the trained model's forward pass over completions that vLLM sampled"),
+    StepTerm("scoring_forward", "the trained model's forward pass over completions, for their log-probabilities"),
 )
 
 GENERATION_ERROR = 1.0
@@ -33,10 +33,13 @@ def generation_seconds(step: StepInputs) -> dict[str, float]:
     """
     layout, model, hardware, job = step.layout, step.model, step.hardware, step.job
     on_vllm = job.generation in ("vllm", "vllm-server")
-    size = job.vllm_tensor_parallel_size or 1 if job.generation == "vllm" else 1
+    size = job.vllm_tensor_parallel_size or 1 if on_vllm else 1
     own = generated_sequences(layout, job)
     # Ranks that share an engine decode together, each with its share of weights and heads.
     sequences = own * size
+    if job.generation == "vllm-server":
+        engines = max(1, (job.vllm_gpus or 1) // size)
+        sequences = -(-own * layout.data_parallel_size // engines)
     generated, width = job.generated_tokens, job.compute_bytes
     prompt = max(1, job.seq_len_tokens - generated)
     layers = model.dimensions.num_layers
@@ -68,7 +71,7 @@ def generation_seconds(step: StepInputs) -> dict[str, float]:
         "generation_decode": generations * generated * each,
         "weight_synchronization": generations * synchronization,
     }
-    if on_vllm and job.task in ("grpo", "rloo", "ppo"):
+    if scores_completions(layout, job):
         forward, _ = layer_passes(
             step.work, step.tokens, job.seq_len_tokens, step.device, step.software, width, False, False
         )

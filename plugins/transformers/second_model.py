@@ -116,6 +116,7 @@ def load_second_model(
         else:
             model = load_causal_lm(name, revision=revision, dtype=dtype, **options)
     attend_by_document(model)
+    model.has_weights_on_every_rank = True
     return model.requires_grad_(False).eval()
 
 
@@ -141,6 +142,19 @@ def _zero3_configuration(dtype: torch.dtype | None, *, offloaded: bool) -> dict[
     return configuration
 
 
+def shard_by_layer(model: PreTrainedModel, device_type: str, ranks: int, *, offloaded: bool = False) -> None:
+    """Make each layer of a model an FSDP2 unit over all ranks, and embeddings, norm and head the last one."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(device_type, (ranks,))
+    policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offloaded else OffloadPolicy()
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+
+
 def place_second_model(model: PreTrainedModel, placement: Placement, *, accelerator: Accelerator) -> PlacedModel:
     """Place a loaded model on devices or host memory, next to the model that the accelerator prepares.
 
@@ -152,8 +166,6 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
     Raises:
         UsageError: the placement needs stored outputs instead of a model.
     """
-    import torch
-
     model.requires_grad_(False)
     model.eval()
     if placement == "cached":
@@ -171,15 +183,7 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
         return PlacedModel(model.to(accelerator.device))
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offloaded else OffloadPolicy()
-        layers = set(getattr(model, "_no_split_modules", None) or ())
-        # Each layer is one unit; embeddings, norm and head are the last.
-        for module in [*(each for each in model.modules() if type(each).__name__ in layers), model]:
-            fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+        shard_by_layer(model, accelerator.device.type, accelerator.num_processes, offloaded=offloaded)
         return PlacedModel(model)
     import deepspeed
 

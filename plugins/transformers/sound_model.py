@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.models.model_config import code_errors
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
@@ -256,27 +256,41 @@ def nonfinite_errors(model: PreTrainedModel, where: str) -> list[ConfigError]:
     return [ConfigError(where=where, rule=rule, fix=NONFINITE_FIX)] if names else []
 
 
+SCORE_HEAD = "score.weight"
+"""Weight that computes the score of a sequence in `ForSequenceClassification` classes."""
+
+
 def load_causal_lm(
-    name: str, *, revision: str | None = None, allow_nonfinite: bool = False, **options: object
+    name: str,
+    *,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+    score_head: Literal["none", "stored", "new"] = "none",
+    **options: object,
 ) -> PreTrainedModel:
     """Load a causal language model from a directory or the Hub; every weight must be in the checkpoint.
 
+    With a `score_head` it returns one score per sequence instead of logits: a `stored` head, or a `new` random one.
     `options` are further arguments of `from_pretrained`.
 
     Raises:
         RefusedInputError: files are damaged or outside the directory, tensors are missing or of another shape or dtype,
             weights are not finite, or the configuration names code.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     directory = model_directory(name, revision=revision)
     config = check_config(str(directory))
+    kind: Any = AutoModelForCausalLM
+    if score_head != "none":
+        kind = AutoModelForSequenceClassification
+        options = options if "config" in options else {"num_labels": 1, **options}
     if directory.is_dir():
         check_weights(directory, quantized=bool(config.get("quantization_config")))
     # The other ranks of a node get their weights later.
     later = loads_on_first_rank()
     with refused_by_name(name):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = kind.from_pretrained(
             str(directory),
             use_safetensors=True,
             trust_remote_code=False,
@@ -285,6 +299,9 @@ def load_causal_lm(
             ignore_mismatched_sizes=not later,
             **options,
         )
+    if score_head == "new":
+        info["missing_keys"] = set(info["missing_keys"]) - {SCORE_HEAD}
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - {"lm_head.weight"}
     errors = [] if later else loading_errors(info, name)
     if not allow_nonfinite and not later:
         errors += nonfinite_errors(model, name)

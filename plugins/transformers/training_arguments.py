@@ -15,12 +15,14 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.optimizers import OPTIMIZERS
+from ...ds_configs.specs.tasks import TASKS, TaskName
 from .. import patches
 from ..launching.messages import note_on_first_rank
 from ..safetensors import named_write_errors, save_tensors
@@ -36,15 +38,30 @@ SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items()
 """`optim` names whose update rule DeepSpeed's CPU optimizers preserve."""
 
 
-def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Build ``TrainingArguments`` from ``settings`` and the values that the host requires (`configure_cpu_ranks`).
+def class_of_task(name: str) -> Any:
+    """Return a class of Transformers or TRL by its full name, such as `trl.DPOConfig`.
 
     Raises:
-        UsageError: A key is unknown, or a setting contradicts an override.
+        UsageError: TRL is not installed.
     """
-    from transformers import TrainingArguments
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        rule, fix = "needs the package trl, which is not installed", "pip install 'trl>=1.16,<2'"
+        raise UsageError(ConfigError(where="task", value=name, rule=rule, fix=fix)) from None
 
-    errors = unknown_argument_errors(settings)
+
+def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any], *, task: TaskName = "sft") -> Any:
+    """Build a task's training arguments from ``settings`` and what the host requires (`configure_cpu_ranks`).
+
+    Raises:
+        UsageError: A key is unknown, or a setting contradicts an override; or TRL is not installed.
+    """
+    kind = class_of_task(TASKS[task].config or "transformers.TrainingArguments")
+    errors = unknown_argument_errors(settings, kind)
     merged = dict(settings)
     for key, required in overrides.items():
         if isinstance(required, dict) and isinstance(settings.get(key), dict):
@@ -60,7 +77,7 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         raise UsageError(errors)
     if merged.get("optim") == "muon":
         accept_muon()
-    return TrainingArguments(**merged)
+    return kind(**merged)
 
 
 def accept_muon() -> None:
@@ -83,17 +100,18 @@ def accept_muon() -> None:
     patches.apply("muon-name", accepting)
 
 
-def unknown_argument_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
-    """Return an error for every key that ``TrainingArguments`` does not have."""
+def unknown_argument_errors(settings: Mapping[str, Any], kind: Any = None) -> list[ConfigError]:
+    """Return an error for every key that a class of training arguments does not have, by default the stock one."""
     from transformers import TrainingArguments
 
-    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    kind = kind or TrainingArguments
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
     errors = []
     for key in settings:
         if key not in names:
             nearest = get_close_matches(key, names, n=1)
             fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
-            errors.append(_argument_error(key, None, "is not a key of TrainingArguments", fix))
+            errors.append(_argument_error(key, None, f"is not a key of {kind.__name__}", fix))
     return errors
 
 

@@ -22,7 +22,7 @@ from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
-from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TaskFields, TrainingJob, job_errors
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
 from shardwright.plugins.planning import checked_job, load_model_spec, read_hardware
@@ -143,7 +143,7 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     made, names = training_job(own, parse_hardware("8xH20")), job_options(own)
     shared = {"seq_len", "precision", "optimizer", "optim_args", "weights_dtype", "offload_activations", "tiled_mlp"}
     assert shared | {"micro_batch_size", "method", "lora_targets", "offload", "strategy"} <= names
-    unused = {"objective", "teacher_placement", *ROLES, *(field.name for field in fields(TaskFields))}
+    unused = {"objective", "teacher_placement", *ROLES}
     assert kind is not TrainSettings or names == TrainingJob().options().keys() - unused
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 

@@ -87,17 +87,17 @@ class TrainerCase:
         return arguments
 
 
-def _text(index: int, count: int) -> str:
+def text(index: int, count: int) -> str:
     return " ".join(_WORDS[(index * 5 + each * (1 + index % 3)) % len(_WORDS)] for each in range(count))
 
 
 def _pair(row: int) -> dict[str, Any]:
-    chosen, rejected = _text(row + 1, 1 + row % 4), _text(row + 2, 1 + (row + 1) % 3)
-    return {"prompt": _text(row, 2), "chosen": f" {chosen}", "rejected": f" {rejected}"}
+    chosen, rejected = text(row + 1, 1 + row % 4), text(row + 2, 1 + (row + 1) % 3)
+    return {"prompt": text(row, 2), "chosen": f" {chosen}", "rejected": f" {rejected}"}
 
 
 def _completion(row: int) -> dict[str, Any]:
-    return {"prompt": _text(row, 2), "completion": f" {_text(row + 1, 1 + row % 4)}"}
+    return {"prompt": text(row, 2), "completion": f" {text(row + 1, 1 + row % 4)}"}
 
 
 def _labelled(row: int) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _prompt(row: int) -> dict[str, Any]:
 
 
 def _tokens(row: int) -> dict[str, Any]:
-    found = list(_text(row, 2 + row % 4).encode())
+    found = list(text(row, 2 + row % 4).encode())
     return {"input_ids": found, "labels": [-100, *found[1:]]}
 
 
@@ -286,7 +286,7 @@ TRAINERS: Mapping[str, TrainerKind] = {
         module="trl.experimental.tpo",
         kind="TPO",
         config={"max_length": 64},
-        row=lambda row: {**_pair(row), "reference": f" {_text(row + 3, 1 + row % 5)}"},
+        row=lambda row: {**_pair(row), "reference": f" {text(row + 3, 1 + row % 5)}"},
     ),
     # Sampling from the most probable token alone is the same on all ranks.
     "trl_distillation": TrainerKind(

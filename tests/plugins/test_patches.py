@@ -340,6 +340,7 @@ def changed(node: ast.AST) -> Iterator[ast.Attribute | ast.Subscript]:
 _FORWARD = ("torch.nn.modules.module", "self.forward")
 READ = {
     "metered-loss": ("transformers.trainer", "self.compute_loss"),
+    "metered-generation": ("trl.trainer.grpo_trainer", "self._generate"),
     "renewed-schedule": ("transformers.trainer", "deepspeed_init"),
     "prepared-model": ("transformers.trainer", "self.accelerator.prepare"),
     "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),
@@ -367,7 +368,7 @@ READ = {
     "no-network": ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
 }
 """The module that reads the attribute, and how."""
-OPTIONAL_PACKAGES = {"llmcompressor": "llmcompressor"}
+OPTIONAL_PACKAGES = {"llmcompressor": "llmcompressor", "trl": "trl"}
 
 
 def reading_entries() -> list[Any]:

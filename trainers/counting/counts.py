@@ -164,6 +164,8 @@ class Evaluation:
     """Loss and weight of each batch of this rank."""
     rows: int | None = None
     """Samples of the last batch, until its losses were gathered."""
+    weighs_samples: bool = True
+    """Whether the weight of a batch is its number of samples, not of labels."""
 
 
 class Counting:
@@ -328,7 +330,14 @@ class Counting:
 
         if _labels(step.batch) is not None and (self.own_loss is None or self.kind != "sample_mean"):
             return None
-        rows = find_batch_size(step.batch) if step.rows is None else step.rows
+        rows = step.rows
+        if rows is None and isinstance(step.batch, list):
+            # Rows that a trainer tokenizes itself, such as prompts.
+            rows = len(step.batch)
+        elif rows is None:
+            # Texts beside the tensors have no batch size.
+            tensors = {name: value for name, value in step.batch.items() if not isinstance(value, list)}
+            rows = find_batch_size(tensors)
         return (rows or 1) if step.samples is None else step.samples
 
 

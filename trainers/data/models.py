@@ -82,19 +82,28 @@ def load_config(source: StartingModel) -> Any:
 
 
 def load_model(
-    source: StartingModel, config: Any, dtype: Any, seed: int, *, engine: str | None = None, for_stages: bool = False
+    source: StartingModel,
+    config: Any,
+    dtype: Any,
+    seed: int,
+    *,
+    engine: str | None = None,
+    for_stages: bool = False,
+    score_head: bool = False,
 ) -> Any:
     """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are created.
 
     4-bit weights that the `engine` shards are loaded into host memory first. With `for_stages`, the stages of a
     pipeline load the weights where possible: the result is then the name of a checkpoint, or a model without memory.
+    With a `score_head` the model returns a score per sequence; a checkpoint without one gets a random head. The
+    `config` then has one label.
 
     Raises:
         RefusedInputError: a local directory has weights in another format than safetensors.
         UsageError: 4-bit weights are requested, but there are none to load.
     """
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
     set_seed(seed)
     path = Path(source.model)
@@ -106,9 +115,12 @@ def load_model(
         random_weights = True
     if random_weights and source.method == "qlora":
         raise UsageError(ConfigError(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
+    if score_head:
+        config.num_labels = 1
     if random_weights:
+        kind = AutoModelForSequenceClassification if score_head else AutoModelForCausalLM
         with torch.device("meta") if for_stages else nullcontext():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return kind.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":
         path = model_directory(source.model, revision=source.revision)
         check_weights(path)
@@ -123,6 +135,7 @@ def load_model(
             revision=source.revision,
             config=config,
             dtype=dtype,
+            score_head="new" if score_head else "none",
             quantization_config=four_bit_loading(dtype) if source.method == "qlora" else None,
             **placement,
         )

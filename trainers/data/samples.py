@@ -27,8 +27,9 @@ from ...ds_configs.specs.layout import Layout
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
-Kind = Literal["text", "messages", "prompt and completion"]
-Sample = dict[str, list[int]]
+Kind = Literal["text", "messages", "prompt and completion", "pairs", "labelled answers", "prompts"]
+Sample = dict[str, Any]
+"""Tokens and labels by column; of preferences and prompts, a row with the columns that TRL reads."""
 
 MESSAGE_COLUMNS = ("messages", "conversations")
 PROMPT_COLUMNS = (("prompt", "completion"), ("instruction", "output"))
@@ -191,7 +192,7 @@ def load_samples(
     chats: Counter[str] = Counter()
     (train, counts), (evaluation, _) = (
         _made_samples(part, tokenizer, seq_len, kind=kind, packing=packing, source=source, chats=chats)
-        for part in _split_rows(filled, kind, seed, evaluation_fraction)
+        for part in split_rows(filled, kind, seed, evaluation_fraction)
     )
     if chats["rewritten"]:
         lost = chats["unlabelled answers"]
@@ -292,9 +293,10 @@ def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tupl
     return prompt, completion
 
 
-def _split_rows(
+def split_rows(
     rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
 ) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
+    """Return training and evaluation rows: content and seed decide, so that equal rows are in the same set."""
     if fraction <= 0:
         return rows, []
     if len(rows) == 1 and kind == "text":

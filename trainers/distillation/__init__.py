@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
     from .config import DistillationConfig, OnPolicy, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
+    from .served_teacher import ServedTeacher
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
@@ -22,6 +23,7 @@ __all__ = [
     "HiddenStateTerm",
     "OnPolicy",
     "SelfTeacher",
+    "ServedTeacher",
     "TeacherCache",
 ]
 
@@ -30,6 +32,7 @@ _MODULES = {
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
     ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
+    ".served_teacher": ("ServedTeacher",),
     ".trainer": ("DistillationTrainer",),
 }
 

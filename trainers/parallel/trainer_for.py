@@ -39,7 +39,7 @@ from ...plugins.transformers.optimizers import (
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
-from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
+from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..counting.own_losses import OwnLoss
 from ..exact import count_as_one_process, exact_class
@@ -166,7 +166,7 @@ class PlannedParallelism:
         if own_loss is not None:
             trainer.own_loss = own_loss
         trainer.label_ranks = ranks_of_labels(trainer)
-        weigh_token_means(trainer)
+        train_as_one_process(trainer, self.layout.tp)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
             check_second_models(trainer)
@@ -435,14 +435,15 @@ def check_second_models(trainer: Any) -> None:
         rule = "is a second model, which would attend only to a rank's shard of the sequence"
         raise UsageError(ConfigError(where=where, rule=rule, fix="use a layout other than sp"))
     loads_on_first_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-    if trainer.is_fsdp_enabled and loads_on_first_rank:
+    is_complete = getattr(modules[second], "has_weights_on_every_rank", False)
+    if trainer.is_fsdp_enabled and loads_on_first_rank and not is_complete:
         rule = "is a second model, whose weights only the first rank would load"
         fix = "set os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false' before it is loaded, or use ZeRO"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
 
 
 def check_learned_positions(trainer: Any) -> None:
-    """Reject distillation with TRL (also GKD) of a model with learned positions, on several ranks.
+    """Reject TRL's distillation, GKD, GRPO and RLOO of a model with learned positions, on several ranks.
 
     Seen with trl 1.16.0: prompts are padded on the left to the longest prompt of the rank, and no positions are passed
     on. A rank therefore trains other positions than one process.
@@ -453,7 +454,8 @@ def check_learned_positions(trainer: Any) -> None:
     import torch
 
     kinds = {base.__name__ for base in type(trainer).__mro__ if _is_from(base, "trl")}
-    if not kinds & {"DistillationTrainer", "GKDTrainer"} or trainer.args.world_size == 1:
+    distills = bool(kinds & {"DistillationTrainer", "GKDTrainer"})
+    if not (distills or kinds & {"GRPOTrainer", "RLOOTrainer"}) or trainer.args.world_size == 1:
         return
     model = trainer.model
     longest = getattr(model.config, "max_position_embeddings", None) or 0
@@ -462,5 +464,6 @@ def check_learned_positions(trainer: Any) -> None:
     learned = [table for table in tables if longest <= table.num_embeddings <= longest + 2]
     if any(table is not model.get_input_embeddings() for table in learned):
         rule = "has learned positions, and prompts are padded on the left to the longest prompt of each rank"
-        fix = "use a model with rotary positions, or shardwright.trainers.DistillationTrainer"
+        fix = "use a model with rotary positions"
+        fix += ", or shardwright.trainers.DistillationTrainer" if distills else ", or one process"
         raise UsageError(ConfigError(where="model", value=type(trainer.model).__name__, rule=rule, fix=fix))

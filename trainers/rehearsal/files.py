@@ -160,7 +160,7 @@ def scale_plan(
     loss = "eager" if plan.job.second_models else plan.job.loss
     job = without_kernels(plan.job).without_second_models()
     job = replace(job, seq_len_tokens=seq_len, precision=precision, loss=loss)
-    for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
+    for name in ("task", "seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,7 @@ from ...ds_configs.plan.output import output_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, GROUPED_TASKS, ROLES, TrainingJob
 from ...plugins.planning import LoadedModel, load_model_spec, read_hardware
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
@@ -89,8 +89,12 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
+def named_samples(
+    settings: LaunchedSettings, tokenizer: Any, *, read: Callable[[Any, Any], Samples] = stated_samples
+) -> Samples:
     """Return the training samples and at most `evaluation_samples`, held out or from another split or file.
+
+    `read` makes samples from settings and the tokenizer.
 
     Raises:
         UsageError: there is no text, or the evaluation split is empty.
@@ -106,10 +110,10 @@ def named_samples(settings: LaunchedSettings, tokenizer: Any) -> Samples:
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        samples = stated_samples(unsplit, tokenizer)
-        held_out = stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train
+        samples = read(unsplit, tokenizer)
+        held_out = read(unsplit.model_copy(update=evaluation_source), tokenizer).train
     else:
-        samples = stated_samples(settings, tokenizer)
+        samples = read(settings, tokenizer)
         held_out = samples.evaluation
     if not held_out:
         share = f"{100 * settings.evaluation_fraction:.0f} %"
@@ -138,6 +142,10 @@ def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, h
         "report_to": list(settings.report_to) or "none",
         "disable_tqdm": True,
     }
+    if plan.job.task in GROUPED_TASKS:
+        # Complete groups of completions, over all ranks.
+        ranks, group = plan.hardware.world_size, plan.job.generations
+        arguments["per_device_eval_batch_size"] = group // gcd(group, ranks)
     if settings.max_steps is not None:
         arguments["max_steps"] = settings.max_steps
     if settings.save_steps is not None:
@@ -169,9 +177,9 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 
 
 def job_options(settings: LaunchedSettings) -> set[str]:
-    """Return the options of a command that are fields of its job, apart from a teacher; a student's loss is none."""
+    """Return the options of a command that are fields of its job, without second models and a student's loss."""
     names = TrainingJob().options().keys() & type(settings).model_fields.keys()
-    return names - ({"loss", "teacher"} if isinstance(settings, ObjectiveSettings) else set())
+    return names - {*ROLES} - ({"loss"} if isinstance(settings, ObjectiveSettings) else set())
 
 
 def as_planned(settings: AnySettings, plan: Plan) -> AnySettings:

@@ -21,6 +21,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.second_models import SecondModelRole
+from ...ds_configs.specs.tasks import TaskName
 from ...plugins import patches
 from ...plugins.accelerate import Engine, SamplesOnce, configure_cpu_ranks, engine_from_environment
 from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
@@ -88,14 +89,14 @@ class RankContext:
         }
 
 
-def rank_arguments(settings: dict[str, Any], *, method: str) -> tuple[Any, Engine]:
-    """Return `TrainingArguments` of this rank and its engine; ZeRO-3 needs them before weights are made.
+def rank_arguments(settings: dict[str, Any], *, method: str, task: TaskName = "sft") -> tuple[Any, Engine]:
+    """Return the task's `TrainingArguments` of this rank and its engine; ZeRO-3 needs them before weights are made.
 
     Raises:
         UsageError: an installed release cannot train, or arguments contradict the host or each other.
     """
     engine = chosen_engine(settings)
-    arguments = training_arguments(settings, configure_cpu_ranks(engine))
+    arguments = training_arguments(settings, configure_cpu_ranks(engine), task=task)
     check_upstream(engine, method=method)
     refuse_run_effects(arguments)
     refuse_replaced_optimizer(arguments)
@@ -114,7 +115,9 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
     from datasets import load_from_disk
     from transformers import AutoTokenizer
 
-    arguments, engine = rank_arguments(job.training_arguments, method=job.settings.method)
+    arguments, engine = rank_arguments(
+        job.training_arguments, method=job.settings.method, task=getattr(job.settings, "task", "sft")
+    )
     if arguments.world_size != job.world_size:
         raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {job.world_size}")
     if job.digests:
@@ -273,10 +276,12 @@ def trained_model(
     *,
     for_stages: bool = False,
     reads_weights: bool = False,
+    score_head: bool = False,
 ) -> Any:
     """Return the model to train, with adapters if the method has them.
 
-    `for_stages` is for a pipeline, whose ranks load only their stage. `reads_weights`: the caller computes with weights
+    `for_stages` is for a pipeline, whose ranks load only their stage. With a `score_head` it returns a score per
+    sequence. `reads_weights`: the caller computes with weights
     before FSDP2 shards them, in fp32.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
@@ -287,7 +292,15 @@ def trained_model(
     converted_later = context.engine == "fsdp2" and settings.method == "full" and not reads_weights
     is_mixed = context.arguments.mixed_precision in ("bf16", "fp16")
     with stored_precision() if converted_later and is_mixed else contextlib.nullcontext():
-        model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
+        model = load_model(
+            source,
+            load_config(source),
+            dtype,
+            seed,
+            engine=context.engine,
+            for_stages=for_stages,
+            score_head=score_head,
+        )
     if settings.method != "full":
         model = add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed")
     return model

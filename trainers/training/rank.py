@@ -8,6 +8,7 @@ from ...ds_configs.specs.layout import Layout
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..counting.counts import Estimate
 from ..parallel.trainer_for import planned_parallelism
+from ..preferences.trainer import evaluated, task_trainer
 from ..runs.ranks import (
     RankContext,
     TrainingTask,
@@ -28,6 +29,8 @@ class TrainTask(TrainJob, TrainingTask):
     def build(self, context: RankContext) -> Any:
         prepare_model_directory_save(context.arguments)
         plan = context.plan
+        if self.settings.task != "sft":
+            return self._task_trainer(context)
         parallelism = planned_parallelism(plan)
         trainer = parallelism.make_trainer(
             model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
@@ -44,15 +47,36 @@ class TrainTask(TrainJob, TrainingTask):
         trainer.add_callback(EvaluateBeforeTraining())
         return trainer
 
+    def _task_trainer(self, context: RankContext) -> Any:
+        from transformers import TrainerCallback
+
+        trainer = task_trainer(self.model, self.settings, context, reward=self.settings.reward)
+
+        class EvaluateBeforeTraining(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if not state.global_step:
+                    trainer.evaluate()
+
+        trainer.add_callback(EvaluateBeforeTraining())
+        return trainer
+
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
+        if self.settings.task != "sft":
+            trainer.evaluate()
+            evaluations = {"before": evaluated(trainer, first=True), "after": evaluated(trainer, first=False)}
+            self._save(trainer)
+            return result_fields({"before": None, "after": None}) | {"evaluations": evaluations}
         after = held_out(trainer, context.plan.chosen.layout)
+        self._save(trainer)
+        return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
+
+    def _save(self, trainer: Any) -> None:
         save_model_directory(
             trainer,
             self.output_dir,
             allow_nonfinite=self.settings.allow_nonfinite,
             starting=starting_weights(self.model, self.settings),
         )
-        return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
 
 
 def held_out(trainer: Any, layout: Layout) -> Estimate | None:

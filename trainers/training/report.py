@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import nan
 from typing import Any
 
 from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
@@ -29,6 +30,8 @@ class TrainResult(StepResult):
     before_standard_error: float | None
     """Of `before`, over samples; `None` if ranks share samples, and for a single sample."""
     after_standard_error: float | None
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a task other than `sft`: what TRL's trainer measures on the held-out rows `before` and `after` training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -40,6 +43,11 @@ class TrainOutcome(LaunchedOutcome):
 
     def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         result = self.result
+        if result.evaluations:
+            first = result.evaluations["before"]
+            last = result.evaluations["after"].items()
+            rows = [(name, f"{first.get(name, nan):.4f}", f"{value:.4f}") for name, value in last]
+            return ("held-out rows", "before", "after"), rows
         if result.before is None or result.after is None:
             return ("", "before", "after"), [("cross-entropy, nats per token", "not measured", "not measured")]
         before = Estimate(value=result.before, standard_error=result.before_standard_error)
@@ -57,6 +65,7 @@ class TrainOutcome(LaunchedOutcome):
                 "before": self.result.before_standard_error,
                 "after": self.result.after_standard_error,
             },
+            **({"task": self.settings.task, "evaluations": self.result.evaluations} if self.result.evaluations else {}),
             **self.speed(),
         }
 
@@ -64,7 +73,9 @@ class TrainOutcome(LaunchedOutcome):
         source, model, adapter = self.statistics.source_name, self.model, self.settings.method != "full"
         name = "QLoRA" if self.settings.method == "qlora" else "LoRA"
         method = f" with {name} adapters of rank {self.settings.lora_rank}" if adapter else ""
-        lead = f"{code(shown_name(model))} trained on {code(source)}{method}: cross-entropy of the labelled tokens."
+        task = self.settings.task
+        measured = "cross-entropy of the labelled tokens" if task == "sft" else f"{task.upper()}, by TRL's trainer"
+        lead = f"{code(shown_name(model))} trained on {code(source)}{method}: {measured}."
         return card_text(
             f"{title_of(model)}, trained on {source}",
             [lead, usage(adapter=adapter), *self.card_results()],

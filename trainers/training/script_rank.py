@@ -16,13 +16,14 @@ from ...plugins.accelerate import repeated_samples, serve_scripts_on_cpu_ranks
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
-from ...plugins.trl import weigh_token_means
+from ...plugins.trl import train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..exact import make_exact
 from ..parallel.trainer_for import (
     PlannedParallelism,
     attach_long_sequences,
     check_balance_of_batches,
+    check_learned_positions,
     planned_parallelism,
 )
 from ..runs.out_of_memory import memory_errors
@@ -129,7 +130,8 @@ def carry_axes(plan: Plan) -> None:
                 callback.prepare(args, model)
             make(trainer, model, args, *rest, **settings)
             check_balance_of_batches(trainer)
-            weigh_token_means(trainer)
+            check_learned_positions(trainer)
+            train_as_one_process(trainer, layout.tp)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
             try:

@@ -10,10 +10,11 @@ from pydantic import Field
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
-from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, adapter_errors
+from ...ds_configs.specs.errors import ConfigError, collecting
+from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, TaskFields, adapter_errors
 from ...ds_configs.specs.settings import NamedValues
-from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
+from ...ds_configs.specs.tasks import TASKS
+from ...plugins.transformers.training_arguments import class_of_task, package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
 _OPTIONS_OF_ARGUMENTS = {
@@ -39,11 +40,11 @@ _UNCOUNTED_ARGUMENTS = {
     "auto_find_batch_size": "would train on different batches from the planned ones",
 }
 """Switches of `TrainingArguments` whose effect the report would not show."""
-_PLANNED = frozenset(JobSettings.model_fields) - {"revision"}
+_PLANNED = frozenset(JobSettings.model_fields) - {"revision", "reward"}
 """Options whose values a plan fixes."""
 
 
-class TrainSettings(LaunchedSettings, KernelFields, LayoutFields):
+class TrainSettings(LaunchedSettings, KernelFields, LayoutFields, TaskFields):
     """Every setting of `shardwright train`."""
 
     group = "Training"
@@ -54,6 +55,10 @@ class TrainSettings(LaunchedSettings, KernelFields, LayoutFields):
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
+    reference: str | None = Field(
+        None, description="Frozen model whose log-probabilities a task compares. Default: the model itself"
+    )
+    reward: str | None = Field(None, description="Reward of completions: FILE.py:FUNCTION, or a reward model")
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     arg: NamedValues = Field({}, description="NAME=VALUE of TrainingArguments, such as weight_decay=0.1; repeatable")
 
@@ -82,7 +87,10 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
             ConfigError(where=name, value=getattr(settings, name), rule=rule, fix=fix)
             for name in sorted(_PLANNED & settings.model_fields_set)
         ]
-    errors += unknown_argument_errors(settings.arg)
+    kind = None
+    with collecting(errors):
+        kind = class_of_task(TASKS[settings.task].config or "transformers.TrainingArguments")
+    errors += unknown_argument_errors(settings.arg, kind)
     for name, value in settings.arg.items():
         if option := _OPTIONS_OF_ARGUMENTS.get(name):
             errors.append(ConfigError(where=f"arg {name}", value=value, rule="has its own option", fix=f"use {option}"))

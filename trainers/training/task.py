@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ..data.samples import packed_if_possible
+from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
+from ..preferences.data import in_complete_batches, task_samples
+from ..preferences.trainer import is_reward_function, task_errors
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
@@ -105,7 +109,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    errors = train_settings_errors(settings)
+    errors = train_settings_errors(settings) + task_errors(settings.task, reward=settings.reward)
     sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
     errors += run_output_errors(request, sources)
     written_plan = loaded = hardware = tokenizer = samples = None
@@ -139,7 +143,13 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             tokenizer = own_tokenizer
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            samples = named_samples(settings, tokenizer)
+            samples = named_samples(settings, tokenizer, read=_reader(settings))
+    seconds: dict[str, Any] = {}
+    for role in ("reference", "reward") if written_plan is None else ():
+        name = getattr(settings, role)
+        if name is not None and not is_reward_function(name):
+            with collecting(errors):
+                seconds[role] = load_model_spec(name).spec
     if errors:
         raise UsageError(errors)
     assert loaded and hardware and tokenizer and samples, "each failure added an error"
@@ -148,8 +158,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     plan = written_plan
     if plan is None:
         # Liger computes the loss too, unless it is chosen.
-        automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
-        job = training_job(settings, hardware, **({"loss": "auto"} if automatic else {}))
+        automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
+        job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
@@ -159,6 +169,12 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         errors.append(ConfigError(where=where, value=batch_size, rule=rule, fix="omit it"))
     if errors:
         raise UsageError(errors)
+    if settings.task != "sft":
+        layout = plan.chosen.layout
+        samples = in_complete_batches(samples, layout.micro_batch_size * layout.data_parallel_size)
+        return PreparedTrain(
+            model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
+        )
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
         samples,
@@ -177,15 +193,27 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     )
 
 
+def _reader(settings: TrainSettings) -> Callable[[Any, Any], Samples]:
+    """Return what makes samples of the settings' task from its dataset."""
+    if settings.task == "sft":
+        return stated_samples
+    job = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
+    return partial(task_samples, settings.task, completion_tokens=job.generated_tokens)
+
+
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
     """Return the settings with the plan's values and the planned commit of the model."""
-    if seconds := plan.job.second_models:
+    if settings.reward is not None and not is_reward_function(settings.reward):
+        rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
+        raise UsageError(ConfigError(where="reward", value=settings.reward, rule=rule, fix=fix))
+    if (seconds := plan.job.second_models) and plan.job.task == "sft":
         rule = f"has the {seconds[0].role} {seconds[0].spec.name}, but train uses none"
         command = train_arguments(plan, directory=settings.plan or "")[1]
         fix = f"plan without a {seconds[0].role}" + (f", or use {command}" if command != "train" else "")
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
-    return as_planned(settings, plan).model_copy(update={"revision": revision})
+    models = {role: spec.name for role in ("reference", "reward") if (spec := getattr(plan.job, role)) is not None}
+    return as_planned(settings, plan).model_copy(update={"revision": revision} | models)
 
 
 def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:

@@ -91,6 +91,12 @@ def tune(
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
+    if plan.job.task != "sft":
+        rule, fix = (
+            "is not what trials run, which are supervised steps",
+            "measure a short `shardwright train --max-steps`",
+        )
+        errors.append(ConfigError(where="task", value=plan.job.task, rule=rule, fix=fix))
     for second in plan.job.second_models:
         rule = "is not loaded by trials"
         errors.append(ConfigError(where=second.role, value=second.spec.name, rule=rule, fix="plan without it"))

@@ -205,13 +205,16 @@ def test_the_class_follows_from_keys_values_and_the_name_of_the_file() -> None:
     assert names({"packing": True}, "dpo.yaml") == ["SFTConfig"]
 
 
-def test_a_file_that_fits_several_classes_has_their_common_findings() -> None:
+def test_what_holds_for_some_of_several_classes_is_a_warning() -> None:
     text = yaml.safe_dump({**MODEL, "num_generations": 1, "sync_ref_model": True})
     findings = check_text(text, filename="run.yaml")
     assert found(findings, E, "num_generations", "at least 2")
-    assert not found(findings, E, "sync_ref_model", "requires beta above 0")
+    assert found(findings, W, "sync_ref_model", "if the file is for GRPOConfig: requires beta above 0")
     assert found(findings, W, "", "pass --task grpo or rloo"), findings
     assert found(check_text(text, filename="run.yaml", task="grpo"), E, "sync_ref_model", "requires beta above 0")
+    findings = check_text(yaml.safe_dump({**MODEL, "beta": 0, "sync_ref_model": True}), filename="run.yaml")
+    assert found(findings, W, "beta", "if the file is for DPOConfig or KTOConfig: makes the loss constant")
+    assert found(findings, W, "sync_ref_model", "if the file is for GRPOConfig or RLOOConfig: requires beta")
 
 
 def launched(directory: Path, keys: dict[str, Any], **files: Any) -> tuple[Any, ...]:

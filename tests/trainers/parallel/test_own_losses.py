@@ -20,6 +20,7 @@ from shardwright.trainers.parallel.trainer_for import (
     MULTIPLY_BY_RANKS,
     PlannedParallelism,
     check_balance_of_batches,
+    check_learned_positions,
     check_second_models,
     parallelism_of,
 )
@@ -75,6 +76,34 @@ def test_trl_still_averages_over_the_tokens_of_a_rank() -> None:
         source = inspect.getsource(kind.concatenated_forward)
         assert "CrossEntropyLoss()" in source
         assert "rejected_logits, chosen_nll_loss)" in source or "rejected_logits, nll_loss)" in source
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_trl_still_shuffles_the_completions_of_a_rank(name: str) -> None:
+    import trl
+    from trl.trainer.utils import shuffle_sequence_dict
+
+    assert "shuffle_sequence_dict" in names_in(getattr(trl, name)._prepare_inputs)
+    assert "gather" not in names_in(shuffle_sequence_dict)
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_trl_still_gathers_rewards_without_checking_them(name: str) -> None:
+    import trl
+
+    names = names_in(getattr(trl, name)._calculate_rewards)
+    assert {"gather", "isnan"} <= names and not names & {"isfinite", "gather_object"}
+
+
+def test_generate_still_samples_from_one_random_state() -> None:
+    from transformers import GenerationMixin
+
+    assert "multinomial" in names_in(GenerationMixin._sample)
+    assert "_get_logits_processor" in names_in(GenerationMixin.generate)
+    # The last processor reads what all others left.
+    assert "generator" not in names_in(GenerationMixin._sample)
 
 
 def layout(name: str) -> PlannedParallelism:
@@ -161,13 +190,15 @@ def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> Non
         (DPOTrainer, {"loss_type": ["sigmoid", "aot"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["aot_unpaired"]}, "loss_type"),
         (DPOTrainer, {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "use_weighting"),
-        (GRPOTrainer, {"loss_type": "bnpo"}, "loss_type"),
+        (GMPOTrainer, {"loss_type": "bnpo"}, "loss_type"),
         (GMPOTrainer, {"loss_type": "grpo", "entropy_coef": 0.1}, "entropy_coef"),
         (GRPOTrainer, {"loss_type": "dapo", "use_adaptive_entropy": True}, "entropy_coef"),
         (SDPOTrainer, {"loss_type": "dapo"}, "loss_type"),
     ):
         assert rejected_class(kind, "zero1", **args).startswith(f"{setting} "), (kind, args)
-    exact = [(GRPOTrainer, {"loss_type": name}) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")]
+    exact = [
+        (GRPOTrainer, {"loss_type": name}) for name in ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")
+    ]
     exact += [(DPOTrainer, {"loss_type": [name]}) for name in ("bco_pair", "sft", "sppo_hard", "ipo", "discopop")]
     for kind, args in exact:
         assert rejected_class(kind, "zero1", **args) == ""
@@ -193,6 +224,22 @@ def test_generating_trainers_reject_the_balance_loss_of_a_mixture_on_several_ran
         check(config, ranks=1, coefficient=coefficient)
         check(config, coefficient=0.0)
     check(LlamaConfig())
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_generating_trainers_reject_learned_positions_on_several_ranks(name: str) -> None:
+    import trl
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    trainer: Any = object.__new__(getattr(trl, name))
+    learned = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=32))
+    for ranks, model in ((1, learned), (2, llama(hidden_size=16))):
+        trainer.model, trainer.args = model, SimpleNamespace(world_size=ranks)
+        check_learned_positions(trainer)
+    trainer.model = learned
+    with pytest.raises(UsageError, match=r"learned positions.*or one process"):
+        check_learned_positions(trainer)
 
 
 @pytest.mark.needs("trl")

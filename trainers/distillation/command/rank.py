@@ -20,14 +20,24 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
+        from ..served_teacher import ServedTeacher
         from ..teacher_cache import CachedTeacherDataset, TeacherCache
         from ..trainer import DistillationTrainer
 
         prepare_model_directory_save(context.arguments)
         settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
-        if settings.teacher_cache is None:
-            teacher: Any = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
+        if settings.teacher_url is not None:
+            teacher: Any = ServedTeacher(
+                settings.teacher_url,
+                model=self.teacher,
+                vocab_size=self.vocab_size,
+                top_k=settings.teacher_top_k,
+                timeout_seconds=settings.teacher_timeout,
+                allow_remote_http=settings.allow_remote_http,
+            )
+        elif settings.teacher_cache is None:
+            teacher = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
         else:
             teacher = TeacherCache.open(settings.teacher_cache)
             for name in ("train_dataset", "eval_dataset"):

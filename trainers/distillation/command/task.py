@@ -39,7 +39,13 @@ logger = logging.getLogger(__name__)
 
 
 def distill(
-    teacher: str, student: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
+    teacher: str | None,
+    student: str,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    **settings: Any,
 ) -> DistillationOutcome:
     """Distill a teacher into a student: plan, launch ranks, evaluate before and after, save with a model card.
 
@@ -47,7 +53,8 @@ def distill(
     ``shardwright.distill("teacher", "student", "distilled", dataset="python-help", max_steps=100).result.after``
 
     Args:
-        teacher: Hub id or directory; weights are read from safetensors.
+        teacher: Hub id or directory; weights are read from safetensors. With `teacher_url`, the name of a served model,
+            or `None` for the only one.
         student: Hub id or directory, or a `config.json` for random weights.
         output_dir: Directory for the student, with plan and report.
         resume: Resume from the last checkpoint in `output_dir`.
@@ -82,7 +89,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
     @property
     def models(self) -> dict[str, str]:
-        return {"revision": self.student} | ({} if self.settings.teacher_cache else {"teacher_revision": self.teacher})
+        return {"revision": self.student} | ({"teacher_revision": self.teacher} if self.settings.runs_teacher else {})
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
@@ -106,9 +113,11 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
 
 def prepare_distillation(
-    settings: DistillSettings, teacher: str, student: str, request: RunRequest
+    settings: DistillSettings, teacher: str | None, student: str, request: RunRequest
 ) -> PreparedDistillation:
     """Check settings, models and data, report all errors together, and plan.
+
+    `teacher` is the name of a served model, or `None`, with `settings.teacher_url`.
 
     Raises:
         UsageError: all errors together.
@@ -116,7 +125,12 @@ def prepare_distillation(
         PlanDoesNotFitError: no layout fits.
     """
     errors = distill_settings_errors(settings)
-    sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
+    is_served = settings.teacher_url is not None
+    sources = {
+        "the teacher": None if is_served else teacher,
+        "the student": student,
+        "the teacher cache": settings.teacher_cache,
+    }
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(errors):
         distillation_config(settings, None)
@@ -128,33 +142,41 @@ def prepare_distillation(
     with collecting(errors):
         loaded_student = load_model_spec(student, revision=settings.revision)
         refuse_other_formats(Path(student), where="student", fix=CONVERTED)
-    with collecting(errors):
-        loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
-    if loaded_student is not None and loaded_teacher is not None:
+    if not is_served:
         with collecting(errors):
-            settings, tokenizer, vocab_size = _with_tokenizers(settings, teacher, student)
+            if teacher is None:
+                rule, fix = "is missing", "pass TEACHER STUDENT, or the address of a served teacher with --teacher-url"
+                raise UsageError(ConfigError(where="teacher", rule=rule, fix=fix))
+            loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
+    if loaded_student is not None and (loaded_teacher is not None or is_served):
+        with collecting(errors):
+            settings, tokenizer, vocab_size = _with_tokenizers(settings, None if is_served else teacher, student)
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
-            if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+            if teacher is not None and settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher)
+    if is_served and tokenizer is not None and samples is not None and not errors:
+        teacher = _served_name(settings, teacher, tokenizer, vocab_size, samples)
     if errors:
         raise UsageError(errors)
-    assert hardware and loaded_student and loaded_teacher and tokenizer and samples, "what failed left an error"
-    own, other = loaded_student.spec.parameter_count, loaded_teacher.spec.parameter_count
+    assert hardware and loaded_student and tokenizer and samples and teacher, "what failed left an error"
+    # A server holds the teacher: of its sizes only the vocabulary counts here, which is the student's.
+    spec = replace(loaded_student.spec, name=teacher) if loaded_teacher is None else loaded_teacher.spec
+    own, other = loaded_student.spec.parameter_count, spec.parameter_count
     if own > other:
         logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
     if settings.on_policy and settings.prompt_tokens is None and samples.statistics.kind == "text":
         # Every token of plain text has a label, so the student completes the first half of a sample.
         settings = settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
-    placement = "cached" if settings.teacher_cache else settings.teacher_placement
-    job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
+    placement = settings.teacher_placement if settings.runs_teacher else "cached"
+    job = training_job(settings, hardware, teacher=spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     if errors := settings.engine_errors(plan.chosen.layout.engine):
         raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]
-    if not settings.teacher_cache:
+    if settings.runs_teacher and loaded_teacher is not None:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))
     obstacle = None
     if settings.on_policy:
@@ -172,13 +194,21 @@ def prepare_distillation(
     )
 
 
-def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[DistillSettings, Any, int]:
-    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have."""
+def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: str) -> tuple[DistillSettings, Any, int]:
+    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have.
+
+    Without a teacher, because a server has it, the tokens are the student's.
+    """
     own = StartingModel(model=student, revision=settings.revision)
-    other = StartingModel(model=teacher, revision=settings.teacher_revision)
-    config, teacher_config = load_config(own), load_config(other)
-    fitting = with_positions(settings, config, teacher_config)
+    config = load_config(own)
     width = config.get_text_config().vocab_size
+    if teacher is None:
+        tokenizer = load_tokenizer(own, width)
+        set_chat_template(tokenizer, settings.chat_template)
+        return with_positions(settings, config), tokenizer, int(max(tokenizer.get_vocab().values())) + 1
+    other = StartingModel(model=teacher, revision=settings.teacher_revision)
+    teacher_config = load_config(other)
+    fitting = with_positions(settings, config, teacher_config)
     taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
     if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
         largest = max(taught.get_vocab().values())
@@ -192,6 +222,24 @@ def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> t
         tokenizer = load_tokenizer(own, width)
     set_chat_template(tokenizer, settings.chat_template)
     return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
+
+
+def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vocab_size: int, samples: Samples) -> str:
+    """Return the name of the served model, after requests that check it; raises as `ServedTeacher.check`."""
+    from ..served_teacher import ServedTeacher
+
+    assert settings.teacher_url is not None
+    served = ServedTeacher(
+        settings.teacher_url,
+        model=name or "",
+        vocab_size=vocab_size,
+        top_k=settings.teacher_top_k,
+        timeout_seconds=settings.teacher_timeout,
+        allow_remote_http=settings.allow_remote_http,
+    )
+    texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in (*samples.train[:2], *samples.evaluation[:2])]
+    served.check(tokenizer, seq_len=settings.seq_len, texts=texts, chosen=name)
+    return served.model
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:

@@ -1,0 +1,95 @@
+"""Plans of preference and reinforcement learning: second models, generation, and GPUs of a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planning import public_model
+from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+
+QWEN, LLAMA = public_model("Qwen/Qwen2.5-7B"), public_model("meta-llama/Llama-3.1-70B")
+
+
+def planned(hardware: str, model: Any = QWEN, **fields: Any) -> Plan:
+    return make_plan(model, parse_hardware(hardware), TrainingJob(seq_len_tokens=2048, **fields))
+
+
+def test_a_pair_has_two_sequences_and_a_reference() -> None:
+    dpo, orpo = (planned("8xA100-80GB", task=task, global_batch_size=64) for task in ("dpo", "orpo"))
+    assert dpo.job.reference == QWEN and orpo.job.reference is None
+    assert dpo.chosen.placements["reference"].placement == "replica"
+    tokens = dpo.chosen.time.tokens_per_second * dpo.chosen.time.seconds
+    assert tokens == pytest.approx(2 * 64 * 2048)
+    assert dpo.training_arguments("out")["max_length"] == 2048 and dpo.training_arguments("out")["beta"] == 0.1
+
+
+def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as_reference() -> None:
+    with pytest.raises(PlanDoesNotFitError, match="would fit: --method lora"):
+        planned("1xRTX4090", task="dpo")
+    plan = planned("1xRTX4090", task="dpo", method="qlora")
+    assert plan.chosen.placements["reference"].placement == "shared"
+
+
+def test_a_reference_under_zero3_is_sharded_and_colocated_vllm_has_a_share() -> None:
+    plan = planned("8xH100-80GB", task="grpo", beta=0.04, strategy="zero3", completion_tokens=1024)
+    assert plan.chosen.placements["reference"].placement == "sharded"
+    arguments = plan.training_arguments("out")
+    assert plan.job.generation == "vllm" and arguments["vllm_mode"] == "colocate" and arguments["use_vllm"]
+    share = plan.chosen.memory.gpu.terms["vllm_engine"] / plan.hardware.gpu_bytes
+    assert arguments["vllm_gpu_memory_utilization"] == pytest.approx(share, abs=1e-9)
+    assert arguments["num_generations"] == 8 and plan.chosen.layout.global_batch_size % 8 == 0
+    assert {"generation_decode", "weight_synchronization"} <= plan.chosen.time.terms.keys()
+    with pytest.raises(UsageError, match="whose weights only the first rank has; use ZeRO-3, adapters, or --beta 0"):
+        planned("8xH100-80GB", task="grpo", beta=0.04, strategy="fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("hardware", "model", "trained", "served", "ranks_of_engine"),
+    [("8xH100-80GB", QWEN, "7xH100-80GB", 1, 1), ("2x8xH100-80GB", LLAMA, "8xH100-80GB", 8, 4)],
+)
+def test_a_server_has_gpus_of_its_own(
+    hardware: str, model: Any, trained: str, served: int, ranks_of_engine: int
+) -> None:
+    method = "full" if model is QWEN else "lora"
+    plan = planned(hardware, model, task="grpo", generation="vllm-server", method=method)
+    assert plan.hardware.name == trained and plan.job.vllm_gpus == served
+    assert plan.job.vllm_tensor_parallel_size == ranks_of_engine
+    assert f"{served} GPU(s) serve completions" in plan.chosen.reason
+    assert plan.training_arguments("out")["vllm_mode"] == "server"
+    assert not plan.chosen.memory.gpu.terms.get("vllm_engine")
+
+
+def test_too_few_gpus_for_a_split_are_one_line() -> None:
+    for hardware, model in (("1xH100-80GB", QWEN), ("4xH100-80GB", LLAMA)):
+        with pytest.raises(UsageError, match=r"GPUs or more for the server, and others that train: .* has [14]"):
+            planned(hardware, model, task="grpo", generation="vllm-server", method="lora")
+
+
+def test_fields_of_other_tasks_are_errors_together() -> None:
+    with pytest.raises(UsageError) as raised:
+        planned("8xA100-80GB", beta=0.1, num_generations=4, reference=QWEN, vllm_sleep="on")
+    assert str(raised.value).splitlines() == [
+        "beta = 0.1: is not used by task sft; use --task dpo or kto or grpo or rloo or ppo, or omit it",
+        "num_generations = 4: is not used by task sft; use --task grpo or rloo, or omit it",
+        "vllm_sleep = 'on': is not used by task sft; use --task grpo or rloo, or omit it",
+        f"reference = {QWEN.name!r}: is not used by task sft; use --task dpo or kto or grpo or rloo or ppo, or omit it",
+    ]
+    for fields, rule in (
+        ({"task": "gkd"}, "teacher: is required by task gkd; pass --teacher MODEL"),
+        ({"task": "ppo", "reward": QWEN}, "value: is required by task ppo"),
+        ({"task": "dpo", "loss": "chunked"}, "loss = 'chunked': is not used by task dpo"),
+        ({"task": "grpo", "completion_tokens": 2048}, "must be less than the 2048 tokens of a sequence"),
+        ({"task": "grpo", "num_generations": 1}, "must be at least 2"),
+        ({"task": "grpo", "vllm_gpus": 2}, "is used by a vLLM server only"),
+        ({"task": "grpo", "generation": "transformers", "vllm_sleep": "on"}, "is not used by generation transformers"),
+        (
+            {"task": "grpo", "num_generations": 3, "global_batch_size": 8},
+            "divide the 8 completions of a generation",
+        ),
+    ):
+        with pytest.raises(UsageError, match=rule):
+            planned("8xA100-80GB", **fields)

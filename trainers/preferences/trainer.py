@@ -1,0 +1,142 @@
+"""The trainer of a preference or reinforcement learning task on a rank: TRL's, for the layout of the plan."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import GROUPED_TASKS
+from ...ds_configs.specs.tasks import TASKS, TaskName
+from ...plugins.transformers.second_model import load_second_model, shard_by_layer
+from ...plugins.transformers.sound_model import load_causal_lm
+from ...plugins.transformers.training_arguments import class_of_task
+from ..parallel.trainer_for import planned_parallelism
+from ..runs.ranks import RankContext, trained_model
+from ..runs.settings import LaunchedSettings
+
+
+def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *, reward: str | None) -> Any:
+    """Return TRL's trainer of the planned task, with its reference and `reward`.
+
+    TRL loads a reference that is the trained model itself, or computes it ahead, and shards it as the engine does.
+    Under FSDP2 the ranks other than the first would give it no weights, so that every rank loads it here.
+    """
+    plan, job = context.plan, context.plan.job
+    task = TASKS[job.task]
+    assert task.trainer is not None, "rejected before ranks start"
+    further: dict[str, Any] = {}
+    reference = job.reference
+    if reference is not None and job.task not in GROUPED_TASKS:
+        placement = plan.chosen.placements["reference"].placement
+        is_other = reference.name != plan.model.name
+        if is_other or (placement == "sharded" and context.engine == "fsdp2"):
+            name, revision = (reference.name, None) if is_other else (model, settings.revision)
+            further["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(context))
+            if context.engine == "fsdp2":
+                # TRL would gather all of it as one unit.
+                arguments = context.arguments
+                shard_by_layer(further["ref_model"], arguments.device.type, arguments.world_size)
+    if job.task in GROUPED_TASKS:
+        further["reward_funcs"] = [_reward(reward, context)]
+    train_dataset, eval_dataset = context.samples
+    return planned_parallelism(plan).make_trainer(
+        model=trained_model(model, settings, context, score_head=job.task == "reward"),
+        trainer_class=class_of_task(task.trainer),
+        args=context.arguments,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=context.tokenizer,
+        **further,
+    )
+
+
+def _compute_type(context: RankContext) -> Any:
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
+
+
+def _reward(name: str | None, context: RankContext) -> Any:
+    """Return a reward function, or a reward model."""
+    assert name is not None, "rejected before ranks start"
+    if is_reward_function(name):
+        return reward_function(name)
+    from accelerate.utils import patch_environment
+
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        return load_causal_lm(name, score_head="stored", dtype=_compute_type(context))
+
+
+def is_reward_function(name: str) -> bool:
+    """Return whether a reward is `FILE.py:FUNCTION` instead of a model.
+
+    >>> is_reward_function("rewards.py:accuracy"), is_reward_function("org/reward-model")
+    (True, False)
+    """
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def reward_function(name: str) -> Callable[..., Any]:
+    """Return a function of a Python file, `FILE.py:FUNCTION`, which gets prompts, completions and the other columns.
+
+    Raises:
+        UsageError: there is no such file or function, or the file cannot be run.
+    """
+    file, _, attribute = name.rpartition(":")
+    path = Path(file)
+    error = ConfigError(where="reward", value=name, rule="has no such file", fix="pass FILE.py:FUNCTION")
+    if not path.is_file():
+        raise UsageError(error)
+    spec = importlib.util.spec_from_file_location(f"shardwright_reward_{path.stem}", path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as failure:
+        rule = f"fails when it is imported ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
+        raise UsageError(ConfigError(where="reward", value=name, rule=rule)) from failure
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if function is None or not callable(function):
+        known = ", ".join(sorted(own for own, value in vars(module).items() if callable(value) and own[0] != "_"))
+        rule = f"has no function {attribute}"
+        raise UsageError(ConfigError(where="reward", value=name, rule=rule, fix=f"it has {known}" if known else ""))
+    return function
+
+
+_OF_SPEED = ("runtime", "per_second", "num_tokens", "step_time")
+
+
+def evaluated(trainer: Any, *, first: bool) -> dict[str, float]:
+    """Return the numbers of the first or the last evaluation in the Trainer's log, without those of its speed."""
+    entries = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if first:
+        entries = [entry for entry in entries if entry["step"] == 0]
+    entry = entries[0 if first else -1] if entries else {}
+    return {
+        name.removeprefix("eval_"): float(value)
+        for name, value in entry.items()
+        if name.startswith("eval_") and not name.endswith(_OF_SPEED)
+    }
+
+
+def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
+    """Return the errors of a task's settings that are known before data and model are read."""
+    errors = []
+    if TASKS[task].trainer is None:
+        rule = f"can be planned, but trl 1.16.0 has no trainer for {task}"
+        errors.append(ConfigError(where="task", value=task, rule=rule, fix="use --task grpo or rloo"))
+    if task == "gkd":
+        rule, fix = "is a command of its own", "use shardwright distill TEACHER STUDENT --on-policy"
+        errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
+    if task in GROUPED_TASKS and reward is None:
+        rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"
+        errors.append(ConfigError(where="reward", rule=rule, fix=fix))
+    elif reward is not None and is_reward_function(reward):
+        try:
+            reward_function(reward)
+        except UsageError as error:
+            errors += error.errors
+    return errors
