@@ -177,9 +177,15 @@ class ServedTeacher:
         )
 
     def check(
-        self, tokenizer: PreTrainedTokenizerBase, *, seq_len: int, texts: Sequence[str], chosen: str | None
+        self, tokenizer: PreTrainedTokenizerBase, *, longest_tokens: int, texts: Sequence[str], chosen: str | None
     ) -> None:
-        """Select the served model, and check it with requests before a run; `chosen` is the requested name.
+        """Select the served model, and check it with requests before a run.
+
+        Args:
+            tokenizer: The student's.
+            longest_tokens: Tokens of the longest sample, with completions of the student.
+            texts: Texts that both must split into the same tokens.
+            chosen: The requested name of a model; `None` for the only one.
 
         Raises:
             UsageError: the server has no such model, another tokenizer, or too low limits; all errors together.
@@ -198,17 +204,17 @@ class ServedTeacher:
             raise UsageError(ConfigError(where="teacher", value=chosen, rule=rule, fix=fix))
         self.model = chosen or next(iter(served))
         errors: list[ConfigError] = []
-        longest = served[self.model].get("max_model_len")
-        if isinstance(longest, int) and seq_len >= longest:
-            rule = f"the server reads at most {longest} tokens, one of which it generates"
-            fix = f"use --seq-len {longest - 1}, or serve with --max-model-len {seq_len + 1}"
-            errors.append(ConfigError(where="seq_len", value=seq_len, rule=rule, fix=fix))
+        most = served[self.model].get("max_model_len")
+        if isinstance(most, int) and longest_tokens >= most:
+            rule = f"the server reads at most {most} tokens, one of which it generates; samples have {longest_tokens}"
+            fix = f"serve with --max-model-len {longest_tokens + 1}, or lower --seq-len or --max-new-tokens"
+            errors.append(ConfigError(where="teacher_url", value=self.url, rule=rule, fix=fix))
         special = "".join(map(str, tokenizer.all_special_tokens))
-        for text in (PROBE_TEXT, special, *texts):
+        for text in filter(None, (PROBE_TEXT, special, *texts)):
             own = tokenizer(text, add_special_tokens=False)["input_ids"]
             body = {"model": self.model, "prompt": text, "add_special_tokens": False}
             others = self._request("/tokenize", body, limit_seconds=_CHECK_SECONDS).get("tokens")
-            if text and own != others:
+            if own != others:
                 at = next((at for at, pair in enumerate(zip(own, others or (), strict=False)) if len({*pair}) > 1), -1)
                 first = "counts differ" if at < 0 else f"token {at} is {own[at]} and {(others or own)[at]}"
                 rule = f"student and served teacher split {text[:40]!r} differently: {first}"
@@ -216,7 +222,7 @@ class ServedTeacher:
                 break
         if errors:
             raise UsageError(errors)
-        ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max(2, seq_len)]
+        ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][: max(2, longest_tokens)]
         self._answers([_Document(tokens=tuple(ids), positions=tuple(range(len(ids) - 1)))])
 
     def _requested(self, needed: Sequence[_Document]) -> dict[_Document, Future[list[Any]]]:

@@ -238,7 +238,11 @@ def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vo
         allow_remote_http=settings.allow_remote_http,
     )
     texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in (*samples.train[:2], *samples.evaluation[:2])]
-    served.check(tokenizer, seq_len=settings.seq_len, texts=texts, chosen=name)
+    longest = settings.seq_len
+    if settings.on_policy:
+        prompt = settings.prompt_tokens or (longest // 2 if samples.statistics.kind == "text" else longest)
+        longest = max(longest, prompt + settings.max_new_tokens)
+    served.check(tokenizer, longest_tokens=longest, texts=texts, chosen=name)
     return served.model
 
 
