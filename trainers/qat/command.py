@@ -27,7 +27,7 @@ from ..data.models import StartingModel, agreed_vocab_size, load_config, load_to
 from ..data.samples import packed_if_possible
 from ..data.sources import local_place
 from ..parallel.trainer_for import planned_parallelism
-from ..reports.markdown import card_text, code, license_line, usage
+from ..reports.report import card_text, code, license_line, usage
 from ..reports.runs import scheme_text
 from ..runs.inputs import (
     chosen_hardware,
@@ -49,10 +49,9 @@ from ..runs.ranks import (
     result_fields,
     trained_model,
 )
-from ..runs.report import LaunchedOutcome, StepResult, with_spreads
-from ..runs.run import PreparedTraining, run_training
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_training, with_spreads
 from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
-from ..verify.checkpoint import PROBE_ROWS, PROBE_TOKENS
+from ..verify import PROBE_ROWS, PROBE_TOKENS
 from .settings import (
     SELF,
     LabelLoss,

@@ -35,10 +35,10 @@ from ..formats.spqr import (
 )
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
-from ..reports.markdown import card_text, code, license_line, markdown, usage
+from ..reports.report import card_text, code, license_line, markdown, usage
 from ..reports.runs import quantization_report, serving_text
 from ..runs.settings import REPORT_FILE
-from ..verify.checkpoint import (
+from ..verify import (
     PROBE_ROWS,
     PROBE_TOKENS,
     Verification,
