@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .trainers.qat.command.task import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
-    from .trainers.training.own_script import trainer_for
+    from .trainers.training.rank import trainer_for
     from .trainers.training.task import train
-    from .trainers.tuning.tune import tune
+    from .trainers.tuning import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -59,8 +59,8 @@ _HOMES = {
     "rehearse": ".trainers.rehearsal.rehearse",
     "student": ".trainers.distillation.student.maker",
     "train": ".trainers.training.task",
-    "trainer_for": ".trainers.training.own_script",
-    "tune": ".trainers.tuning.tune",
+    "trainer_for": ".trainers.training.rank",
+    "tune": ".trainers.tuning",
 }
 
 

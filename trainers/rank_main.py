@@ -25,8 +25,8 @@ TASKS = {
     "qat": ".qat.command.rank:QATTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.worker:RehearsedScriptTask",
-    "tune": ".tuning.worker:TrialTask",
-    "script": ".training.script_rank:ScriptTask",
+    "tune": ".tuning:TrialTask",
+    "script": ".training.rank:ScriptTask",
 }
 """Module and class of each task."""
 

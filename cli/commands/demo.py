@@ -18,7 +18,7 @@ from ..options import Output
 from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
-    from ...trainers.training.report import TrainOutcome
+    from ...trainers.training.task import TrainOutcome
 
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

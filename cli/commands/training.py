@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from ...trainers.distillation.command.report import DistillationOutcome
     from ...trainers.qat.command.report import QATOutcome
     from ...trainers.qat.command.task import PreparedQAT
-    from ...trainers.runs.report import LaunchedOutcome
-    from ...trainers.runs.run import PreparedTraining
+    from ...trainers.runs.run import LaunchedOutcome, PreparedTraining
     from ...trainers.runs.settings import RunRequest
-    from ...trainers.training.report import TrainOutcome
+    from ...trainers.training.task import TrainOutcome
 
 Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
 

@@ -41,7 +41,7 @@ def tune_command(plan_dir: Path, *, options: Options[Flags] = FILLED) -> int:
     plan_dir
         Directory that `plan` wrote.
     """
-    from ...trainers.tuning.tune import tune
+    from ...trainers.tuning import tune
 
     output_dir = options.output_dir or (plan_dir if plan_dir.is_dir() else plan_dir.parent) / "tuned"
     # Some libraries log to stdout, which is for results only.
@@ -66,7 +66,7 @@ def show_tuned(plan: Plan, directory: Path) -> None:
     from rich.text import Text
 
     from ...ds_configs.search.reasons import display_name
-    from ...trainers.reports.plans import trial_rows
+    from ...trainers.reports.runs import trial_rows
     from ..show import console, print_rows, show_next
 
     out = console()

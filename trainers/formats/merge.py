@@ -30,7 +30,7 @@ from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
 from ..data.models import StartingModel, copy_companions, load_config, load_model
-from ..reports.markdown import card_text, code, license_line, usage
+from ..reports.report import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
 
 SCHEMA_VERSION = 1

@@ -36,7 +36,7 @@ from ...plugins.transformers.checkpoint_tensors import (
     stays_in_fp32,
 )
 from ..data.models import copy_companions
-from ..verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
+from ..verify import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from .rounding.attach import Attachment, checkpoint_name
 from .rounding.experts import fake_quantize_experts, is_fused_experts
 from .rounding.layers import (

@@ -28,10 +28,10 @@ from ..evaluation.measures import TextRequest, TextWindows
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
-from ..reports.markdown import card_text, code, license_line, markdown, usage
+from ..reports.report import card_text, code, license_line, markdown, usage
 from ..reports.runs import quantization_report, serving_text
 from ..runs.settings import REPORT_FILE
-from ..verify.checkpoint import (
+from ..verify import (
     PROBE_ROWS,
     PROBE_TOKENS,
     Verification,

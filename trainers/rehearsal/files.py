@@ -40,7 +40,7 @@ from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
-from ..runs.launch import launch_job
+from ..runs.run import launch_job
 from ..runs.settings import RankJob
 from .tasks import small_task
 

@@ -26,7 +26,7 @@ from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
 from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write_json
 from ..runs.settings import RankTask
-from ..training.script_rank import run_script
+from ..training.rank import run_script
 from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
 from .tasks import task_trainer
 

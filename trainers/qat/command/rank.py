@@ -18,7 +18,7 @@ from ...runs.ranks import (
     result_fields,
     trained_model,
 )
-from ...verify.checkpoint import PROBE_ROWS, PROBE_TOKENS
+from ...verify import PROBE_ROWS, PROBE_TOKENS
 from ..rounding.config import QATOptions
 from .settings import QATJob, teacher_distance_config
 

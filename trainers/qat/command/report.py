@@ -9,9 +9,9 @@ from typing import Any
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...counting.counts import Estimate
-from ...reports.markdown import card_text, code, license_line, usage
+from ...reports.report import card_text, code, license_line, usage
 from ...reports.runs import scheme_text
-from ...runs.report import LaunchedOutcome, StepResult, with_spreads
+from ...runs.run import LaunchedOutcome, StepResult, with_spreads
 from ...runs.settings import METRICS_FILE, REPORT_FILE
 from .settings import QATSettings, is_own_teacher
 

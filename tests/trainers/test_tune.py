@@ -16,8 +16,7 @@ from shardwright.plugins.launching.launch import Launch, LaunchFailedError
 from shardwright.plugins.planning import plan as make
 from shardwright.trainers.rank_main import read_task
 from shardwright.trainers.reports.make import report_html
-from shardwright.trainers.tuning.tune import tune
-from shardwright.trainers.tuning.worker import TrialTask
+from shardwright.trainers.tuning import TrialTask, tune
 from small_models import llama
 
 Behave = Callable[[str, TrialTask], Any]
@@ -55,8 +54,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, timeouts: list[float]) -> Callable[[B
             result = {"step_seconds": behave(labels[-1], task), "peak_allocated_bytes": 3_000_000}
             (file.parent / "result.json").write_text(json.dumps(result))
 
-        monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", launch_ranks)
-        monkeypatch.setattr("shardwright.trainers.runs.launch.compile_operators", lambda devices, optimizer: None)
+        monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", launch_ranks)
+        monkeypatch.setattr("shardwright.trainers.runs.run.compile_operators", lambda devices, optimizer: None)
         return labels
 
     return replaced

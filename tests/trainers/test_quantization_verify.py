@@ -9,10 +9,9 @@ from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.trainers import verify
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.verify import checkpoint as verify
-from shardwright.trainers.verify import reload_worker
-from shardwright.trainers.verify.checkpoint import (
+from shardwright.trainers.verify import (
     TOLERANCE,
     Verification,
     discard_failed,
@@ -101,8 +100,8 @@ def test_nan_logits_fail(written, monkeypatch):
     answers = {str(row): logits.clone() for row, logits in enumerate(reference.logits)}
 
     def reload(_, work, *__):
-        (work / reload_worker.FACTS).write_text("{}")
-        save_file(answers, work / reload_worker.LOGITS)
+        (work / verify.FACTS).write_text("{}")
+        save_file(answers, work / verify.LOGITS)
 
     monkeypatch.setattr(verify, "_reload", reload)
     assert verified(written, directory).largest_logit_difference == 0
