@@ -76,13 +76,40 @@ class TrialTask(RankTask):
 
     def run(self, work: Path) -> None:
         """Train on this rank; the first one writes the step times and the largest peak of all ranks."""
+        import torch
+
         plan = Plan.load(self.plan)
         meter = start_meter()
         with memory_errors(plan), ExitStack() as metered:
             metered.enter_context(meter)
             # Counting the tensors of CPU ranks slows every operator, so it ends before the first timed step.
             clock = self._clock(work, plan, meter, metered.close)
-            _train(self, plan, work, clock)
+            job, steps = plan.job, WARM_UP_STEPS + self.steps
+            settings = planned_training_arguments(plan) | _NO_OUTPUT
+            settings |= {"output_dir": str(work / "output"), "max_steps": steps}
+            arguments, engine = rank_arguments(settings, method=job.method)
+            if arguments.world_size != plan.hardware.world_size:
+                raise ShardwrightError(
+                    f"{arguments.world_size} ranks started, but the plan has {plan.hardware.world_size}"
+                )
+            vocab_size = plan.model.dimensions.vocab_size
+
+            class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
+                def __len__(self) -> int:
+                    return steps * plan.chosen.layout.global_batch_size
+
+                def __getitem__(self, index: int) -> dict[str, Any]:
+                    draw = torch.Generator().manual_seed(index)
+                    tokens_T = torch.randint(vocab_size, (job.seq_len_tokens,), generator=draw)
+                    return {"input_ids": tokens_T, "labels": tokens_T}
+
+            # 4-bit weights are quantized while they are loaded, so that random ones do not exist.
+            trainer = synthetic_trainer(plan, arguments, engine, RandomTokens(), random_weights=job.method != "qlora")
+            trainer.add_callback(clock)
+            trainer.train()
+            # A rank that exits while others communicate makes gloo abort them.
+            trainer.accelerator.wait_for_everyone()
+            trainer.accelerator.end_training()
 
     def _clock(self, work: Path, plan: Plan, meter: Meter, warmed_up: Callable[[], None]) -> PlanCallback:
         """Return the clock that ends a training that cannot win; it calls `warmed_up` before the first timed step."""
@@ -113,35 +140,6 @@ class TrialTask(RankTask):
                     write_json(result, work / RESULT_FILE)
 
         return TrialClock(plan, meter=meter)
-
-
-def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
-    import torch
-
-    job = plan.job
-    settings = planned_training_arguments(plan) | _NO_OUTPUT
-    settings |= {"output_dir": str(work / "output"), "max_steps": WARM_UP_STEPS + trial.steps}
-    arguments, engine = rank_arguments(settings, method=job.method)
-    if arguments.world_size != plan.hardware.world_size:
-        raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {plan.hardware.world_size}")
-    vocab_size = plan.model.dimensions.vocab_size
-
-    class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
-        def __len__(self) -> int:
-            return (WARM_UP_STEPS + trial.steps) * plan.chosen.layout.global_batch_size
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            draw = torch.Generator().manual_seed(index)
-            tokens_T = torch.randint(vocab_size, (job.seq_len_tokens,), generator=draw)
-            return {"input_ids": tokens_T, "labels": tokens_T}
-
-    # 4-bit weights are quantized while they are loaded, so that random ones do not exist.
-    trainer = synthetic_trainer(plan, arguments, engine, RandomTokens(), random_weights=job.method != "qlora")
-    trainer.add_callback(clock)
-    trainer.train()
-    # A rank that exits while others communicate makes gloo abort them.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
 
 
 DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0

@@ -83,7 +83,7 @@ def test_qlora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None
 def test_fsdp2_with_a_tiled_mlp_and_offloaded_layer_inputs_passes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwright.cli.commands.rehearse import show_rehearsal
+    from shardwright.cli.commands.trials import show_rehearsal
 
     features = {"tiled_mlp": "on", "offload_activations": "on", "gradient_checkpointing": "on", "loss": "chunked"}
     found = rehearse(written(tmp_path / "plan", strategy="fsdp2", **features), steps=STEPS)

@@ -167,16 +167,33 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
 
     def run(self, work: Path) -> None:
         """Run the script on this rank, and write a record."""
+        from transformers import TrainerCallback
+
         record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
         _exchange_model(self.model_name, str(work / "model"))
         _scale_arguments(self, work, record)
         plan = Plan.load(work)
+
+        class Recorder(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                record["trainers"] += 1
+                lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
+                record["errors"] += [line for line in lines if line.startswith(TRAINED_TYPE)]
+                try:
+                    keep_planned_memory(plan, args, kwargs.get("model"))
+                except UsageError as error:
+                    record["errors"].append(str(error))
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                if "loss" in (logs or {}):
+                    record["losses"].append(float(logs["loss"]))
+
         os.chdir(self.working_directory)
         os.environ["PWD"] = self.working_directory
         # Caches would be written to the directories of modules outside the copy.
         sys.dont_write_bytecode = True
         try:
-            run_script(plan, self.script, self.arguments, [_recorder(record, plan), ProgressSender])
+            run_script(plan, self.script, self.arguments, [Recorder, ProgressSender])
         finally:
             write_json(record, work / f"{SCRIPT_STAGE}-rank{os.environ.get('RANK', '0')}.json")
 
@@ -234,23 +251,3 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
         return scaled
 
     patches.apply("rehearsal-arguments", scaling)
-
-
-def _recorder(record: dict[str, Any], plan: Plan) -> type:
-    from transformers import TrainerCallback
-
-    class Recorder(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            record["trainers"] += 1
-            lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
-            record["errors"] += [line for line in lines if line.startswith(TRAINED_TYPE)]
-            try:
-                keep_planned_memory(plan, args, kwargs.get("model"))
-            except UsageError as error:
-                record["errors"].append(str(error))
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if "loss" in (logs or {}):
-                record["losses"].append(float(logs["loss"]))
-
-    return Recorder

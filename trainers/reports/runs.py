@@ -154,6 +154,16 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
+    reasons = [plan.chosen.reason]
+    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
+    has_teacher = data["kind"] != "qat" or data["teacher"]
+    settings = [(n, v) for n, v in data["settings"].items() if has_teacher or n not in _TEACHER_SETTINGS]
+    dataset = [(n.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for n, v in data["dataset"].items()]
+    tables = [
+        key_value_table([(n, data[n]) for n in ("model", "teacher", "student") if data.get(n)], "Models"),
+        key_value_table(settings, "Settings"),
+        key_value_table(dataset, "Data"),
+    ]
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
@@ -162,7 +172,7 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         charts=_training_charts(data, metrics, plan),
         sections=(
             *([_exported(data)] if kind == "qat" else []),
-            _training_settings(data, plan),
+            Section("Settings and data", reasons, tables=tables),
         ),
         command=data.get("command", ""),
         versions=data["versions"],
@@ -267,20 +277,6 @@ def _training_charts(data: Data, metrics: Metrics, plan: Plan) -> list[Chart]:
         source = f" The prediction uses the figures of {plan.hardware.gpu}: {plan.hardware.source}."
         charts.append(Chart(title, draw, f"Dashed: predicted.{source if plan.hardware.source else ''}"))
     return charts
-
-
-def _training_settings(data: Data, plan: Plan) -> Section:
-    reasons = [plan.chosen.reason]
-    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
-    has_teacher = data["kind"] != "qat" or data["teacher"]
-    settings = [(n, v) for n, v in data["settings"].items() if has_teacher or n not in _TEACHER_SETTINGS]
-    dataset = [(n.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for n, v in data["dataset"].items()]
-    tables = [
-        key_value_table([(n, data[n]) for n in ("model", "teacher", "student") if data.get(n)], "Models"),
-        key_value_table(settings, "Settings"),
-        key_value_table(dataset, "Data"),
-    ]
-    return Section("Settings and data", reasons, tables=tables)
 
 
 def evaluation_report(data: Data) -> Report:

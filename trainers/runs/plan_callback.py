@@ -215,12 +215,21 @@ class PlanCallback(StepClock):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
+        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
+        sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
+        planned_bytes = self.plan.hardware.gpu_bytes
+        if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
+            differences.append(
+                f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
+            )
+        if (difference := installed_release_difference(self.plan)) is not None:
+            differences.append(difference)
         measurement = RunMeasurement(
             plan=planned_run(self.plan),
             predicted=predicted_memory(self.plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             predicted_step_seconds=published_time(self.plan.chosen.time).seconds,
-            differences=tuple(self._differences(args, model, ranks)),
+            differences=tuple(differences),
             versions=dict(installed_versions()),
         )
         if args.process_index == 0 and self.steps.read():
@@ -259,18 +268,6 @@ class PlanCallback(StepClock):
             mean_step_seconds=statistics.fmean(later) if later else None,
             step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
         )
-
-    def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
-        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
-        sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
-        planned_bytes = self.plan.hardware.gpu_bytes
-        if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
-            differences.append(
-                f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
-            )
-        if (difference := installed_release_difference(self.plan)) is not None:
-            differences.append(difference)
-        return differences
 
 
 def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:

@@ -227,7 +227,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             tokenizer = own_tokenizer
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            samples = named_samples(settings, tokenizer, read=_reader(settings))
+            read: Callable[[Any, Any], Samples] = stated_samples
+            if settings.task != "sft":
+                generation = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
+                read = partial(task_samples, settings.task, completion_tokens=generation.generated_tokens)
+            samples = named_samples(settings, tokenizer, read=read)
     seconds: dict[str, Any] = {}
     for role in ("reference", "reward") if written_plan is None else ():
         name = getattr(settings, role)
@@ -275,14 +279,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         tokenizer=tokenizer,
         request=request,
     )
-
-
-def _reader(settings: TrainSettings) -> Callable[[Any, Any], Samples]:
-    """Return what makes samples of the settings' task from its dataset."""
-    if settings.task == "sft":
-        return stated_samples
-    job = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
-    return partial(task_samples, settings.task, completion_tokens=job.generated_tokens)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:

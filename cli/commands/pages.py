@@ -1,7 +1,8 @@
-"""`shardwright report`: the HTML report of a run."""
+"""`shardwright report` and `ui`: the HTML report of a run, and the planner page."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -9,12 +10,12 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import Field
 
-from ...ds_configs.specs.errors import ConfigError, UsageError
-from ..options import Output
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ..options import ConfigFile, Output
 from ..settings import FILLED, Options
 
 
-class Flags(Output):
+class ReportFlags(Output):
     output: Path | None = Field(None, description="File to write. Default: report.html in the run's directory")
     force: bool = Field(False, description="Replace the file of --output")
 
@@ -22,7 +23,7 @@ class Flags(Output):
 def report_command(
     runs: Annotated[list[Path], Parameter(name="run", negative="", json_list=False)],
     *,
-    options: Options[Flags] = FILLED,
+    options: Options[ReportFlags] = FILLED,
 ) -> int:
     """Write the HTML report of a run from its files.
 
@@ -58,4 +59,24 @@ def report_command(
         from ..show import console
 
         console().print(f"Written: {output}", markup=False)
+    return 0
+
+
+class PageFlags(ConfigFile):
+    group = "Run"
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for other machines too")
+    port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 for any free port")
+
+
+def ui_command(*, options: Options[PageFlags] = FILLED) -> int:
+    """Plan and check in the browser: figures, alternatives, files to download, and an address for each plan.
+
+    Only requests to the Hub for the models that you name leave this machine. Stop it with Ctrl-C.
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise ShardwrightError("the page needs gradio, which is not installed; pip install 'shardwright[ui]'")
+    from ..page.app import serve
+
+    serve(options.host, options.port, announce=lambda address: print(f"Shardwright planner: {address}", flush=True))
     return 0

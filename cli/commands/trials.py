@@ -1,4 +1,4 @@
-"""`shardwright rehearse`: test the files of a plan on CPU ranks before they use GPUs."""
+"""`shardwright rehearse` and `tune`: short runs of a plan, on CPU ranks with a small model or on this machine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from ...ds_configs.plan.rendering import planned_training_arguments
+from ...ds_configs.plan.plan import plan_to_dict
+from ...ds_configs.plan.rendering import planned_training_arguments, train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..options import OutputDirectory
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
+    from ...ds_configs.plan.plan import Plan
     from ...trainers.rehearsal.checks import Rehearsal
 
 
-class Flags(OutputDirectory):
+class RehearseFlags(OutputDirectory):
     group = "Rehearsal"
 
     ranks: int | None = Field(None, description="CPU ranks. Default: 2, or the fewest that the layout allows")
@@ -33,7 +35,7 @@ class Flags(OutputDirectory):
     )
 
 
-def rehearse_command(plan_dir: Path, *arguments: str, options: Options[Flags] = FILLED) -> int:
+def rehearse_command(plan_dir: Path, *arguments: str, options: Options[RehearseFlags] = FILLED) -> int:
     """Launch the files of a plan on CPU ranks with a smaller model, and check that every part works.
 
     The exit code is 2 for an error in the files, and 1 if a rank or a check fails.
@@ -132,3 +134,67 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     style = "bold green" if rehearsal.passed else "bold red"
     files = f"; see {', '.join(rehearsal.files)}" if rehearsal.files else ""
     out.print(Text.assemble((verdict, style), f" in {rehearsal.seconds:.0f} s{files}"))
+
+
+class TuneFlags(OutputDirectory):
+    group = "Tuning"
+
+    trials: int = Field(5, description="Maximum number of layouts to measure")
+    steps: int = Field(5, description="Timed steps of each layout, after two others")
+    time_limit: float = Field(30.0, description="Time limit of all trials, in minutes")
+    output_dir: Path | None = Field(
+        None, description="Directory for the tuned plan. Default: tuned in the plan's directory"
+    )
+
+
+def tune_command(plan_dir: Path, *, options: Options[TuneFlags] = FILLED) -> int:
+    """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
+
+    The exit code is 1 if no layout was measured.
+
+    Parameters
+    ----------
+    plan_dir
+        Directory that `plan` wrote.
+    """
+    from ...trainers.tuning import tune
+
+    output_dir = options.output_dir or (plan_dir if plan_dir.is_dir() else plan_dir.parent) / "tuned"
+    # Some libraries log to stdout, which is for results only.
+    with progress_on_stderr(""), redirect_stdout(sys.stderr):
+        plan = tune(
+            plan_dir,
+            trials=options.trials,
+            steps=options.steps,
+            time_limit_minutes=options.time_limit,
+            output_dir=output_dir,
+            force=options.force,
+            command=command_line(),
+        )
+    if options.as_json:
+        print(json.dumps(plan_to_dict(plan)))
+    else:
+        show_tuned(plan, output_dir)
+    return 0
+
+
+def show_tuned(plan: Plan, directory: Path) -> None:
+    from rich.text import Text
+
+    from ...ds_configs.search.reasons import display_name
+    from ...trainers.reports.runs import trial_rows
+    from ..show import console, print_rows, show_next
+
+    out = console()
+    layout = display_name(plan.chosen.layout)
+    count = "1 layout" if len(plan.trials) == 1 else f"{len(plan.trials)} layouts"
+    out.print(Text.assemble((plan.model.name, "bold"), f"  on {plan.hardware.name}, {count}"))
+    out.print()
+    headings, rows = trial_rows(plan.trials)
+    print_rows(out, headings, rows, figures=headings[3:])
+    out.print()
+    out.print(Text.assemble(("Chosen  ", "bold green"), (layout, "bold")))
+    out.print(plan.chosen.reason, markup=False)
+    out.print()
+    out.print(f"Files in {directory}: {', '.join(plan.file_names)}, report.html", markup=False)
+    show_next(*train_arguments(plan, directory=str(directory)))
