@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
     from .plugins.planning import plan
-    from .trainers.distillation.command.task import distill
+    from .trainers.distillation.command import distill
     from .trainers.distillation.student import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.formats.merge import merge
@@ -50,7 +50,7 @@ _HOMES = {
     "Plan": ".ds_configs.plan.plan",
     "TrainingJob": ".ds_configs.specs.job",
     "check": ".ds_configs.check.files",
-    "distill": ".trainers.distillation.command.task",
+    "distill": ".trainers.distillation.command",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning",

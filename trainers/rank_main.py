@@ -21,7 +21,7 @@ from .runs.settings import RankTask
 
 TASKS = {
     "train": ".training.rank:TrainTask",
-    "distill": ".distillation.command.rank:DistillTask",
+    "distill": ".distillation.command:DistillTask",
     "qat": ".qat.command:QATTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.worker:RehearsedScriptTask",

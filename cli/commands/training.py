@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ...ds_configs.specs.errors import UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS
-from ...trainers.distillation.command.settings import DistillSettings
+from ...trainers.distillation.settings import DistillSettings
 from ...trainers.qat.settings import QATSettings
 from ...trainers.training.settings import TrainSettings
 from ..options import TrainingRun
@@ -23,7 +23,7 @@ from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.command.report import DistillationOutcome
+    from ...trainers.distillation.command import DistillationOutcome
     from ...trainers.qat.command import PreparedQAT, QATOutcome
     from ...trainers.runs.run import LaunchedOutcome, PreparedTraining
     from ...trainers.runs.settings import RunRequest
@@ -73,7 +73,7 @@ def distill_command(
     student
         Hub id or directory; a config.json for random weights.
     """
-    from ...trainers.distillation.command.task import prepare_distillation
+    from ...trainers.distillation.command import prepare_distillation
 
     # A single model is the student, whose teacher is served.
     models = (None, teacher) if student is None else (teacher, student)

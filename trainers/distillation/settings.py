@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from ....ds_configs.specs.errors import ConfigError, collecting
-from ....ds_configs.specs.job import adapter_errors
-from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
-from ..served_teacher import SERVED_TOP_K, TIMEOUT_SECONDS, server_address
+from ...ds_configs.specs.errors import ConfigError, collecting
+from ...ds_configs.specs.job import adapter_errors
+from ..runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
+from .served_teacher import SERVED_TOP_K, TIMEOUT_SECONDS, server_address
 
 if TYPE_CHECKING:
-    from ..config import DistillationConfig
+    from .config import DistillationConfig
 
 
 class DistillSettings(ObjectiveSettings, LaunchedSettings):
@@ -65,8 +65,8 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
     Raises:
         UsageError: values out of range, all together.
     """
-    from ..config import DistillationConfig, OnPolicy
-    from ..feature_matching import AttentionTerm, HiddenStateTerm
+    from .config import DistillationConfig, OnPolicy
+    from .feature_matching import AttentionTerm, HiddenStateTerm
 
     fraction, max_new_tokens = settings.on_policy, settings.max_new_tokens
     on_policy = OnPolicy(fraction=fraction, max_new_tokens=max_new_tokens, prompt_tokens=settings.prompt_tokens)

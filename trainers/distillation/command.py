@@ -1,26 +1,31 @@
-"""`distill`: check settings, models and data, plan, and run."""
+"""`shardwright distill`: check settings, models and data, plan; train on every rank; outcome and model card."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
-from ....ds_configs.specs.settings import settings_of
-from ....plugins.huggingface_hub import TOKENIZER_FILES
-from ....plugins.planning import load_model_spec
-from ....plugins.planning import plan as select_plan
-from ....plugins.transformers.sound_model import refuse_other_formats
-from ...data.chat import set_chat_template
-from ...data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
-from ...data.samples import Samples, packed_if_possible
-from ...data.sources import local_place
-from ...runs.inputs import (
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
+from ...ds_configs.specs.settings import settings_of
+from ...plugins.huggingface_hub import CARD_FILE, TOKENIZER_FILES, shown_name, title_of
+from ...plugins.planning import load_model_spec
+from ...plugins.planning import plan as select_plan
+from ...plugins.transformers.sound_model import refuse_other_formats
+from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ..counting.counts import STANDARD_ERROR, Estimate
+from ..data.chat import set_chat_template
+from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
+from ..data.samples import Samples, packed_if_possible
+from ..data.sources import local_place
+from ..parallel.trainer_for import planned_parallelism
+from ..reports.report import card_text, code, license_line, usage
+from ..runs.inputs import (
     CONVERTED,
     chosen_hardware,
     is_without,
@@ -30,10 +35,183 @@ from ...runs.inputs import (
     trained_teacher,
     training_job,
 )
-from ...runs.run import PreparedTraining, run_training
-from ...runs.settings import RunRequest
-from .report import DistillationOutcome, DistillationResult, distillation_file_names
+from ..runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, number, run_training, with_spread, with_spreads
+from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
 from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
+
+SCHEMA_VERSION = 1
+"""Version of `distill --format json`."""
+_FORMULAS = {
+    "forward_kl": "KL(teacher | student)",
+    "reverse_kl": "KL(student | teacher)",
+    "jsd": "JSD(teacher, student)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillationResult(StepResult):
+    """Measurements of the ranks; the content of `result.json`."""
+
+    before: Mapping[str, float]
+    """Metrics of the student on the held-out samples before its first step, and standard errors of those that are means
+    over tokens."""
+    after: Mapping[str, float]
+    """The same after its last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DistillationOutcome(LaunchedOutcome):
+    """Result of a distillation that succeeded."""
+
+    settings: DistillSettings
+    teacher: str
+    student: str
+    result: DistillationResult
+
+    @property
+    def _loss(self) -> str:
+        return "student_cross_entropy" if "student_cross_entropy" in self.result.after else "loss"
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the results of the student before and after, and of the teacher."""
+        before, after = self.result.before, self.result.after
+        teacher = "teacher_cross_entropy"
+        losses = [
+            with_spreads(_mean(before, self._loss)),
+            with_spreads(_mean(after, self._loss)),
+            with_spreads(_mean(after, teacher)) if teacher in after else ("", ""),
+        ]
+        rows = list(zip(("cross-entropy, nats per token", "perplexity"), *losses, strict=True))
+        for key, name, shape, of_teacher in (
+            ("kl_per_token", "KL(teacher | student), nats per token", partial(with_spread, number), "0"),
+            ("top1_agreement", "same most likely token as the teacher", _share, "100 %"),
+            ("speculative_acceptance", "expected speculative acceptance", _share, "100 %"),
+        ):
+            if key in after:
+                rows.append((name, shape(_mean(before, key)), shape(_mean(after, key)), of_teacher))
+        return ("", "student before", "student after", "teacher"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "teacher": self.teacher,
+            "student": self.student,
+            **self.where_and_what(),
+            "before": dict(self.result.before),
+            "after": dict(self.result.after),
+            "cross_entropy_standard_error": {
+                "before": _mean(self.result.before, self._loss).standard_error,
+                "after": _mean(self.result.after, self._loss).standard_error,
+            },
+            **self.speed(),
+        }
+
+    def card(self) -> str:
+        teacher, student, adapter = self.teacher, self.student, self.settings.method == "lora"
+        lead = (
+            f"{code(shown_name(student))} trained on {code(self.statistics.source_name)} with "
+            f"{code(shown_name(teacher))} as its teacher: {objective_sentence(self.settings)}"
+        )
+        licenses = f"{license_line(student, 'Student')} {license_line(teacher, 'Teacher')}"
+        return card_text(
+            f"{title_of(student)}, distilled from {title_of(teacher)}",
+            [lead, usage(adapter=adapter), *self.card_results()],
+            f"{licenses} The terms of the teacher and of the data may also apply to the student. Read all three before "
+            "you publish it.",
+            base=student,
+            relation="adapter" if adapter else "finetune",
+            library="peft" if adapter else "transformers",
+            tags=("distillation",),
+            others=(teacher,),
+        )
+
+
+def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
+    return Estimate(value=metrics[name], standard_error=metrics.get(f"{name}_{STANDARD_ERROR}"))
+
+
+def _share(mean: Estimate) -> str:
+    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.2g}"
+    return f"{100 * mean.value:.1f}{error} %"
+
+
+def objective_sentence(settings: DistillSettings) -> str:
+    """Return the loss that a run minimizes, in one line."""
+    alpha, tau = settings.alpha, settings.temperature
+    parts = [f"{1 - alpha:g} · cross-entropy"] if alpha < 1 else []
+    scale = f"{alpha:g}" + ("" if tau == 1 else f" · {tau:g}²")
+    parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
+    parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
+    parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
+    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
+    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+
+
+def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the files that a run writes into its output directory, in addition to the plan's."""
+    adapter = settings.method == "lora"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+
+
+class DistillTask(DistillJob, TrainingTask):
+    """Train a student with a teacher.
+
+    With transformers 5.17.0, `Trainer.evaluate` before training starts an inference engine under DeepSpeed, which
+    requires ZeRO-3. The student is therefore evaluated inside `train`, when everything is wrapped.
+    """
+
+    evaluates_last = True
+
+    def build(self, context: RankContext) -> Any:
+        from .served_teacher import ServedTeacher
+        from .teacher_cache import CachedTeacherDataset, TeacherCache
+        from .trainer import DistillationTrainer
+
+        prepare_model_directory_save(context.arguments)
+        settings, common = self.settings, context.trainer_arguments()
+        student = trained_model(self.student, settings, context)
+        if settings.teacher_url is not None:
+            teacher: Any = ServedTeacher(
+                settings.teacher_url,
+                model=self.teacher,
+                vocab_size=self.vocab_size,
+                top_k=settings.teacher_top_k,
+                timeout_seconds=settings.teacher_timeout,
+                allow_remote_http=settings.allow_remote_http,
+            )
+        elif settings.teacher_cache is None:
+            teacher = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
+        else:
+            teacher = TeacherCache.open(settings.teacher_cache)
+            for name in ("train_dataset", "eval_dataset"):
+                common[name] = CachedTeacherDataset(common[name], teacher)
+        return planned_parallelism(context.plan).make_trainer(
+            trainer_class=DistillationTrainer,
+            model=student,
+            teacher=teacher,
+            teacher_placement=self.placements["teacher"],
+            distillation=distillation_config(settings, self.vocab_size),
+            **common,
+        )
+
+    def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
+        """Save the student, and return the Trainer's first and last evaluation."""
+        save_model_directory(
+            trainer,
+            self.output_dir,
+            allow_nonfinite=self.settings.allow_nonfinite,
+            starting=starting_weights(self.student, self.settings),
+        )
+        evaluations = [
+            {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+            for entry in trainer.state.log_history
+            if any(name.startswith("eval_") for name in entry)
+        ]
+        return {"before": evaluations[0], "after": evaluations[-1]}
+
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +404,7 @@ def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: st
 
 def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vocab_size: int, samples: Samples) -> str:
     """Return the name of the served model, after requests that check it; raises as `ServedTeacher.check`."""
-    from ..served_teacher import ServedTeacher
+    from .served_teacher import ServedTeacher
 
     assert settings.teacher_url is not None
     served = ServedTeacher(
@@ -248,7 +426,7 @@ def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vo
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:
     """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
-    from ..teacher_cache import TeacherCache, key_errors, weights_identity
+    from .teacher_cache import TeacherCache, key_errors, weights_identity
 
     where = f"teacher_cache {settings.teacher_cache}"
     cache = TeacherCache.open(settings.teacher_cache or "")
