@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .ds_configs.specs.job import TrainingJob
     from .plugins.planning import plan
     from .trainers.distillation.command.task import distill
-    from .trainers.distillation.student.maker import student
+    from .trainers.distillation.student import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.formats.merge import merge
-    from .trainers.qat.command.task import qat
+    from .trainers.qat.command import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
-    from .trainers.training.own_script import trainer_for
+    from .trainers.training.rank import trainer_for
     from .trainers.training.task import train
-    from .trainers.tuning.tune import tune
+    from .trainers.tuning import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,13 +54,13 @@ _HOMES = {
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning",
-    "qat": ".trainers.qat.command.task",
+    "qat": ".trainers.qat.command",
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",
-    "student": ".trainers.distillation.student.maker",
+    "student": ".trainers.distillation.student",
     "train": ".trainers.training.task",
-    "trainer_for": ".trainers.training.own_script",
-    "tune": ".trainers.tuning.tune",
+    "trainer_for": ".trainers.training.rank",
+    "tune": ".trainers.tuning",
 }
 
 

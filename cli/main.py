@@ -25,11 +25,11 @@ from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose a layout and write configs for accelerate launch."),
-    "check": ("check:check_command", "Find all errors in DeepSpeed, Accelerate and TRL configuration files."),
+    "check": ("configuration:check_command", "Find all errors in DeepSpeed, Accelerate and TRL configuration files."),
     "explain": ("explain:explain_command", "Explain a written plan, or one term, layout or rule."),
     "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
-    "rehearse": ("rehearse:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
-    "tune": ("tune:tune_command", "Measure the best layouts of a plan in short runs, and keep the fastest."),
+    "rehearse": ("trials:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
+    "tune": ("trials:tune_command", "Measure the best layouts of a plan in short runs, and keep the fastest."),
     "launch": (
         "launch:launch_command",
         "Run a plan, or your script with it, here or on a cluster.",
@@ -37,20 +37,20 @@ _COMMANDS = {
     "train": ("training:train_command", "Train a model on your data: plan, launch, evaluate, report."),
     "distill": ("training:distill_command", "Distill a teacher into a student: plan, train, evaluate, report."),
     "cache-teacher": (
-        "cache_teacher:cache_teacher_command",
+        "teacher:cache_teacher_command",
         "Store the outputs of a teacher, to distill without running it.",
     ),
     "merge": ("merge:merge_command", "Merge a LoRA adapter into its base model."),
-    "student": ("student:student_command", "Prune a teacher to a smaller student for distillation."),
+    "student": ("teacher:student_command", "Prune a teacher to a smaller student for distillation."),
     "qat": ("training:qat_command", "Train with quantized weights, and export that checkpoint."),
     "quantize": ("quantize:quantize_command", "Quantize a model, verify the checkpoint and evaluate it."),
     "evaluate": ("evaluate:evaluate_command", "Measure perplexity, size and distance to a baseline."),
-    "report": ("report:report_command", "Write the HTML report of a run, or compare several runs."),
+    "report": ("pages:report_command", "Write the HTML report of a run, or compare several runs."),
     "serve": ("serve:serve_command", "Serve a checkpoint, and print the memory that it needs."),
-    "ui": ("ui:ui_command", "Plan and check in the browser."),
-    "configs": ("configs:app", "List ready-made configurations, or copy one."),
+    "ui": ("pages:ui_command", "Plan and check in the browser."),
+    "configs": ("configuration:app", "List ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware for a bug report."),
-    "schema": ("schema:schema_command", "Print the JSON schema of a file of Shardwright."),
+    "schema": ("configuration:schema_command", "Print the JSON schema of a file of Shardwright."),
     "demo": ("demo:demo_command", "Plan a model, then train a small one on two CPU ranks."),
 }
 

@@ -56,5 +56,5 @@ def run_rank_here(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         file = Path(launch.arguments[-1])
         read_task(file).run(file.parent)
 
-    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", launch_ranks)
+    monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", launch_ranks)
     return commands

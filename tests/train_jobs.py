@@ -21,8 +21,7 @@ def train_job(
     """
     from shardwright.cli.main import build_app
     from shardwright.cli.settings import resolve
-    from shardwright.trainers.runs.launch import rank_words
-    from shardwright.trainers.runs.run import rank_inputs
+    from shardwright.trainers.runs.run import rank_inputs, rank_words
     from shardwright.trainers.runs.settings import JOB_FILE, RunRequest
     from shardwright.trainers.training.task import prepare_train
 

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 from cyclopts import App
-from shardwright.cli.commands.schema import SUBJECTS
+from shardwright.cli.commands.configuration import SUBJECTS
 from shardwright.cli.main import build_app, run
 from shardwright.ds_configs.legality.combinations import (
     COLUMNS,

@@ -22,11 +22,11 @@ from .runs.settings import RankTask
 TASKS = {
     "train": ".training.rank:TrainTask",
     "distill": ".distillation.command.rank:DistillTask",
-    "qat": ".qat.command.rank:QATTask",
+    "qat": ".qat.command:QATTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.worker:RehearsedScriptTask",
-    "tune": ".tuning.worker:TrialTask",
-    "script": ".training.script_rank:ScriptTask",
+    "tune": ".tuning:TrialTask",
+    "script": ".training.rank:ScriptTask",
 }
 """Module and class of each task."""
 

@@ -81,7 +81,7 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         return 0
     from rich.text import Text
 
-    from ...trainers.reports.plans import plan_report
+    from ...trainers.reports.runs import plan_report
     from ..show import console, show_report
 
     out = console()

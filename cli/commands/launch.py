@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from cyclopts import Parameter
 from pydantic import Field
 
-from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import Names
 from ..options import ConfigFile, Machine
@@ -103,23 +102,18 @@ def launch_command(
         count_turn(plan, arguments, is_script=script is not None, job=os.environ.get("SLURM_JOB_ID", ""))
         return 0
     place = options.place()
-    if script is None:
-        return _train(plan, arguments, place, check_nodes=options.check_nodes)
-    launch_script(plan, Path(script), arguments, place=place, check_nodes=options.check_nodes, on_line=_print_line)
-    return 0
-
-
-def _train(plan: Path, arguments: Sequence[str], place: NodePlace | None, *, check_nodes: bool) -> int:
-    """Run `train` with a plan on this machine, and return the exit code."""
+    if script is not None:
+        launch_script(plan, Path(script), arguments, place=place, check_nodes=options.check_nodes, on_line=_print_line)
+        return 0
     from ...plugins.releases import check_torch
     from ...trainers.training.script import train_words
 
     check_torch()
-    options = [] if check_nodes else ["--no-check-nodes"]
+    more = [] if options.check_nodes else ["--no-check-nodes"]
     if place is not None:
-        options += ["--node-rank", str(place.rank), "--main-address", place.main_address]
-        options += ["--main-port", str(place.main_port)]
-    words = [*train_words(plan, arguments), *options]
+        more += ["--node-rank", str(place.rank), "--main-address", place.main_address]
+        more += ["--main-port", str(place.main_port)]
+    words = [*train_words(plan, arguments), *more]
     command, bound = _resolved(words)
     with running(words):
         code: int = command(*bound.args, **bound.kwargs)

@@ -40,8 +40,8 @@ from ...plugins.huggingface_hub import ModelSource, read_hub_source
 from ...plugins.planning import LoadedModel, model_from_source
 from ...plugins.planning import plan as select_plan
 from ...plugins.releases import transformers_release
-from ...trainers.reports.plans import plan_report
 from ...trainers.reports.report import gb, plain
+from ...trainers.reports.runs import plan_report
 from ..options import CheckedFor, PlanSettings
 
 if TYPE_CHECKING:

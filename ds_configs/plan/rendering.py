@@ -258,7 +258,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "optim": job.optimizer,
         "max_grad_norm": max_grad_norm(job),
     }
-    arguments |= _task_arguments(plan)
+    arguments |= task_arguments(plan)
     if job.optim_args:
         arguments["optim_args"] = job.optim_args
     if OPTIMIZERS[job.optimizer].low_rank:
@@ -290,7 +290,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     return arguments
 
 
-def _task_arguments(plan: LaunchSpec) -> dict[str, object]:
+def task_arguments(plan: LaunchSpec) -> dict[str, object]:
     """Return the keys of a TRL configuration that the plan of a task decides."""
     layout, job, task = plan.chosen.layout, plan.job, TASKS[plan.job.task]
     if task.head == "model":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from shardwright.cli.commands import configs
+from shardwright.cli.commands import configuration
 from shardwright.cli.help import EXAMPLES
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve
@@ -25,7 +25,7 @@ def test_examples_parse() -> None:
 def test_help_fits_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     # cyclopts 5.4 keeps the first console of an App, and this one lives as long as its module.
-    monkeypatch.setattr(configs.app, "_fallback_console", None)
+    monkeypatch.setattr(configuration.app, "_fallback_console", None)
     for command, examples in EXAMPLES.items():
         assert run([command, "--help"]) == 0
         shown = capsys.readouterr().out

@@ -51,7 +51,7 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
     monkeypatch.setattr("shardwright.plugins.safetensors.safe_open", no_weights, raising=False)
-    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", no_weights)
+    monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", no_weights)
 
     def call(name: str, output: object) -> tuple[int, str]:
         arguments = [*COMMANDS[name], "--output-dir", str(output)]

@@ -11,7 +11,7 @@ from shardwright.cli.show import print_figures, show_plan
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes
-from shardwright.trainers.reports.plans import plan_report
+from shardwright.trainers.reports.runs import plan_report
 
 ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.0021"), ("bytes", "4,123,456,789", "", ""))
 

@@ -13,7 +13,7 @@ import torch
 from commands import Result, shell_in
 from planning import gallery_directory
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
-from shardwright.trainers.runs.out_of_memory import (
+from shardwright.trainers.runs.plan_callback import (
     LIMIT_VARIABLE,
     RunOutOfMemoryError,
     memory_errors,

@@ -13,8 +13,8 @@ import shardwright
 from session import warm_command
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.trainers.runs.out_of_memory import LIMIT_VARIABLE
-from shardwright.trainers.tuning.tune import tune
+from shardwright.trainers.runs.plan_callback import LIMIT_VARIABLE
+from shardwright.trainers.tuning import tune
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
 

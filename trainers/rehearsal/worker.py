@@ -26,8 +26,9 @@ from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
 from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write_json
 from ..runs.settings import RankTask
-from ..training.script_rank import run_script
+from ..training.rank import run_script
 from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
+from .tasks import task_trainer
 
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
@@ -83,7 +84,7 @@ def resume(job: RehearsalJob, plan: Plan, work: Path) -> None:
 
 def _arguments(job: RehearsalJob, plan: Plan, work: Path, **changes: Any) -> tuple[Any, Engine]:
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
-    return rank_arguments(settings, method=plan.job.method)
+    return rank_arguments(settings, method=plan.job.method, task=plan.job.task)
 
 
 def _losses(trainer: Any, *, after: int = 0) -> list[float]:
@@ -98,6 +99,10 @@ def _trainer(job: RehearsalJob, plan: Plan, arguments: Any, engine: Engine) -> A
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             keep_planned_memory(plan, args, kwargs["model"])
 
+    if plan.job.task != "sft":
+        trainer = task_trainer(plan, arguments, engine, job.samples)
+        trainer.add_callback(PlannedMemory())
+        return trainer
     length = plan.job.seq_len_tokens
     stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
     samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]
@@ -162,16 +167,33 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
 
     def run(self, work: Path) -> None:
         """Run the script on this rank, and write a record."""
+        from transformers import TrainerCallback
+
         record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
         _exchange_model(self.model_name, str(work / "model"))
         _scale_arguments(self, work, record)
         plan = Plan.load(work)
+
+        class Recorder(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                record["trainers"] += 1
+                lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
+                record["errors"] += [line for line in lines if line.startswith(TRAINED_TYPE)]
+                try:
+                    keep_planned_memory(plan, args, kwargs.get("model"))
+                except UsageError as error:
+                    record["errors"].append(str(error))
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                if "loss" in (logs or {}):
+                    record["losses"].append(float(logs["loss"]))
+
         os.chdir(self.working_directory)
         os.environ["PWD"] = self.working_directory
         # Caches would be written to the directories of modules outside the copy.
         sys.dont_write_bytecode = True
         try:
-            run_script(plan, self.script, self.arguments, [_recorder(record, plan), ProgressSender])
+            run_script(plan, self.script, self.arguments, [Recorder, ProgressSender])
         finally:
             write_json(record, work / f"{SCRIPT_STAGE}-rank{os.environ.get('RANK', '0')}.json")
 
@@ -229,23 +251,3 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
         return scaled
 
     patches.apply("rehearsal-arguments", scaling)
-
-
-def _recorder(record: dict[str, Any], plan: Plan) -> type:
-    from transformers import TrainerCallback
-
-    class Recorder(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            record["trainers"] += 1
-            lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
-            record["errors"] += [line for line in lines if line.startswith(TRAINED_TYPE)]
-            try:
-                keep_planned_memory(plan, args, kwargs.get("model"))
-            except UsageError as error:
-                record["errors"].append(str(error))
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if "loss" in (logs or {}):
-                record["losses"].append(float(logs["loss"]))
-
-    return Recorder

@@ -1,5 +1,4 @@
-"""Reports: builders of one report model (`report.py`) from the files of a command, and its renderings.
+"""Reports: one report model with its renderings (`report.py`), and its builders from the files of a command.
 
-`plans.py` and `runs.py` build a `Report` from JSON data. `markdown.py` renders it as one Markdown text, and as HTML of
-that text; `charts.py` draws, and `make.py` reads directories.
+`runs.py` builds a `Report` from JSON data, and `make.py` reads directories.
 """

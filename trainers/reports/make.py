@@ -10,10 +10,8 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.texts import strict_json
-from .markdown import html
-from .plans import plan_report
-from .report import Report
-from .runs import evaluation_report, quantization_report, training_report
+from .report import Report, html
+from .runs import evaluation_report, plan_report, quantization_report, training_report
 
 REPORT_FILE = "report.html"
 TRAINING_FILE, METRICS_FILE, PLAN_DIRECTORY = "report.json", "metrics.jsonl", "plan"

@@ -1,17 +1,15 @@
-"""`PlanCallback`: what a training run used, beside what its plan predicted.
-
-In transformers 5.17.0 `Trainer._finalize_training` logs the summary on every rank before `on_train_end`, in which
-TensorBoard's writer and Trackio's run are closed. The figures must therefore be gathered and logged with the summary.
-"""
+"""`PlanCallback`: what a run used beside what its plan predicted; and the message of an out-of-memory error."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 from ...ds_configs.plan.measurement import (
@@ -25,10 +23,11 @@ from ...ds_configs.plan.measurement import (
     predicted_memory,
     report_lines,
 )
+from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
-from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
 from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
@@ -42,7 +41,78 @@ from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..checkpoints import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
-from .out_of_memory import memory_errors
+
+LIMIT_VARIABLE = "SHARDWRIGHT_CPU_TENSOR_BYTES"
+"""Environment variable with the bytes of tensors that a CPU rank may have: it stands in for an accelerator's memory."""
+_HOST_ERRORS = ("DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory")
+
+_EVALUATION = ("evaluation_loop", "prediction_step", "held_out_cross_entropy", "evaluate")
+_PHASES = {"backward": "backward", "compute_loss": "forward", "training_step": "forward"}
+_STEP_FILES = ("/torch/optim/", "/accelerate/optimizer.py", "/deepspeed/runtime/", "/bitsandbytes/optim/")
+
+
+class RunOutOfMemoryError(DoesNotFitError):
+    """A run that needed more memory than its plan predicted, or than there is."""
+
+
+@contextmanager
+def memory_errors(plan: Plan, *, command: str = "", options: Collection[str] = ()) -> Iterator[None]:
+    """Raise `RunOutOfMemoryError` for a failed allocation inside the block.
+
+    `command` and `options` are those of `out_of_memory_text`. Inner blocks have converted the error already. With
+    `SHARDWRIGHT_CPU_TENSOR_BYTES`, a rank without an accelerator fails when its tensors need more bytes.
+    """
+    import torch
+
+    from ...plugins.metering import ByteMeter
+
+    has_accelerator = torch.cuda.is_available()
+    limit = None if has_accelerator else os.environ.get(LIMIT_VARIABLE)
+    meter = None if limit is None else ByteMeter(limit_bytes=int(limit))
+    try:
+        with meter or nullcontext():
+            yield
+    except (RuntimeError, MemoryError) as error:
+        on_device = isinstance(error, torch.OutOfMemoryError)
+        if (
+            not on_device
+            and not isinstance(error, MemoryError)
+            and not any(text in str(error) for text in _HOST_ERRORS)
+        ):
+            raise
+        peak_bytes = limit_bytes = None
+        if meter is not None:
+            peak_bytes, limit_bytes = max(meter.reading().peaks.values()), int(limit or 0)
+        elif on_device and has_accelerator:
+            peak_bytes = torch.cuda.max_memory_allocated()
+            free_bytes, _ = torch.cuda.mem_get_info()
+            limit_bytes = free_bytes + torch.cuda.memory_reserved()
+        failure = OutOfMemory(
+            phase=phase_of(error.__traceback__),
+            error=(str(error).strip() or type(error).__name__).splitlines()[0],
+            peak_bytes=peak_bytes,
+            limit_bytes=limit_bytes,
+            on_host=not on_device,
+        )
+        raise RunOutOfMemoryError(out_of_memory_text(plan, failure, command, options)) from error
+
+
+def phase_of(trace: TracebackType | None) -> str:
+    """Return the phase of a run in which an exception was raised: the innermost known function of the traceback.
+
+    Recomputed layers run inside the backward pass; everything outside of a training step and an evaluation is loading.
+    """
+    phase = "loading"
+    for frame, _ in walk_tb(trace):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name in _EVALUATION:
+            return "evaluation"
+        if "step" in name and any(part in file for part in _STEP_FILES):
+            phase = "optimizer step"
+        elif name in _PHASES:
+            phase = _PHASES[name]
+    return phase
+
 
 TRAINED_TYPE = "type of trained weights"
 """Name in differences from a plan; a rehearsal reports it too."""
@@ -145,12 +215,21 @@ class PlanCallback(StepClock):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
+        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
+        sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
+        planned_bytes = self.plan.hardware.gpu_bytes
+        if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
+            differences.append(
+                f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
+            )
+        if (difference := installed_release_difference(self.plan)) is not None:
+            differences.append(difference)
         measurement = RunMeasurement(
             plan=planned_run(self.plan),
             predicted=predicted_memory(self.plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
             predicted_step_seconds=published_time(self.plan.chosen.time).seconds,
-            differences=tuple(self._differences(args, model, ranks)),
+            differences=tuple(differences),
             versions=dict(installed_versions()),
         )
         if args.process_index == 0 and self.steps.read():
@@ -189,18 +268,6 @@ class PlanCallback(StepClock):
             mean_step_seconds=statistics.fmean(later) if later else None,
             step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
         )
-
-    def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
-        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
-        sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
-        planned_bytes = self.plan.hardware.gpu_bytes
-        if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
-            differences.append(
-                f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
-            )
-        if (difference := installed_release_difference(self.plan)) is not None:
-            differences.append(difference)
-        return differences
 
 
 def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:

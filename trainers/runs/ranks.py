@@ -44,7 +44,7 @@ from ..data.samples import collate
 from ..parallel.trainer_for import planned_parallelism
 from .clock import MetricsWriter, ProgressSender
 from .inputs import job_options
-from .out_of_memory import memory_errors
+from .plan_callback import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
     PLAN_DIRECTORY,

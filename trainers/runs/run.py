@@ -9,43 +9,275 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.rendering import NodePlace, launch_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
-from ...plugins.huggingface_hub import model_directory, pushed
+from ...plugins.huggingface_hub import CARD_FILE, model_directory, pushed
+from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
+from ..counting.counts import Estimate, exponential
 from ..data.chat import end_turns
-from ..data.samples import Samples
+from ..data.samples import Samples, SampleStatistics
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
+from ..reports.report import markdown, perplexity, table, with_error
+from ..reports.runs import training_report
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
-from .launch import launch_job
-from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
+    JOB_FILE,
+    METRICS_FILE,
     PLAN_DIRECTORY,
+    REPORT_FILE,
+    RESULT_FILE,
     TOKENIZER,
     TRAIN_SAMPLES,
     LaunchedJob,
     LaunchedSettings,
+    RankJob,
     RunRequest,
 )
+
+logger = logging.getLogger(__name__)
+
+RANK_MODULE = "shardwright.trainers.rank_main"
+_NODE_CHECK = "shardwright.plugins.clusters"
+
+
+def compile_operators(devices: Sequence[str], optimizer: str) -> None:
+    """Compile the operators that DeepSpeed would otherwise compile on every CPU rank during the launch.
+
+    Args:
+        devices: Offload devices of optimizer states and parameters, or `none`.
+        optimizer: A name of the Trainer's `optim`.
+
+    Raises:
+        ShardwrightError: a compilation fails, or a killed compilation left its lock.
+    """
+    from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
+    from ...plugins.deepspeed.engine import has_libaio
+
+    nvme = "nvme" in devices
+    if nvme and not has_libaio():
+        raise ShardwrightError(
+            "NVMe offload compiles async_io, which requires the header of libaio: install libaio-dev (Debian) or "
+            "libaio-devel, or plan with --offload cpu"
+        )
+    operators = needed_operators(offload_optimizer=devices[0] != "none", nvme=nvme, optimizer=optimizer)
+    prepare_operators(operators)
+
+
+def rank_words(job: RankJob, work: Path) -> list[str]:
+    """Write the file of a job, and return the launcher's arguments for ranks that run it."""
+    file = work / JOB_FILE
+    file.write_text(job.model_dump_json(indent=1), encoding="utf-8")
+    return ["-m", RANK_MODULE, str(file)]
+
+
+def launch_job(
+    job: RankJob,
+    plan: Plan,
+    plan_directory: Path,
+    work: Path,
+    *,
+    launcher: Sequence[str] | None = None,
+    place: NodePlace | None = None,
+    check_nodes: bool = True,
+    **waiting: Any,
+) -> dict[str, Any]:
+    """Run a job on the ranks of a plan, and return the result that the first rank wrote; empty without one.
+
+    Args:
+        job: Its file is written into `work`, where ranks leave the result.
+        plan: Operators that it needs on CPU ranks are compiled first.
+        plan_directory: The plan's files.
+        work: Temporary directory of this machine.
+        launcher: Command of the launcher; by default the plan's.
+        place: This machine's place among several.
+        check_nodes: Whether to compare several machines first.
+        **waiting: Further arguments of `launch_ranks`.
+
+    Raises:
+        LaunchFailedError: a rank failed, or the machines cannot run the plan together.
+        ShardwrightError: as `compile_operators`.
+    """
+    layout = plan.chosen.layout
+    if layout.engine == "deepspeed" and plan.hardware.gpu == "CPU":
+        compile_operators((layout.offload_optimizer, layout.offload_param), plan.job.optimizer)
+    if place is not None and check_nodes:
+        compare_nodes(plan, plan_directory, place)
+    launcher = launcher or launch_arguments(plan, directory=str(plan_directory.absolute()), node=place)
+    command = [*launcher, *rank_words(job, work)]
+    # torchrun's `--standalone` selects a port itself.
+    if place is None and command[0] == "accelerate":
+        command[2:2] = ["--main_process_port", str(free_port())]
+    launch_ranks(Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan)), **waiting)
+    file = work / RESULT_FILE
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return result
+
+
+def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace) -> None:
+    """Start one process per machine to compare the machines before ranks start.
+
+    Raises:
+        LaunchFailedError: they cannot run the plan together; gives the reason.
+    """
+    meeting = ["--node-rank", str(place.rank), "--master-addr", place.main_address]
+    # Another port: the store of the previous run's main machine may still answer on the first one.
+    meeting += ["--master-port", str(int(place.main_port) + 1)]
+    command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
+    command.append(str(plan_directory.absolute()))
+    launch_ranks(Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan)))
+
+
+def _accelerators_shown(plan: Plan) -> dict[str, str]:
+    """Return the variables that show a plan's accelerators, which launches hide by default, and those of the plan."""
+    if plan.hardware.gpu == "CPU":
+        return {}
+    # An allocator that the user configured stays as it is.
+    configured = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    planned = {} if configured else plan.environment
+    every = ",".join(str(index) for index in range(plan.hardware.gpus_per_node))
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", every)
+    return {**planned, "CUDA_VISIBLE_DEVICES": shown, "DS_ACCELERATOR": "cuda"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """Measurements of the ranks' steps; the content of `result.json`."""
+
+    steps: int
+    """Optimizer steps of the run."""
+    step_seconds: float
+    """Seconds of these steps; after a resume, of the steps since then, or of the logged ones if there are none."""
+    tokens: int
+    """Tokens trained on, without padding."""
+    timed_tokens: int
+    """Tokens of the steps that `step_seconds` counts."""
+    peak_bytes: int | None
+    """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second of training steps."""
+        return self.timed_tokens / self.step_seconds if self.step_seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LaunchedOutcome(ABC):
+    plan: Plan
+    statistics: SampleStatistics
+    """Samples that were trained and evaluated on."""
+    metrics: Sequence[Mapping[str, float]]
+    """The logged steps."""
+    seconds: float
+    """Wall-clock seconds from the launch to the report."""
+    settings: LaunchedSettings
+    result: StepResult
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+
+    @abstractmethod
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the results on the held-out samples: headings, and rows of a name and values."""
+
+    @abstractmethod
+    def card(self) -> str:
+        """Return the model card, with the metadata that the Hub reads."""
+
+    def __repr__(self) -> str:
+        headings, rows = self.measures()
+        measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
+        layout = f"{self.plan.chosen.layout.label} on {self.plan.hardware.name}"
+        return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {measures}>"
+
+    def where_and_what(self) -> dict[str, Any]:
+        return {
+            "layout": self.plan.chosen.layout.label,
+            "hardware": self.plan.hardware.name,
+            "settings": self.settings.model_dump(),
+            "dataset": asdict(self.statistics),
+        }
+
+    def speed(self) -> dict[str, Any]:
+        return {
+            "steps": self.result.steps,
+            "tokens": self.result.tokens,
+            "tokens_per_second": round(self.result.tokens_per_second, 1),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def speed_line(self) -> str:
+        return (
+            f"{self.result.steps} steps, {self.result.tokens:,} tokens, {self.result.tokens_per_second:,.0f} tokens/s, "
+            f"{self.seconds:.0f} s total"
+        )
+
+    def files(self, kind: str, command: str = "") -> dict[str, str | bytes]:
+        """Return report, figures and model card by name; `command` is the command line."""
+        data = self.to_dict()
+        # The default learning rate depends on the method; the report shows the one that ran.
+        data["settings"] = data["settings"] | {"learning_rate": self.settings.base_learning_rate()}
+        headings, rows = self.measures()
+        data |= {"kind": kind, "versions": dict(self.plan.versions), "command": command}
+        data |= {"measures": {"headings": list(headings), "rows": [list(row) for row in rows]}}
+        data |= {"result": asdict(self.result)}
+        report = training_report(data, self.metrics, self.plan)
+        return {
+            REPORT_FILE: markdown(report),
+            CARD_FILE: self.card(),
+            TRAINING_FILE: json.dumps(data, indent=2) + "\n",
+        }
+
+    def card_results(self) -> list[str]:
+        """Return the blocks of a model card about the held-out samples and the steps."""
+        return [
+            f"On {self.statistics.evaluation_samples} held-out samples of the same dataset:",
+            table(*self.measures()),
+            f"{self.result.steps} optimizer steps, {self.result.tokens:,} tokens, sequences of {self.settings.seq_len} "
+            f"tokens; the settings are in [REPORT.md](REPORT.md), every logged step in [metrics.jsonl](metrics.jsonl).",
+        ]
+
+
+def number(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def with_spread(shape: Callable[[float], str], mean: Estimate) -> str:
+    """Return a mean, formatted by `shape`, with its standard error."""
+    return with_error(mean.value, mean.standard_error, shape)
+
+
+def with_spreads(loss: Estimate | None) -> tuple[str, str]:
+    """Return a mean loss and its perplexity, each with its standard error."""
+    if loss is None:
+        return "not measured", "not measured"
+    error = exponential(loss).standard_error
+    return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
+
+
+def read_metrics(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
 _COMPARED_SAMPLES = 256
 """Samples that machines compare to check that they read the same data."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""`shardwright train` and `launch`: start with `task.py` and `script.py`; `rank.py`, `script_rank.py` run on ranks."""
+"""`shardwright train` and `launch`: start with `task.py` and `script.py`; `rank.py` runs on ranks."""

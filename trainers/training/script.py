@@ -1,4 +1,4 @@
-"""`launch`: run a user's script on the ranks of a plan; see `script_rank.py` for the ranks' side."""
+"""`launch`: run a user's script on the ranks of a plan; see `rank.py` for the ranks' side."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...plugins.planning import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
 from ..checkpoints import NotWholeError, checkpoints, read_record
 from ..runs.inputs import CHECKPOINTS, PLANNED_DEVICE_FIX, launch_errors
-from ..runs.launch import launch_job
+from ..runs.run import launch_job
 from .settings import ScriptJob
 
 PLAN_FLAGS = "@plan"

@@ -1,13 +1,14 @@
-"""`train`: checks the settings, plans, and prepares the run that `runs/run.py` launches."""
+"""`train`: checks the settings, plans, prepares the run that `runs/run.py` launches, and reports its outcome."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.settings import settings_of
+from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.sound_model import refuse_other_formats
+from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
 from ..preferences.data import in_complete_batches, task_samples
 from ..preferences.trainer import is_reward_function, task_errors
+from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
@@ -35,12 +39,92 @@ from ..runs.inputs import (
     run_output_errors,
     training_job,
 )
-from ..runs.run import PreparedTraining, run_training
-from ..runs.settings import RunRequest
-from .report import TrainOutcome, TrainResult, train_file_names
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_training, with_spreads
+from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+"""Version of `train --format json`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult(StepResult):
+    """Measurements of the ranks; the content of `result.json`."""
+
+    before: float | None
+    """Cross-entropy on the held-out samples before the first step, in nats per token; `None` under context parallelism,
+    where it cannot be measured."""
+    after: float | None
+    """The same after the last step."""
+    before_standard_error: float | None
+    """Of `before`, over samples; `None` if ranks share samples, and for a single sample."""
+    after_standard_error: float | None
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a task other than `sft`: what TRL's trainer measures on the held-out rows `before` and `after` training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class TrainOutcome(LaunchedOutcome):
+    settings: TrainSettings
+    model: str
+    """Hub id, directory or `config.json` that training started from."""
+    result: TrainResult
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        result = self.result
+        if result.evaluations:
+            first = result.evaluations["before"]
+            last = result.evaluations["after"].items()
+            rows = [(name, f"{first.get(name, nan):.4f}", f"{value:.4f}") for name, value in last]
+            return ("held-out rows", "before", "after"), rows
+        if result.before is None or result.after is None:
+            return ("", "before", "after"), [("cross-entropy, nats per token", "not measured", "not measured")]
+        before = Estimate(value=result.before, standard_error=result.before_standard_error)
+        after = Estimate(value=result.after, standard_error=result.after_standard_error)
+        names = ("cross-entropy, nats per token", "perplexity")
+        return ("", "before", "after"), list(zip(names, with_spreads(before), with_spreads(after), strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            **self.where_and_what(),
+            "cross_entropy": {"before": self.result.before, "after": self.result.after},
+            "cross_entropy_standard_error": {
+                "before": self.result.before_standard_error,
+                "after": self.result.after_standard_error,
+            },
+            **({"task": self.settings.task, "evaluations": self.result.evaluations} if self.result.evaluations else {}),
+            **self.speed(),
+        }
+
+    def card(self) -> str:
+        source, model, adapter = self.statistics.source_name, self.model, self.settings.method != "full"
+        name = "QLoRA" if self.settings.method == "qlora" else "LoRA"
+        method = f" with {name} adapters of rank {self.settings.lora_rank}" if adapter else ""
+        task = self.settings.task
+        measured = "cross-entropy of the labelled tokens" if task == "sft" else f"{task.upper()}, by TRL's trainer"
+        lead = f"{code(shown_name(model))} trained on {code(source)}{method}: {measured}."
+        return card_text(
+            f"{title_of(model)}, trained on {source}",
+            [lead, usage(adapter=adapter), *self.card_results()],
+            f"{license_line(model)} The terms of the data may also apply to this model. "
+            "Read both before you publish it.",
+            base=model,
+            relation="adapter" if adapter else "finetune",
+            library="peft" if adapter else "transformers",
+            tags=(),
+        )
+
+
+def train_file_names(settings: TrainSettings) -> tuple[str, ...]:
+    """Return the files that a run writes into its output directory, in addition to the plan's."""
+    adapter = settings.method != "full"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
 def train(
@@ -143,7 +227,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             tokenizer = own_tokenizer
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            samples = named_samples(settings, tokenizer, read=_reader(settings))
+            read: Callable[[Any, Any], Samples] = stated_samples
+            if settings.task != "sft":
+                generation = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
+                read = partial(task_samples, settings.task, completion_tokens=generation.generated_tokens)
+            samples = named_samples(settings, tokenizer, read=read)
     seconds: dict[str, Any] = {}
     for role in ("reference", "reward") if written_plan is None else ():
         name = getattr(settings, role)
@@ -191,14 +279,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         tokenizer=tokenizer,
         request=request,
     )
-
-
-def _reader(settings: TrainSettings) -> Callable[[Any, Any], Samples]:
-    """Return what makes samples of the settings' task from its dataset."""
-    if settings.task == "sft":
-        return stated_samples
-    job = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
-    return partial(task_samples, settings.task, completion_tokens=job.generated_tokens)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:

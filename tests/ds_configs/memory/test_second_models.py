@@ -25,7 +25,7 @@ from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.utilization import utilization
 from shardwright.plugins.planning import load_model_spec
 from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
-from shardwright.trainers.reports.plans import plan_report
+from shardwright.trainers.reports.runs import plan_report
 from shardwright.trainers.training.script import train_words
 
 SMALL = llama(num_hidden_layers=4, hidden_size=512, intermediate_size=1536, vocab_size=4000)

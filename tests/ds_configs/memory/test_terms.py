@@ -26,7 +26,7 @@ from shardwright.ds_configs.specs.second_models import SecondModelRole
 from shardwright.ds_configs.specs.terms import Term
 from shardwright.ds_configs.step_time import estimate
 from shardwright.ds_configs.step_time.estimate import TERMS
-from shardwright.trainers.reports.plans import plan_report
+from shardwright.trainers.reports.runs import plan_report
 
 SMALL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
 A100 = parse_hardware("8xA100-80GB", nvme="/nvme:9TB")

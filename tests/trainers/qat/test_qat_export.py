@@ -14,11 +14,10 @@ from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.safetensors import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers import verify
 from shardwright.trainers.qat import export as export_module
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.rounding.rounding import round_weight
-from shardwright.trainers.verify import checkpoint as verify
-from shardwright.trainers.verify import reload_worker
+from shardwright.trainers.qat.rounding import round_weight
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -64,7 +63,7 @@ def reload_here(monkeypatch):
     """Reload checkpoints in this process: a fresh one takes seconds to start."""
 
     def run(command, **_):
-        reload_worker.main(*command[3:])
+        verify.main(*command[3:])
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(verify.subprocess, "run", run)

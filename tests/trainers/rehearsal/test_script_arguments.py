@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.rehearsal import script
-from shardwright.trainers.rehearsal.script import copy_directory, exchanged_arguments
+from shardwright.trainers.rehearsal import rehearse
+from shardwright.trainers.rehearsal.rehearse import copy_directory, exchanged_arguments
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_copy_has_the_files_and_what_replaces_some(
     (small / "plan.json").write_text("small")
     (small / "model" / "config.json").write_text("small")
     exchanged = {here / "plan" / "plan.json": small / "plan.json", here / "model": small / "model"}
-    monkeypatch.setattr(script, "_LARGEST_WEIGHTS_BYTES", 3)
+    monkeypatch.setattr(rehearse, "_LARGEST_WEIGHTS_BYTES", 3)
     copy = tmp_path / "copy"
     copy_directory(here, copy, exchanged, apart=here / "work")
     files = {str(path.relative_to(copy)): path.read_text() for path in copy.rglob("*") if path.is_file()}
@@ -58,7 +58,7 @@ def test_the_copy_has_the_files_and_what_replaces_some(
 def test_a_directory_that_is_too_large_is_rejected(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(script, limit, 1)
+    monkeypatch.setattr(rehearse, limit, 1)
     with pytest.raises(UsageError, match="start in a directory with the script's files"):
         copy_directory(here, tmp_path / "copy", {}, apart=here / "work")
 

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli import settings
-from shardwright.trainers.reports import markdown as rendering
-from shardwright.trainers.reports import plans, report
-from shardwright.trainers.reports.charts import curves, svg
+from shardwright.trainers.reports import report, runs
 from shardwright.trainers.reports.make import read_report
-from shardwright.trainers.reports.markdown import code, markdown, table, usage
+from shardwright.trainers.reports.report import code, curves, markdown, svg, table, usage
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 LOSSES = [(step, 3.0 / step) for step in range(1, 12)]
@@ -67,7 +65,7 @@ def test_hostile_labels_stay_text() -> None:
     assert "$$" in svg(curves({r"$\frac{": LOSSES, "$$": LOSSES}, "$_"), title="")
 
 
-@pytest.mark.parametrize("module", [report, plans, rendering, settings])
+@pytest.mark.parametrize("module", [report, runs, settings])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 

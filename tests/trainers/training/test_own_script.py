@@ -51,7 +51,7 @@ def test_trainer_for_reports_differences_from_the_plan(tmp_path: Path, capsys: p
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Launches that would have started ranks."""
     started: list[Any] = []
-    monkeypatch.setattr("shardwright.trainers.runs.launch.launch_ranks", lambda *args, **_: started.append(args))
+    monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", lambda *args, **_: started.append(args))
     return started
 
 

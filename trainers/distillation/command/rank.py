@@ -20,8 +20,8 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
-        from ..cache.teacher_cache import CachedTeacherDataset, TeacherCache
         from ..served_teacher import ServedTeacher
+        from ..teacher_cache import CachedTeacherDataset, TeacherCache
         from ..trainer import DistillationTrainer
 
         prepare_model_directory_save(context.arguments)

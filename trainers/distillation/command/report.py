@@ -9,8 +9,8 @@ from typing import Any
 
 from ....plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...counting.counts import STANDARD_ERROR, Estimate
-from ...reports.markdown import card_text, code, license_line, usage
-from ...runs.report import LaunchedOutcome, StepResult, number, with_spread, with_spreads
+from ...reports.report import card_text, code, license_line, usage
+from ...runs.run import LaunchedOutcome, StepResult, number, with_spread, with_spreads
 from ...runs.settings import METRICS_FILE, REPORT_FILE
 from .settings import DistillSettings
 

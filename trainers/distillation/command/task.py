@@ -248,8 +248,7 @@ def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vo
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:
     """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
-    from ..cache.cache_writer import weights_identity
-    from ..cache.teacher_cache import TeacherCache, key_errors
+    from ..teacher_cache import TeacherCache, key_errors, weights_identity
 
     where = f"teacher_cache {settings.teacher_cache}"
     cache = TeacherCache.open(settings.teacher_cache or "")

@@ -14,7 +14,7 @@ from distilling import tiny
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.distillation.cache.cache_writer import CacheSettings, prepare_cache, run_cache_job
+from shardwright.trainers.distillation.teacher_cache import CacheSettings, prepare_cache, run_cache_job
 
 VOCAB = 300
 

@@ -1,1 +1,0 @@
-"""Verification of a written checkpoint by a fresh process."""
