@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from ...ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
-from ...ds_configs.shrink.config import keep_layers
+from ...ds_configs.shrink import keep_layers
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ...ds_configs.specs.settings import Numbers, Paths, Settings, settings_of
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source

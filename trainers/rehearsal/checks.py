@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ...ds_configs.check.files import run_check
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.shrink.config import Change
+from ...ds_configs.shrink import Change
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.tasks import TASKS, TaskName
 from ...ds_configs.specs.texts import strict_json

@@ -20,17 +20,15 @@ from pydantic import Field
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration, task_arguments
-from ...ds_configs.shrink.config import (
+from ...ds_configs.shrink import (
     Change,
     changes_between,
     rehearsed_sequence,
     section_of,
-    shrink_model_config,
-)
-from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_layout,
+    shrink_model_config,
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import ShardwrightError, UsageError

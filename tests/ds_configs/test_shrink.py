@@ -19,17 +19,15 @@ from shardwright.ds_configs.legality.rules import RULES, legality_errors
 from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors
-from shardwright.ds_configs.shrink.config import (
+from shardwright.ds_configs.shrink import (
     Change,
     changes_between,
     kept_layers,
     rehearsed_sequence,
-    shrink_model_config,
-)
-from shardwright.ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_layout,
+    shrink_model_config,
     shrink_zero_options,
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
