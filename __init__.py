@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
     from .plugins.planning import plan
-    from .trainers.distillation.command.task import distill
-    from .trainers.distillation.student.maker import student
+    from .trainers.distillation.command import distill
+    from .trainers.distillation.student import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.formats.merge import merge
-    from .trainers.qat.command.task import qat
+    from .trainers.qat.command import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
     from .trainers.training.rank import trainer_for
@@ -50,14 +50,14 @@ _HOMES = {
     "Plan": ".ds_configs.plan.plan",
     "TrainingJob": ".ds_configs.specs.job",
     "check": ".ds_configs.check.files",
-    "distill": ".trainers.distillation.command.task",
+    "distill": ".trainers.distillation.command",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning",
-    "qat": ".trainers.qat.command.task",
+    "qat": ".trainers.qat.command",
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",
-    "student": ".trainers.distillation.student.maker",
+    "student": ".trainers.distillation.student",
     "train": ".trainers.training.task",
     "trainer_for": ".trainers.training.rank",
     "tune": ".trainers.tuning",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.settings import QuantizeSettings
-from shardwright.plugins.compressed_tensors.compressed_model import restore_expert_names
-from shardwright.plugins.llm_compressor.quiet import without_bars
+from shardwright.plugins.compressed_tensors import restore_expert_names
+from shardwright.plugins.llm_compressor import without_bars
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.quantization.inputs import prepare
 from shardwright.trainers.quantization.run import quantize_in_memory

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ds_configs.quantization.scheme import ActivationQuantization
-from .compressed_tensors.codes import levels_of, range_scale_and_zero_point, values_of
+from .compressed_tensors import levels_of, range_scale_and_zero_point, values_of
 
 if TYPE_CHECKING:
     import torch

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..ds_configs.plan.clusters import NodeCommand, placeholder_hosts
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.plan.rendering import NodePlace
+from ..ds_configs.plan.rendering import NodeCommand, NodePlace, placeholder_hosts
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..ds_configs.specs.hardware import HardwareSpec
 from .launching.elastic import recorded

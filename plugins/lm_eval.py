@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError
 from .launching.messages import only_errors_logged
-from .llm_compressor.quiet import without_bars
+from .llm_compressor import without_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -585,20 +585,19 @@ PATCHES: tuple[Patch, ...] = (
         "pageable-memory",
         "llmcompressor.pipelines.cache:IntermediatesCache.pin_memory(self, batch_index)",
         "AWQ pins memory on every host, but torch raises an error if there is no accelerator.",
-        "tests/plugins/llm_compressor/test_llm_compressor.py::test_upstream_still_pins_memory_without_an_accelerator",
+        "tests/plugins/test_llm_compressor.py::test_upstream_still_pins_memory_without_an_accelerator",
     ),
     context(
         "dropped-attention-scores",
         "llmcompressor.modifiers.transform.awq:AWQModifier._run_samples(self, module)",
         "AWQ keeps the attention scores of all samples although it never reads them.",
-        "tests/plugins/llm_compressor/test_llm_compressor.py::"
-        "test_upstream_still_keeps_attention_scores_of_all_samples",
+        "tests/plugins/test_llm_compressor.py::test_upstream_still_keeps_attention_scores_of_all_samples",
     ),
     process(
         "enabled-log",
         "llmcompressor.logger:LOGGER_CONFIG.disabled",
         "llm-compressor removes the log handlers of other packages at import unless its log is disabled.",
-        "tests/plugins/llm_compressor/test_llm_compressor.py::test_upstream_still_removes_the_handlers_of_others",
+        "tests/plugins/test_llm_compressor.py::test_upstream_still_removes_the_handlers_of_others",
     ),
     context(
         "no-bars",
@@ -630,7 +629,7 @@ PATCHES: tuple[Patch, ...] = (
         "packed-zero-points",
         "compressed_tensors.compressors.pack_quantized.base:PackedQuantizationCompressor.compress(state_dict, scheme)",
         "Zero points stay unpacked on the meta device, but Transformers 5.23 expects the packed shape.",
-        "tests/plugins/compressed_tensors/test_zero_points.py::test_upstream_expects_unpacked_zero_points",
+        "tests/plugins/test_zero_points.py::test_upstream_expects_unpacked_zero_points",
     ),
 )
 

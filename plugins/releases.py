@@ -21,7 +21,6 @@ REQUIRED = (
 )
 """Packages that Shardwright depends on. The others of the table belong to extras and to users' own trainers."""
 _MODULES = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "lm-eval": "lm_eval"}
-_MODULES |= {"auto-round": "auto_round"}
 
 
 @dataclass(frozen=True, kw_only=True)

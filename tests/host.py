@@ -46,7 +46,6 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
     "llmcompressor": (lambda: importlib.util.find_spec("llmcompressor") is not None, "pip install '.[quantize]'"),
-    "auto_round": (lambda: importlib.util.find_spec("auto_round") is not None, "pip install auto-round"),
     "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
 }
 """Whether it is there, and the way to have it."""

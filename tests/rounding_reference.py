@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from shardwright.trainers.qat.rounding.layers import LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding.rounding import Rounding
+from shardwright.trainers.qat.layers import LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding import Rounding
 
 GROUP = 8
 RELATIVE = 1e-6

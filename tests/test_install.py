@@ -157,4 +157,4 @@ def test_environments_have_the_ends_of_the_tested_window(name, column):
         if package in pinned:
             assert pinned[package] == getattr(tested, column)
     # llm-compressor holds transformers down, so that only the pinned environment has it and what comes with it.
-    assert releases.tested_releases().keys() - pinned.keys() == {"auto-round", "llmcompressor"}
+    assert releases.tested_releases().keys() - pinned.keys() == {"llmcompressor"}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .parallel.sequence import SequenceParallelCallback as SequenceParallelCallback
     from .parallel.tensor import TensorParallelCallback as TensorParallelCallback
     from .qat.callback import QATCallback as QATCallback
-    from .qat.rounding.config import QATConfig as QATConfig
+    from .qat.settings import QATConfig as QATConfig
     from .runs.plan_callback import PlanCallback as PlanCallback
     from .sparsity import L1SparsityCallback as L1SparsityCallback
     from .sparsity import MagnitudePruningCallback as MagnitudePruningCallback
@@ -36,7 +36,7 @@ _HOMES = {
     "PipelineTrainer": ".parallel.pipeline",
     "PlanCallback": ".runs.plan_callback",
     "QATCallback": ".qat.callback",
-    "QATConfig": ".qat.rounding.config",
+    "QATConfig": ".qat.settings",
     "SequenceParallelCallback": ".parallel.sequence",
     "TensorParallelCallback": ".parallel.tensor",
     "load_spqr": ".formats.spqr",

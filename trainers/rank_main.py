@@ -21,8 +21,8 @@ from .runs.settings import RankTask
 
 TASKS = {
     "train": ".training.rank:TrainTask",
-    "distill": ".distillation.command.rank:DistillTask",
-    "qat": ".qat.command.rank:QATTask",
+    "distill": ".distillation.command:DistillTask",
+    "qat": ".qat.command:QATTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.worker:RehearsedScriptTask",
     "tune": ".tuning:TrialTask",

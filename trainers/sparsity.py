@@ -319,7 +319,7 @@ class MagnitudePruningCallback(SparsityCallback):
 
     def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
         """Return why the run would end with other zeros than those of the last update."""
-        from .qat.rounding.attach import attachment_of
+        from .qat.attach import attachment_of
 
         end, errors = self._end, []
         if end > state.max_steps:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.quantization.layers import LinearLayer
 from ..ds_configs.quantization.scheme import QuantizationScheme
-from ..plugins.compressed_tensors.layout import layout_differences
+from ..plugins.compressed_tensors import layout_differences
 from ..plugins.launching.elastic import signal_name
 from ..plugins.launching.launch import interpreter
 from ..plugins.safetensors import load_tensors

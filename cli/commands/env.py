@@ -57,7 +57,7 @@ def patch_facts() -> list[dict[str, Any]]:
 
     Imports the modules of all targets and discards what they log.
     """
-    from ...plugins.llm_compressor.quiet import import_upstream
+    from ...plugins.llm_compressor import import_upstream
     from ...plugins.patches import PATCHES, patch_state, target_error
     from ...plugins.releases import installed_version
 

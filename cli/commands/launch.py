@@ -132,8 +132,8 @@ def _print_line(line: str) -> None:
 
 
 def _launch_on_cluster(plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: Flags) -> int:
-    from ...ds_configs.plan.clusters import NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
+    from ...ds_configs.plan.rendering import NodeCommand, slurm_script
     from ...plugins.clusters import Hosts, node_launches, own_program, read_hostfile, run_over_ssh, submit
     from ...trainers.training.script import script_errors, train_words
     from ...trainers.training.settings import train_settings_errors

@@ -11,14 +11,14 @@ from pydantic import Field
 
 from ...ds_configs.specs.settings import RevisionFields
 from ...ds_configs.specs.units import gigabytes
-from ...trainers.distillation.cache.cache_writer import CacheSettings
-from ...trainers.distillation.student.request import StudentRequest
+from ...trainers.distillation.student import StudentRequest
+from ...trainers.distillation.teacher_cache import CacheSettings
 from ..options import OutputDirectory, ResultDirectory
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.student.maker import StudentReport
+    from ...trainers.distillation.student import StudentReport
 
 
 def cache_teacher_command(
@@ -37,7 +37,7 @@ def cache_teacher_command(
         Hub id or directory; weights are read from safetensors.
     """
     from ...trainers.data.sources import PYTHON_HELP
-    from ...trainers.distillation.cache.cache_writer import prepare_cache, run_cache_job
+    from ...trainers.distillation.teacher_cache import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
         note(f"using {PYTHON_HELP}, Python's help topics; pass the student's --dataset instead")
@@ -88,7 +88,7 @@ def student_command(
     teacher
         Hub id or local model directory with safetensors weights.
     """
-    from ...trainers.distillation.student.maker import student
+    from ...trainers.distillation.student import student
 
     report = student(teacher, **options.model_dump(exclude={"format", "config"}), **request.model_dump())
     if options.as_json:

@@ -15,17 +15,16 @@ from rich.text import Text
 
 from ...ds_configs.specs.errors import UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS
-from ...trainers.distillation.command.settings import DistillSettings
-from ...trainers.qat.command.settings import QATSettings
+from ...trainers.distillation.settings import DistillSettings
+from ...trainers.qat.settings import QATSettings
 from ...trainers.training.settings import TrainSettings
 from ..options import TrainingRun
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.command.report import DistillationOutcome
-    from ...trainers.qat.command.report import QATOutcome
-    from ...trainers.qat.command.task import PreparedQAT
+    from ...trainers.distillation.command import DistillationOutcome
+    from ...trainers.qat.command import PreparedQAT, QATOutcome
     from ...trainers.runs.run import LaunchedOutcome, PreparedTraining
     from ...trainers.runs.settings import RunRequest
     from ...trainers.training.task import TrainOutcome
@@ -74,7 +73,7 @@ def distill_command(
     student
         Hub id or directory; a config.json for random weights.
     """
-    from ...trainers.distillation.command.task import prepare_distillation
+    from ...trainers.distillation.command import prepare_distillation
 
     # A single model is the student, whose teacher is served.
     models = (None, teacher) if student is None else (teacher, student)
@@ -99,7 +98,7 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
     model
         Hub id or directory; weights are read from safetensors.
     """
-    from ...trainers.qat.command.task import prepare_qat
+    from ...trainers.qat.command import prepare_qat
 
     return _launched(partial(prepare_qat, settings, model), options, show_qat, _qat_layers)
 
@@ -116,7 +115,7 @@ def _qat_layers(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
-    from ...trainers.qat.command.settings import is_own_teacher
+    from ...trainers.qat.settings import is_own_teacher
     from ...trainers.reports.runs import checkpoint_facts
     from ..show import show_next
 

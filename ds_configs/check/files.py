@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -138,11 +138,7 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
             where, fix = f"{file}: {name}", "plan again with this value"
             difference = ConfigError(where=where, value=arguments.get(name), rule=rule, fix=fix)
             findings.append(Finding(kind="warning", error=difference))
-    return findings + [_error(error) for error in _long_sequence_errors(plan, arguments, str(file))], plan
-
-
-def _long_sequence_errors(plan: Plan, arguments: Mapping[str, Any], file: str) -> list[ConfigError]:
-    """Return training arguments with which tiled MLPs or checkpoints in host memory cannot run."""
+    # Training arguments with which tiled MLPs or checkpoints in host memory cannot run.
     layout, errors = plan.chosen.layout, []
     checkpointing = arguments.get("gradient_checkpointing")
     if layout.offloaded_checkpoints and checkpointing is not True:
@@ -154,7 +150,7 @@ def _long_sequence_errors(plan: Plan, arguments: Mapping[str, Any], file: str) -
         rule = f"must set {' and '.join(replaced)} to false: Liger and the plan's tiles both replace MLPs"
         fix = "set them to false, or plan with --tiled-mlp off"
         errors.append(ConfigError(where=f"{file}: liger_kernel_config", value=kernels or None, rule=rule, fix=fix))
-    return errors
+    return findings + [_error(error) for error in errors], plan
 
 
 def moved_finding(directory: Path, named: Path) -> Finding | None:

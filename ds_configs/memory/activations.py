@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
-from ..models.liger import has_liger_loss
+from ..models.families import has_liger_loss
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout

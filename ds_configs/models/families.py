@@ -18,6 +18,7 @@ from ..specs.model import (
     ParameterShape,
     is_within,
     newest_tested_release,
+    stored_facts,
 )
 
 
@@ -341,3 +342,27 @@ def _gpt2(config: ModelConfig, *, name: str, revision: str | None, release: str)
         release=release,
         source="config",
     )
+
+
+LIGER_FILE = "liger_kernels.json"
+FUSED_LOSS = "fused_linear_cross_entropy"
+TEXT_MODEL = "text_model"
+"""The kernels of a nested text model, which its family enables; configurations of the Trainer do not reach them."""
+
+Kernels = Mapping[str, Mapping[str, bool]]
+"""The kernels of liger-kernel's tested release for each model type, with their defaults."""
+
+
+def liger_kernels() -> Kernels:
+    """Return the kernels of each model type; liger-kernel silently ignores other types."""
+    kernels: Kernels = stored_facts(LIGER_FILE, "0")["kernels"]
+    return kernels
+
+
+def has_liger_loss(model_type: str, *, alone: bool) -> bool:
+    """Return whether Liger computes head and loss of a model type together, as it does unless it is disabled.
+
+    `alone` is without its other kernels.
+    """
+    kernels = liger_kernels().get(model_type, {})
+    return kernels.get(FUSED_LOSS, False) and not (alone and TEXT_MODEL in kernels)

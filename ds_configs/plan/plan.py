@@ -31,19 +31,21 @@ from ..specs.settings import rule_of
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, comparable_steps
-from .clusters import NodeCommand, hostfile, slurm_script
 from .output import write_files
 from .rendering import (
     HEADER,
     LaunchSpec,
+    NodeCommand,
     accelerate_config,
     accelerate_text,
     copied_configuration,
     deepspeed_config,
+    hostfile,
     launch_script,
     max_grad_norm,
     planned_training_arguments,
     run_line,
+    slurm_script,
     trainer_line,
     uses_liger,
 )

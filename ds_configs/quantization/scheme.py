@@ -183,6 +183,8 @@ def scheme_named(name: str) -> QuantizationScheme:
         fix = f"use --scheme {grouped[1]} --group-size {grouped[2]}"
     elif re.match(r"GGUF|I?Q\d", plain):
         rule, fix = "is a format of llama.cpp", "convert the model to it as docs/guides/gguf.md describes"
+    elif "AUTOROUND" in plain:
+        rule, fix = "is a method, not a scheme", "use --method gptq --scheme W4A16 of quantize"
     elif methods := [method for method in METHODS if method.replace("-", "").upper() in plain]:
         method = max(methods, key=len)
         other = "W8A8" if method.startswith("smoothquant") else "W4A16"
@@ -190,9 +192,7 @@ def scheme_named(name: str) -> QuantizationScheme:
     raise UsageError(ConfigError(where="--scheme", value=name, rule=rule, fix=fix))
 
 
-MethodName = Literal[
-    "rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq", "autoround", "spqr", "low-rank", "bitsandbytes"
-]
+MethodName = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq", "spqr", "low-rank", "bitsandbytes"]
 Engine = Literal["llm-compressor", "bitsandbytes", "shardwright"]
 
 
@@ -211,7 +211,6 @@ METHODS: Mapping[MethodName, Method] = {
     "awq": Method("llm-compressor", True),
     "smoothquant": Method("llm-compressor", True),
     "smoothquant-gptq": Method("llm-compressor", True),
-    "autoround": Method("llm-compressor", True),
     "spqr": Method("shardwright", True),
     "low-rank": Method("shardwright", True),
     "bitsandbytes": Method("bitsandbytes", False),
@@ -262,12 +261,6 @@ def combination_with_method_errors(
                 plain = "gptq" if method == "smoothquant-gptq" else "rtn"
                 rule = f"moves outliers out of quantized activations, but {scheme.name} keeps activations in 16 bit"
                 return error(rule, f"use W8A8 or W8A8_STATIC, or --method {plain} or awq")
-        case "autoround":
-            if scheme.activations_are_static:
-                return error("does not compute static ranges of activations", "use gptq or smoothquant-gptq")
-            if weights.number_type != "int" or activations is not None:
-                rule = f"supports only integer weights with 16-bit activations, not {scheme.name}"
-                return error(rule, "use W4A16, or --method gptq")
         case "spqr" | "low-rank":
             most = 4 if method == "spqr" else 8
             if weights.number_type != "int" or not 2 <= weights.bits <= most or activations is not None:

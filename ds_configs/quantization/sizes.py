@@ -327,11 +327,6 @@ def _quantizing(run: QuantizationRun) -> Terms:
             "rounding": _AWQ_ROUNDING_BYTES * max((layer.numel for layer in scaled), default=0),
         }
         return max(attention, mlp, key=lambda terms: sum(terms.values()))
-    if run.method == "autoround":
-        # Rounding, its gradient and the best so far in fp32, and the layer's outputs: an estimate, not measured.
-        outputs = run.num_samples * run.seq_len * run.dimensions.hidden_size * run.width
-        learned = 3 * 4 * sum(layer.numel for layer in run.block)
-        return {"learned_rounding": learned, "layer_outputs": 2 * outputs}
     if run.method not in ("gptq", "smoothquant-gptq", "spqr", "low-rank"):
         return {}
     moments = []

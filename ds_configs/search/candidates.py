@@ -12,7 +12,7 @@ from typing import Any
 from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
 from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
-from ..models.liger import has_liger_loss
+from ..models.families import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import GROUPED_TASKS, LossImplementation, StrategyName, TrainingJob

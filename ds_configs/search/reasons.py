@@ -80,13 +80,20 @@ def chosen_reason(
     micro_batch = str(layout.micro_batch_size)
     if layout.gradient_accumulation_steps > 1:
         micro_batch += f" x {layout.gradient_accumulation_steps}"
+    batch_size = layout.global_batch_size
+    size = f"{batch_size:,} sequence{'s' if batch_size > 1 else ''} ({batch_size * best.job.seq_len_tokens:,} tokens)"
+    batch_reason = global_batch_reason(best.job, context.hardware.world_size, batch_size)
+    global_batch = f"Global batch {size}, {batch_reason}."
+    if best.job.global_batch_size is None:
+        global_batch = f"Global batch {size}, the same for every layout: {batch_reason}. "
+        global_batch += "Set yours with --global-batch-size."
     sentences = [
         f"{display_name(layout)} is {_preference(best, context, rows)}.",
         f"It reaches {time.tokens_per_second:,.0f} tokens/s ({_seconds(time.seconds)} s per step) and needs "
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
-        _global_batch(best),
+        global_batch,
     ]
     if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
@@ -151,15 +158,6 @@ def _percent(faster: Candidate, best: Candidate) -> str:
 def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
     """Return whether a faster layout was rejected because it offloads and the chosen one does not."""
     return faster.layout.offload_optimizer != "none" and best.layout.offload_optimizer == "none"
-
-
-def _global_batch(best: Candidate) -> str:
-    job, sequences = best.job, best.layout.global_batch_size
-    why = global_batch_reason(job, best.context.hardware.world_size, sequences)
-    size = f"{sequences:,} sequence{'s' if sequences > 1 else ''} ({sequences * job.seq_len_tokens:,} tokens)"
-    if job.global_batch_size is not None:
-        return f"Global batch {size}, {why}."
-    return f"Global batch {size}, the same for every layout: {why}. Set yours with --global-batch-size."
 
 
 def _recomputation(candidate: Candidate) -> str:

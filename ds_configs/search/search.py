@@ -484,18 +484,15 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
     return Outcome(
         chosen=chosen,
         rejected=tuple(rejected),
-        job=job if best is None else _resolved(job, best.job),
-    )
-
-
-def _resolved(job: TrainingJob, chosen: TrainingJob) -> TrainingJob:
-    """Return a job with the loss and the way to generate of a chosen candidate's."""
-    return replace(
-        job,
-        loss=chosen.loss,
-        generation=chosen.generation,
-        vllm_tensor_parallel_size=chosen.vllm_tensor_parallel_size,
-        vllm_sleep=chosen.vllm_sleep,
+        job=job
+        if best is None
+        else replace(
+            job,
+            loss=best.job.loss,
+            generation=best.job.generation,
+            vllm_tensor_parallel_size=best.job.vllm_tensor_parallel_size,
+            vllm_sleep=best.job.vllm_sleep,
+        ),
     )
 
 

@@ -100,8 +100,8 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
     ("bits", "wbits", "w_bit", "quantization", "quant", "quantize", "bnb", "int4", "int8", "fp8"): (
         Option("scheme", "W4A16, W8A8 or FP8_DYNAMIC"),
     ),
-    ("awq", "gptq", "smoothquant", "autoround", "algorithm", "quant_method"): (
-        Option("method", "gptq, awq, smoothquant or autoround", "scheme"),
+    ("awq", "gptq", "smoothquant", "algorithm", "quant_method"): (
+        Option("method", "gptq, awq or smoothquant", "scheme"),
     ),
     ("groupsize", "q_group_size"): (Option("group_size"),),
     ("calibration_dataset", "calib_data", "calib_dataset"): (Option("dataset"),),
@@ -138,6 +138,10 @@ REMOVED: Mapping[str, str] = {
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
     "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
+    **dict.fromkeys(
+        ("method=autoround", "method=auto-round", "method=auto_round", "autoround", "auto_round"),
+        "use gptq, which needs an eighth of the time, or run the auto-round package",
+    ),
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",

@@ -26,8 +26,8 @@ from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, Tr
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
 from shardwright.plugins.planning import checked_job, load_model_spec, read_hardware
-from shardwright.trainers.distillation.command.settings import DistillSettings
-from shardwright.trainers.qat.command.settings import QATSettings
+from shardwright.trainers.distillation.settings import DistillSettings
+from shardwright.trainers.qat.settings import QATSettings
 from shardwright.trainers.runs.inputs import job_options, training_job
 from shardwright.trainers.training.settings import TrainSettings
 

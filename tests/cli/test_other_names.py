@@ -96,7 +96,7 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
             "calibrate --forget cpu",
             ["--forget = 'cpu': is not a stored run; omit it: rates of CPU ranks are not stored"],
         ),
-        ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
+        ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq or smoothquant"]),
     ],
 )  # fmt: skip
 def test_a_name_of_another_tool_is_answered_with_ours(

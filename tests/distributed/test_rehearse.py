@@ -172,3 +172,23 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     assert process.returncode == 130
     _, alive = psutil.wait_procs(list(ranks.values()), timeout=5)
     assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("strategy", "job"),
+    [
+        ("zero2", {"task": "dpo"}),
+        ("fsdp2", {"task": "kto"}),
+        ("zero3", {"task": "orpo", "method": "lora"}),
+        ("zero2", {"task": "grpo", "beta": 0.1, "generation": "vllm"}),
+    ],
+)
+def test_plans_of_tasks_pass(strategy: str, job: dict[str, Any], deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    directory = written(tmp_path / "plan", strategy=strategy, seq_len_tokens=2048, **job)
+    found = rehearse(directory, steps=STEPS)
+    assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
+    assert found.measured is not None and found.predicted is not None
+    phases = {"generate", "score", "step"} if job["task"] == "grpo" else {"step"}
+    assert phases <= found.measured.keys() & found.predicted.keys()
+    assert not any(change.where == "job: task" for change in found.changes)

@@ -18,7 +18,7 @@ from equivalence.settings import Run, make_teacher, run_of
 from equivalence.stages import figures_of_stages
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate import configure_cpu_ranks
-from shardwright.plugins.compressed_tensors.codes import weight_levels
+from shardwright.plugins.compressed_tensors import weight_levels
 from shardwright.plugins.deepspeed.engine import stages_of
 from shardwright.plugins.transformers.training_arguments import (
     prepare_model_directory_save,
@@ -27,7 +27,7 @@ from shardwright.plugins.transformers.training_arguments import (
 )
 from shardwright.trainers.exact import exact_class
 from shardwright.trainers.parallel.trainer_for import engine_logits, parallelism_of
-from shardwright.trainers.qat.rounding import rounding
+from shardwright.trainers.qat import rounding
 from transformers import Trainer, TrainerCallback
 
 

@@ -359,7 +359,7 @@ def _probe(run: Run) -> None:
 
 def _off_borders(trainer: Any) -> None:
     """Round weights that are a few millionths smaller: -7.5 steps, on the border of two codes, become -7.49997."""
-    from shardwright.trainers.qat.rounding import rounding
+    from shardwright.trainers.qat import rounding
 
     levels = rounding.weight_levels
     rounding.weight_levels = lambda weight, *scales: levels(weight * (1 - 4e-6), *scales)

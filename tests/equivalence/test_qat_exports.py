@@ -12,7 +12,7 @@ from equivalence.comparison import assert_equal
 from equivalence.records import Record, marked, records_of
 from equivalence.settings import reference_of, run_of
 from safetensors.torch import load_file
-from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_levels, weight_scale_and_zero_point
+from shardwright.plugins.compressed_tensors import unpack_tensors, weight_levels, weight_scale_and_zero_point
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 

@@ -168,7 +168,7 @@ def test_the_engine_stores_the_range_of_what_the_layer_saw(method, tmp_path):
 
     from llmcompressor.observers import Observer
     from safetensors.torch import load_file
-    from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
+    from shardwright.plugins.llm_compressor import quantize_with_llm_compressor
     from small_models import llama
     from transformers import AutoModelForCausalLM
 

@@ -268,7 +268,7 @@ def applications() -> tuple[tuple[str, bool, str], ...]:
 
 def test_the_installed_releases_have_every_target() -> None:
     if importlib.util.find_spec("llmcompressor") is not None:
-        from shardwright.plugins.llm_compressor.quiet import import_upstream
+        from shardwright.plugins.llm_compressor import import_upstream
 
         import_upstream()
     assert patch_errors() == []
@@ -368,7 +368,7 @@ READ = {
     "no-network": ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
 }
 """The module that reads the attribute, and how."""
-OPTIONAL_PACKAGES = {"auto-round": "auto_round", "llmcompressor": "llmcompressor", "trl": "trl"}
+OPTIONAL_PACKAGES = {"llmcompressor": "llmcompressor", "trl": "trl"}
 
 
 def reading_entries() -> list[Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.shrink.config import shrink_model_config
+from ...ds_configs.shrink import shrink_model_config
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix

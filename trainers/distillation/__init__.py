@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache.teacher_cache import CachedTeacherDataset, TeacherCache
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
     from .config import DistillationConfig, OnPolicy, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
     from .served_teacher import ServedTeacher
+    from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    ".cache.teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
+    ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
     ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),

@@ -16,9 +16,9 @@ from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
 from ..losses.fused_loss import accepted_inputs, captured_head_input
-from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 from .served_teacher import ServedTeacher
+from .teacher_cache import TeacherCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments

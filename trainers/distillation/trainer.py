@@ -31,7 +31,6 @@ from ..counting.counts import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks
-from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
 from .on_policy import completed_by_student, is_generated
@@ -49,6 +48,7 @@ from .teacher import (
     split_batch,
     with_decoder_inputs,
 )
+from .teacher_cache import TeacherCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

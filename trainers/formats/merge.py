@@ -24,7 +24,7 @@ from ...plugins.huggingface_hub import (
     split_revision,
     title_of,
 )
-from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.llm_compressor import without_bars
 from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read_adapter
 from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model

@@ -21,9 +21,9 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.checkpoint_tensors import share_with_zero3
 from ...plugins.transformers.run_settings import run_errors
 from ..checkpoints import checkpoints
-from .rounding.attach import Attachment, attach, attachment_of
-from .rounding.config import QATOptions
-from .rounding.observers import synchronise
+from .attach import Attachment, attach, attachment_of
+from .layers import synchronise
+from .settings import QATOptions
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

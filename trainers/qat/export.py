@@ -22,8 +22,7 @@ from ...ds_configs.plan.output import output_errors, write_files
 from ...ds_configs.quantization.layers import LinearLayer, quantization_config
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins import patches
-from ...plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
-from ...plugins.compressed_tensors.layout import layout_differences
+from ...plugins.compressed_tensors import layout_differences, pack_tensors, unpack_tensors
 from ...plugins.deepspeed.parameters import gathered_parameters, training_device
 from ...plugins.launching.background import FirstRank
 from ...plugins.safetensors import StoredTensor, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
@@ -37,17 +36,10 @@ from ...plugins.transformers.checkpoint_tensors import (
 )
 from ..data.models import copy_companions
 from ..verify import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
-from .rounding.attach import Attachment, checkpoint_name
-from .rounding.experts import fake_quantize_experts, is_fused_experts
-from .rounding.layers import (
-    LEARNED,
-    FakeQuantizedLinear,
-    forward_weight,
-    is_lora_linear,
-    lora_matrices,
-    some_names,
-)
-from .rounding.rounding import round_weight
+from .attach import Attachment, checkpoint_name
+from .experts import fake_quantize_experts, is_fused_experts
+from .layers import LEARNED, FakeQuantizedLinear, forward_weight, is_lora_linear, lora_matrices, some_names
+from .rounding import round_weight
 
 if TYPE_CHECKING:
     import torch

@@ -88,6 +88,9 @@ def prepare(
         DoesNotFitError: not enough memory or disk.
         ShardwrightError: the Hub cannot be reached.
     """
+    import psutil
+    import torch
+
     errors: list[ConfigError] = []
     if output_dir is not None:
         sources = {"the model": model, "the dataset": local_place(settings.dataset)}
@@ -152,7 +155,24 @@ def prepare(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         ),
     )
-    _check_capacity(prepared, output_dir)
+    memory, lines = prepared.memory, []
+    host = psutil.virtual_memory().available
+    if memory.peak_host_bytes > host:
+        lines.append(
+            f"host memory: needs {gigabytes(memory.peak_host_bytes)} GB, {gigabytes(host)} GB are free; "
+            "use fewer samples (--num-samples), shorter ones (--seq-len), or a machine with more memory"
+        )
+    if memory.peak_device_bytes and torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0]
+        if memory.peak_device_bytes > free:
+            lines.append(
+                f"device memory: needs {gigabytes(memory.peak_device_bytes)} GB, {gigabytes(free)} GB are free; "
+                "lower --batch-size or --seq-len"
+            )
+    if output_dir is not None:
+        lines += map(str, disk_errors(output_dir, needed_bytes=prepared.checkpoint_bytes))
+    if lines:
+        raise DoesNotFitError("\n".join(lines))
     return prepared
 
 
@@ -187,7 +207,7 @@ def engine_packages(method: MethodName, scheme: QuantizationScheme, layers: Sequ
         return ()
     if method == "rtn" and not scheme.activations_are_static and not any(layer.is_expert for layer in layers):
         return ()
-    return ("llmcompressor", "auto_round") if method == "autoround" else ("llmcompressor",)
+    return ("llmcompressor",)
 
 
 def missing_engine_errors(
@@ -203,27 +223,3 @@ def missing_engine_errors(
         for package in engine_packages(method, scheme, layers)
         if find_spec(package) is None
     ]
-
-
-def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
-    import psutil
-    import torch
-
-    memory, lines = prepared.memory, []
-    host = psutil.virtual_memory().available
-    if memory.peak_host_bytes > host:
-        lines.append(
-            f"host memory: needs {gigabytes(memory.peak_host_bytes)} GB, {gigabytes(host)} GB are free; "
-            "use fewer samples (--num-samples), shorter ones (--seq-len), or a machine with more memory"
-        )
-    if memory.peak_device_bytes and torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0]
-        if memory.peak_device_bytes > free:
-            lines.append(
-                f"device memory: needs {gigabytes(memory.peak_device_bytes)} GB, {gigabytes(free)} GB are free; "
-                "lower --batch-size or --seq-len"
-            )
-    if output_dir is not None:
-        lines += map(str, disk_errors(output_dir, needed_bytes=prepared.checkpoint_bytes))
-    if lines:
-        raise DoesNotFitError("\n".join(lines))

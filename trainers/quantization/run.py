@@ -1,31 +1,38 @@
-"""Quantizes a prepared model, verifies the checkpoint in a fresh process, evaluates it, and writes the report."""
+"""Quantize a prepared model, verify the checkpoint in a fresh process, evaluate it, and write the report."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.output import reserved, write_files
-from ...ds_configs.quantization.scheme import METHODS
+from ...ds_configs.quantization.scheme import METHODS, MethodName, QuantizationScheme
 from ...ds_configs.quantization.settings import QuantizeSettings
-from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import CARD_FILE, check_push, pushed, shown_name, title_of
-from ...plugins.llm_compressor.engine import load_for_quantization
-from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.llm_compressor import load_for_quantization, without_bars
 from ...plugins.planning import installed_versions
 from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.quantized_model import QuantizedModel
 from ..data.models import CHAT_TEMPLATE, copy_companions
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
-from ..formats.spqr import SMALL_DIRECTORY
+from ..formats.spqr import (
+    SMALL_DIRECTORY,
+    LowRankOptions,
+    SmallMatrix,
+    SpQROptions,
+    low_rank_residual,
+    save_small_format,
+    spqr_quantize,
+)
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
 from ..reports.report import card_text, code, license_line, markdown, usage
@@ -41,6 +48,89 @@ from ..verify import (
     reference_logits,
 )
 from .inputs import Prepared, engine_packages, prepare
+
+
+@dataclass(kw_only=True)
+class SmallFormatModel:
+    """A model with its quantized matrices; its weights in memory are their dequantized values."""
+
+    model: Any
+    """Transformers model."""
+    matrices: Mapping[str, SmallMatrix]
+    """Quantized matrices by module name."""
+
+    @property
+    def quantized_layers(self) -> tuple[str, ...]:
+        """Names of the quantized layers."""
+        return tuple(self.matrices)
+
+    def save(self, directory: Path) -> None:
+        """Write a dense checkpoint, which Transformers and vLLM load, and the small format in `small/`."""
+        self.model.save_pretrained(directory)
+        save_small_format(self.model, self.matrices, Path(directory) / SMALL_DIRECTORY)
+
+
+def quantize_to_small_format(
+    model: Any,
+    scheme: QuantizationScheme,
+    *,
+    method: MethodName,
+    layers: Sequence[str],
+    calibration: Sequence[Mapping[str, Sequence[int]]],
+    batch_size: int,
+    options: Mapping[str, Any],
+) -> SmallFormatModel:
+    """Quantize linear layers of a model by SpQR or low-rank correction, in place.
+
+    SpQR takes bits and group size from the scheme, but not the group size 128, which is too large for SpQR. Low-rank
+    correction uses all weight settings of the scheme.
+
+    Args:
+        model: Transformers model with dense weights.
+        scheme: Number format of the weights.
+        method: `spqr` or `low-rank`.
+        layers: Names of plain linear layers to quantize.
+        calibration: Samples with `input_ids`.
+        batch_size: Samples per forward pass.
+        options: Fields of `SpQROptions` or `LowRankOptions`.
+
+    Raises:
+        UsageError: unknown options, values out of range, or no samples.
+        RefusedInputError: weights or inputs contain NaN or infinity.
+    """
+    from ...plugins.llm_compressor import visit_layers
+
+    weights = scheme.weights
+    kind: type[SpQROptions] | type[LowRankOptions] = LowRankOptions
+    from_scheme = {"bits": weights.bits, "group_size": weights.group_size or -1, "symmetric": weights.symmetric}
+    rule, fix = "is set by the scheme", "use --scheme, --group-size or symmetric"
+    errors = [
+        ConfigError(where=name, value=options[name], rule=rule, fix=fix) for name in from_scheme if name in options
+    ]
+    if method == "spqr":
+        kind = SpQROptions
+        del from_scheme["symmetric"]
+        if weights.group_size in (None, 128):
+            del from_scheme["group_size"]
+    with collecting(errors):
+        selected = settings_of(kind, {**options, **from_scheme})
+    if errors:
+        raise UsageError(errors)
+    if not calibration:
+        rule, fix = f"{method} needs text for calibration", "pass --dataset, such as python-help"
+        raise UsageError(ConfigError(where="dataset", rule=rule, fix=fix))
+    matrices: dict[str, SmallMatrix] = {}
+
+    def visit(name: str, weight_OI: Any, hessian_II: Any) -> Any:
+        if isinstance(selected, SpQROptions):
+            matrices[name] = spqr_quantize(weight_OI, hessian_II, selected)
+        else:
+            matrices[name] = low_rank_residual(weight_OI, hessian_II, selected)
+        return matrices[name].dequantize()
+
+    visit_layers(model, layers, calibration=calibration, batch_size=batch_size, visit=visit)
+    return SmallFormatModel(model=model, matrices={name: matrices[name] for name in layers})
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +154,21 @@ class QuantizationOutcome:
     """Wall-clock time per stage."""
     command: str = ""
     """Command line; empty when called from Python."""
+
+    def card(self) -> str:
+        """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
+        source, scheme, method = self.prepared.source, self.prepared.scheme, self.prepared.resolved.method
+        commit = f" at {code(source.revision)}" if source.revision else ""
+        origin = f"{code(shown_name(source.name))}{commit}"
+        lead = f"Quantized from {origin} by {method}. [REPORT.md](REPORT.md) shows the change in quality."
+        return card_text(
+            f"{title_of(source.name)}, {scheme.name}",
+            [lead, serving_text(method, scheme.storage), usage()],
+            f"{license_line(source.name)} Read its card before you publish this one.",
+            base=source.name,
+            relation="quantized",
+            tags=(scheme.storage, method),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
@@ -98,23 +203,6 @@ QUANTIZATION_FILES = (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE)
 """Files of a quantization, in addition to weights, configuration and tokenizer."""
 
 
-def _card(prepared: Prepared) -> str:
-    """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
-    source, scheme, method = prepared.source, prepared.scheme, prepared.resolved.method
-    commit = f" at {code(source.revision)}" if source.revision else ""
-    lead = (
-        f"Quantized from {code(shown_name(source.name))}{commit} by {method}. [REPORT.md](REPORT.md) shows the change"
-    )
-    return card_text(
-        f"{title_of(source.name)}, {scheme.name}",
-        [f"{lead} in quality.", serving_text(method, scheme.storage), usage()],
-        f"{license_line(source.name)} Read its card before you publish this one.",
-        base=source.name,
-        relation="quantized",
-        tags=(scheme.storage, method),
-    )
-
-
 def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
     """Load the model and quantize it by the selected method.
 
@@ -138,17 +226,15 @@ def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
     model = load_for_quantization(source)
     calibrated: dict[str, Any] = {"calibration": prepared.calibration, "batch_size": settings.batch_size}
     if engine == "shardwright":
-        from .spqr import quantize_to_small_format
-
         layers = [layer.name for layer in prepared.layers]
         return quantize_to_small_format(
             model, scheme, method=method, layers=layers, options=settings.method_options, **calibrated
         )
     if not engine_packages(method, scheme, prepared.layers):
-        from ...plugins.compressed_tensors.compressed_model import round_to_nearest
+        from ...plugins.compressed_tensors import round_to_nearest
 
         return round_to_nearest(model, scheme, stored_names=source.tensors.keys())
-    from ...plugins.llm_compressor.engine import quantize_with_llm_compressor
+    from ...plugins.llm_compressor import quantize_with_llm_compressor
 
     return quantize_with_llm_compressor(
         model,
@@ -259,8 +345,21 @@ def run_prepared(
         discard_failed(output_dir)
         evaluation = None
         if evaluate:
+            text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
+            if samples is not None and samples.evaluation:
+                text = TextWindows(
+                    windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
+                    source=f"{samples.statistics.source}, rows not used for calibration",
+                    seq_len_tokens=prepared.seq_len,
+                    available_windows=len(samples.evaluation),
+                )
+            packed, baseline = output_dir / SMALL_DIRECTORY, str(prepared.source.directory)
             with timed("evaluating"):
-                evaluation = _evaluation(prepared, output_dir, device)
+                try:
+                    written = str(packed if packed.is_dir() else output_dir)
+                    evaluation = evaluate_model(written, baseline=baseline, text=text, device=device)
+                except ShardwrightError as error:
+                    logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         outcome = QuantizationOutcome(
             prepared=prepared,
             quantized_layers=layers,
@@ -271,7 +370,7 @@ def run_prepared(
         )
         numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
         report = markdown(quantization_report(json.loads(numbers)))
-        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: _card(prepared)}
+        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: outcome.card()}
         write_files(files, output_dir, force=True)
         try:
             write_html(output_dir)
@@ -279,26 +378,3 @@ def run_prepared(
             # The checkpoint is written and verified: a report that cannot be drawn is no reason to fail.
             logger.info(f"{HTML_FILE} was not written: {error}")
     return outcome
-
-
-def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Evaluation | None:
-    text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
-    samples = prepared.samples
-    if samples is not None and samples.evaluation:
-        text = TextWindows(
-            windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
-            source=f"{samples.statistics.source}, rows not used for calibration",
-            seq_len_tokens=prepared.seq_len,
-            available_windows=len(samples.evaluation),
-        )
-    packed = output_dir / SMALL_DIRECTORY
-    try:
-        return evaluate_model(
-            str(packed if packed.is_dir() else output_dir),
-            baseline=str(prepared.source.directory),
-            text=text,
-            device=device,
-        )
-    except ShardwrightError as error:
-        logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
-        return None

@@ -19,18 +19,16 @@ import yaml
 from pydantic import Field
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration
-from ...ds_configs.shrink.config import (
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration, task_arguments
+from ...ds_configs.shrink import (
     Change,
     changes_between,
     rehearsed_sequence,
     section_of,
-    shrink_model_config,
-)
-from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
     shrink_layout,
+    shrink_model_config,
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import ShardwrightError, UsageError
@@ -42,6 +40,7 @@ from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
 from ..runs.run import launch_job
 from ..runs.settings import RankJob
+from .tasks import small_task
 
 SCRIPT_STAGE = "script"
 """Name of the records of a script's ranks."""
@@ -158,14 +157,16 @@ def scale_plan(
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, layout)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
     loss = "eager" if plan.job.second_models else plan.job.loss
-    job = without_kernels(plan.job).without_second_models()
-    job = replace(job, seq_len_tokens=seq_len, precision=precision, loss=loss)
+    alone = without_kernels(plan.job).without_second_models()
+    alone = replace(alone, seq_len_tokens=seq_len, precision=precision, loss=loss)
+    job = small_task(plan, alone, model, layout)
     for name in ("task", "seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
+    left = {second.role: second.spec.name for second in job.second_models}
     for second in plan.job.second_models:
-        changes.append(Change(where=f"job: {second.role}", before=second.spec.name, after=None))
+        changes.append(Change(where=f"job: {second.role}", before=second.spec.name, after=left.get(second.role)))
     offload: dict[str, Any] = {}
     deepspeed_file, nvme = work / "ds_config.json", work / "nvme"
     nvme.mkdir()
@@ -185,6 +186,8 @@ def scale_plan(
         layout = replace(layout, offload_optimizer="none", offload_param="none")
     arguments = dict(files.arguments)
     cpu_arguments(arguments, layout=layout, steps=steps)
+    for name in [name for name in arguments if name == "use_vllm" or name.startswith("vllm_")]:
+        del arguments[name]
     changes += changes_between(files.accelerate, accelerate, "accelerate.yaml: ")
     changes += changes_between(files.arguments, arguments, "training_arguments.json: ")
     arguments |= {**OWN_ARGUMENTS, "save_steps": steps // 2}
@@ -197,6 +200,9 @@ def scale_plan(
     )
     chosen, hardware = replace(plan.chosen, layout=layout), parse_hardware(f"{ranks}xCPU")
     small = replace(plan, model=model, job=job, hardware=hardware, chosen=chosen)
+    # The lengths and groups of a smaller task.
+    arguments |= task_arguments(small)
+    worker = worker.model_copy(update={"training_arguments": arguments})
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     return Rehearsed(
         plan=small,

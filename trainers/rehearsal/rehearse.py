@@ -19,6 +19,8 @@ from ...ds_configs.memory.estimate import cpu_rank_terms
 from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
+from ...ds_configs.specs.job import GROUPED_TASKS
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.step_time.estimate import TERMS
 from ...plugins.planning import installed_release_difference, installed_versions
 from ...plugins.transformers.training_arguments import byte_tokenizer
@@ -341,7 +343,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)
     checks.append(check_optimizer(files.deepspeed, files.arguments))
     # The ranks load the base weights of adapters.
-    model = make_model(settings.work, saved=plan.job.method != "full")
+    model = make_model(settings.work, saved=plan.job.method != "full" or rehearsed.plan.job.task != "sft")
     class_names = {type(module).__name__ for module in model.modules()}
     checks.append(check_layer_classes(files.accelerate, plan, class_names))
     if all(check.passed for check in checks):
@@ -373,7 +375,8 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         measured = max(record["host_bytes"] for record in records)
         rehearsal = replace(rehearsal, host={"measured": measured, "predicted": predicted})
     vocab_size = rehearsed.plan.model.dimensions.vocab_size
-    checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size)
+    learns = rehearsed.plan.job.task not in GROUPED_TASKS
+    checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size, learns=learns)
     checks.append(check_checkpoint(work / "checkpoints" / f"checkpoint-{worker.save_step}"))
     launched = passed("launch", f"{settings.ranks} ranks trained and ended")
     if not all(check.passed for check in checks):
@@ -413,7 +416,12 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
 
 def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
     plan, predictions = rehearsed.plan, dict[str, dict[str, Any]]()
-    for phase, terms in cpu_rank_terms(plan.chosen.layout, plan.model, plan.job).items():
+    phases = cpu_rank_terms(plan.chosen.layout, plan.model, plan.job)
+    if TASKS[plan.job.task].head == "fused":
+        # Without logits the meter does not see where the backward pass begins.
+        parts = phases["loss"], phases.pop("backward")
+        phases["loss"] = max(parts, key=lambda terms: sum(terms.values()))
+    for phase, terms in phases.items():
         if phase in PHASES:
             # CPU ranks have both in the same memory, but the meter counts the host's apart.
             terms = {name: count for name, count in terms.items() if name != OFFLOADED}

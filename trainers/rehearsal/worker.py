@@ -28,6 +28,7 @@ from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write
 from ..runs.settings import RankTask
 from ..training.rank import run_script
 from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
+from .tasks import task_trainer
 
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
@@ -83,7 +84,7 @@ def resume(job: RehearsalJob, plan: Plan, work: Path) -> None:
 
 def _arguments(job: RehearsalJob, plan: Plan, work: Path, **changes: Any) -> tuple[Any, Engine]:
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
-    return rank_arguments(settings, method=plan.job.method)
+    return rank_arguments(settings, method=plan.job.method, task=plan.job.task)
 
 
 def _losses(trainer: Any, *, after: int = 0) -> list[float]:
@@ -98,6 +99,10 @@ def _trainer(job: RehearsalJob, plan: Plan, arguments: Any, engine: Engine) -> A
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             keep_planned_memory(plan, args, kwargs["model"])
 
+    if plan.job.task != "sft":
+        trainer = task_trainer(plan, arguments, engine, job.samples)
+        trainer.add_callback(PlannedMemory())
+        return trainer
     length = plan.job.seq_len_tokens
     stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
     samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]

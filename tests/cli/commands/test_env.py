@@ -7,7 +7,7 @@ import json
 import pytest
 from shardwright.cli.main import run
 from shardwright.plugins import patches, releases
-from shardwright.plugins.llm_compressor.quiet import import_upstream
+from shardwright.plugins.llm_compressor import import_upstream
 from shardwright.plugins.patches import Patch
 
 

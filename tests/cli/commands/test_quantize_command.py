@@ -93,11 +93,8 @@ def refused(model: Path, tmp_path: Path, capsys, code: int, *more: str, output: 
             marks=pytest.mark.needs("llmcompressor"),
         ),
         (("--resume", *BRIEF), ("--resume", "starts from the beginning")),
-        pytest.param(
-            ("--method", "autoround", "--method-option", "format=gptq", "--method-option", "nblocks=2", *BRIEF),
-            ("compressed-tensors", "nblocks"),
-            marks=pytest.mark.needs("llmcompressor", "auto_round"),
-        ),
+        (("--method", "autoround", *BRIEF), ("method", "autoround", "use gptq, which needs an eighth of the time")),
+        (("--scheme", "AutoRound", *BRIEF), ("AutoRound", "use --method gptq --scheme W4A16")),
     ],
 )
 def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):

@@ -12,7 +12,7 @@ from shardwright.ds_configs.quantization.layers import LinearLayer, selected_lay
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from shardwright.ds_configs.quantization.sizes import PROCESS_BYTES, QuantizationMemory, QuantizationRun
 from shardwright.ds_configs.specs.model import Dimensions
-from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
+from shardwright.plugins.llm_compressor import quantize_with_llm_compressor
 from shardwright.plugins.metering import ByteMeter
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -155,5 +155,4 @@ def test_an_accelerator_holds_one_layer_and_the_host_the_rest():
 
 def test_methods_of_other_engines_are_estimated_too():
     assert llama_8b(method="bitsandbytes", scheme="NF4").phase == "loading"
-    assert "learned_rounding" in llama_8b(method="autoround").device_terms
     assert "hessian_copies" in llama_8b(method="spqr", scheme="W3A16").device_terms

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright.ds_configs.plan.clusters import NodeCommand
+from shardwright.ds_configs.plan.rendering import NodeCommand
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters import Hosts, node_launches, read_hostfile, run_over_ssh

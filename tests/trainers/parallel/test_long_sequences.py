@@ -15,8 +15,8 @@ from shardwright.plugins.transformers.gradient_checkpointing import offload_chec
 from shardwright.plugins.transformers.tiled_compute import in_tiles, tile_mlps, untile_mlps
 from shardwright.trainers import LongSequenceCallback
 from shardwright.trainers.parallel.long_sequences import TiledLoss
-from shardwright.trainers.qat.rounding.attach import attach
-from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.attach import attach
+from shardwright.trainers.qat.settings import QATConfig
 from small_models import llama, mixtral
 
 SIZES: dict[str, Any] = {

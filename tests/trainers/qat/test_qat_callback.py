@@ -14,8 +14,8 @@ from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.peft import add_lora
 from shardwright.trainers import QATCallback, QATConfig
+from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.callback import resume_errors
-from shardwright.trainers.qat.rounding.attach import attach
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 

@@ -17,7 +17,7 @@ from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import verify
 from shardwright.trainers.qat import export as export_module
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.qat.rounding.rounding import round_weight
+from shardwright.trainers.qat.rounding import round_weight
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

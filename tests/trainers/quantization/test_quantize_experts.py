@@ -12,8 +12,8 @@ from safetensors import safe_open
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.compressed_tensors.compressed_model import restore_expert_names
-from shardwright.plugins.llm_compressor.quiet import kept_conversion_mappings, torchvision_is_not_needed
+from shardwright.plugins.compressed_tensors import restore_expert_names
+from shardwright.plugins.llm_compressor import kept_conversion_mappings, torchvision_is_not_needed
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import AutoModelForCausalLM
@@ -97,10 +97,7 @@ def test_fp32_biases_are_counted_in_the_checkpoint_size(tmp_path, capsys):
 @pytest.mark.needs("llmcompressor")
 def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     """llmcompressor 0.14.0.1 writes gate_proj for w1; when it no longer does, `restore_expert_names` can go."""
-    from shardwright.plugins.llm_compressor.engine import (
-        load_for_quantization,
-        quantize_with_llm_compressor,
-    )
+    from shardwright.plugins.llm_compressor import load_for_quantization, quantize_with_llm_compressor
 
     source = open_source(str(mixtures["mixtral"]))
     model = load_for_quantization(source)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
-from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
-from shardwright.plugins.llm_compressor.engine import quantize_with_llm_compressor
+from shardwright.plugins.compressed_tensors import round_to_nearest
+from shardwright.plugins.llm_compressor import quantize_with_llm_compressor
 from small_models import llama
 
 pytestmark = pytest.mark.needs("llmcompressor")

@@ -29,7 +29,7 @@ from shardwright.trainers.formats.spqr import (
     spqr_quantize,
     stored_columns,
 )
-from shardwright.trainers.quantization.spqr import quantize_to_small_format
+from shardwright.trainers.quantization.run import quantize_to_small_format
 from small_spqr import LAYERS, correlated, logits, samples, small_model
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.shrink.config import changes_between
+from shardwright.ds_configs.shrink import changes_between
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions

@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.parameters import WeightEditor, edit_errors
-from shardwright.trainers.sparsity import (
-    L1SparsityCallback,
-    MagnitudePruningCallback,
-    smallest_weights,
-    target_layers,
-)
+from shardwright.trainers.sparsity import L1SparsityCallback, MagnitudePruningCallback, smallest_weights, target_layers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slow
@@ -268,7 +263,7 @@ def test_engines_that_undo_changes_are_rejected(zero: dict[str, Any], match: str
 def test_pruned_weights_are_rounded_to_zero(tmp_path: Path) -> None:
     """Zero is a code of every grid but the binary one."""
     from shardwright.trainers.qat.callback import QATCallback
-    from shardwright.trainers.qat.rounding.rounding import round_weight
+    from shardwright.trainers.qat.rounding import round_weight
 
     for options in ({}, {"weight_rule": "ternary"}, {"scheme": "W4A16_ASYM"}):
         model = tiny_llama()

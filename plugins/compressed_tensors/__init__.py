@@ -1,1 +1,0 @@
-"""Checkpoints of compressed-tensors: `codes.py` computes their tensors, `layout.py` checks their files."""

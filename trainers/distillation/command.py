@@ -1,0 +1,453 @@
+"""`shardwright distill`: check settings, models and data, plan; train on every rank; outcome and model card."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
+from ...ds_configs.specs.settings import settings_of
+from ...plugins.huggingface_hub import CARD_FILE, TOKENIZER_FILES, shown_name, title_of
+from ...plugins.planning import load_model_spec
+from ...plugins.planning import plan as select_plan
+from ...plugins.transformers.sound_model import refuse_other_formats
+from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ..counting.counts import STANDARD_ERROR, Estimate
+from ..data.chat import set_chat_template
+from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
+from ..data.samples import Samples, packed_if_possible
+from ..data.sources import local_place
+from ..parallel.trainer_for import planned_parallelism
+from ..reports.report import card_text, code, license_line, usage
+from ..runs.inputs import (
+    CONVERTED,
+    chosen_hardware,
+    is_without,
+    launch_errors,
+    named_samples,
+    run_output_errors,
+    trained_teacher,
+    training_job,
+)
+from ..runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, number, run_training, with_spread, with_spreads
+from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
+from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
+
+SCHEMA_VERSION = 1
+"""Version of `distill --format json`."""
+_FORMULAS = {
+    "forward_kl": "KL(teacher | student)",
+    "reverse_kl": "KL(student | teacher)",
+    "jsd": "JSD(teacher, student)",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillationResult(StepResult):
+    """Measurements of the ranks; the content of `result.json`."""
+
+    before: Mapping[str, float]
+    """Metrics of the student on the held-out samples before its first step, and standard errors of those that are means
+    over tokens."""
+    after: Mapping[str, float]
+    """The same after its last step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class DistillationOutcome(LaunchedOutcome):
+    """Result of a distillation that succeeded."""
+
+    settings: DistillSettings
+    teacher: str
+    student: str
+    result: DistillationResult
+
+    @property
+    def _loss(self) -> str:
+        return "student_cross_entropy" if "student_cross_entropy" in self.result.after else "loss"
+
+    def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the results of the student before and after, and of the teacher."""
+        before, after = self.result.before, self.result.after
+        teacher = "teacher_cross_entropy"
+        losses = [
+            with_spreads(_mean(before, self._loss)),
+            with_spreads(_mean(after, self._loss)),
+            with_spreads(_mean(after, teacher)) if teacher in after else ("", ""),
+        ]
+        rows = list(zip(("cross-entropy, nats per token", "perplexity"), *losses, strict=True))
+        for key, name, shape, of_teacher in (
+            ("kl_per_token", "KL(teacher | student), nats per token", partial(with_spread, number), "0"),
+            ("top1_agreement", "same most likely token as the teacher", _share, "100 %"),
+            ("speculative_acceptance", "expected speculative acceptance", _share, "100 %"),
+        ):
+            if key in after:
+                rows.append((name, shape(_mean(before, key)), shape(_mean(after, key)), of_teacher))
+        return ("", "student before", "student after", "teacher"), rows
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "teacher": self.teacher,
+            "student": self.student,
+            **self.where_and_what(),
+            "before": dict(self.result.before),
+            "after": dict(self.result.after),
+            "cross_entropy_standard_error": {
+                "before": _mean(self.result.before, self._loss).standard_error,
+                "after": _mean(self.result.after, self._loss).standard_error,
+            },
+            **self.speed(),
+        }
+
+    def card(self) -> str:
+        teacher, student, adapter = self.teacher, self.student, self.settings.method == "lora"
+        lead = (
+            f"{code(shown_name(student))} trained on {code(self.statistics.source_name)} with "
+            f"{code(shown_name(teacher))} as its teacher: {objective_sentence(self.settings)}"
+        )
+        licenses = f"{license_line(student, 'Student')} {license_line(teacher, 'Teacher')}"
+        return card_text(
+            f"{title_of(student)}, distilled from {title_of(teacher)}",
+            [lead, usage(adapter=adapter), *self.card_results()],
+            f"{licenses} The terms of the teacher and of the data may also apply to the student. Read all three before "
+            "you publish it.",
+            base=student,
+            relation="adapter" if adapter else "finetune",
+            library="peft" if adapter else "transformers",
+            tags=("distillation",),
+            others=(teacher,),
+        )
+
+
+def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
+    return Estimate(value=metrics[name], standard_error=metrics.get(f"{name}_{STANDARD_ERROR}"))
+
+
+def _share(mean: Estimate) -> str:
+    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.2g}"
+    return f"{100 * mean.value:.1f}{error} %"
+
+
+def objective_sentence(settings: DistillSettings) -> str:
+    """Return the loss that a run minimizes, in one line."""
+    alpha, tau = settings.alpha, settings.temperature
+    parts = [f"{1 - alpha:g} · cross-entropy"] if alpha < 1 else []
+    scale = f"{alpha:g}" + ("" if tau == 1 else f" · {tau:g}²")
+    parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
+    parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
+    parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
+    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
+    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+
+
+def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:
+    """Return the files that a run writes into its output directory, in addition to the plan's."""
+    adapter = settings.method == "lora"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+
+
+class DistillTask(DistillJob, TrainingTask):
+    """Train a student with a teacher.
+
+    With transformers 5.17.0, `Trainer.evaluate` before training starts an inference engine under DeepSpeed, which
+    requires ZeRO-3. The student is therefore evaluated inside `train`, when everything is wrapped.
+    """
+
+    evaluates_last = True
+
+    def build(self, context: RankContext) -> Any:
+        from .served_teacher import ServedTeacher
+        from .teacher_cache import CachedTeacherDataset, TeacherCache
+        from .trainer import DistillationTrainer
+
+        prepare_model_directory_save(context.arguments)
+        settings, common = self.settings, context.trainer_arguments()
+        student = trained_model(self.student, settings, context)
+        if settings.teacher_url is not None:
+            teacher: Any = ServedTeacher(
+                settings.teacher_url,
+                model=self.teacher,
+                vocab_size=self.vocab_size,
+                top_k=settings.teacher_top_k,
+                timeout_seconds=settings.teacher_timeout,
+                allow_remote_http=settings.allow_remote_http,
+            )
+        elif settings.teacher_cache is None:
+            teacher = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
+        else:
+            teacher = TeacherCache.open(settings.teacher_cache)
+            for name in ("train_dataset", "eval_dataset"):
+                common[name] = CachedTeacherDataset(common[name], teacher)
+        return planned_parallelism(context.plan).make_trainer(
+            trainer_class=DistillationTrainer,
+            model=student,
+            teacher=teacher,
+            teacher_placement=self.placements["teacher"],
+            distillation=distillation_config(settings, self.vocab_size),
+            **common,
+        )
+
+    def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
+        """Save the student, and return the Trainer's first and last evaluation."""
+        save_model_directory(
+            trainer,
+            self.output_dir,
+            allow_nonfinite=self.settings.allow_nonfinite,
+            starting=starting_weights(self.student, self.settings),
+        )
+        evaluations = [
+            {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+            for entry in trainer.state.log_history
+            if any(name.startswith("eval_") for name in entry)
+        ]
+        return {"before": evaluations[0], "after": evaluations[-1]}
+
+
+logger = logging.getLogger(__name__)
+
+
+def distill(
+    teacher: str | None,
+    student: str,
+    output_dir: str | Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    **settings: Any,
+) -> DistillationOutcome:
+    """Distill a teacher into a student: plan, launch ranks, evaluate before and after, save with a model card.
+
+    Nothing is printed on stdout; messages and progress are logged. Example:
+    ``shardwright.distill("teacher", "student", "distilled", dataset="python-help", max_steps=100).result.after``
+
+    Args:
+        teacher: Hub id or directory; weights are read from safetensors. With `teacher_url`, the name of a served model,
+            or `None` for the only one.
+        student: Hub id or directory, or a `config.json` for random weights.
+        output_dir: Directory for the student, with plan and report.
+        resume: Resume from the last checkpoint in `output_dir`.
+        force: Write into a directory that is not empty.
+        settings: Fields of `DistillSettings`, which are the flags of `shardwright distill`.
+
+    Returns:
+        All measurements; `to_dict()` is what `--format json` prints.
+
+    Raises:
+        UsageError: all errors of the settings together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; names the rank and its error.
+    """
+    request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
+    with redirect_stdout(sys.stderr):
+        return run_training(prepare_distillation(settings_of(DistillSettings, settings), teacher, student, request))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDistillation(PreparedTraining[DistillationOutcome]):
+    """A checked distillation, ready to launch; nothing has been written."""
+
+    settings: DistillSettings
+    teacher: str
+    student: str
+    vocab_size: int
+    """Tokens that both tokenizers have."""
+
+    kind = "distill"
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"revision": self.student} | ({"teacher_revision": self.teacher} if self.settings.runs_teacher else {})
+
+    @property
+    def own_file_names(self) -> tuple[str, ...]:
+        return distillation_file_names(self.settings)
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Keys of `TrainingArguments` that evaluate the student before its first step."""
+        return {"eval_on_start": True}
+
+    def job(self, common: Mapping[str, Any], work: Path) -> DistillJob:
+        cache = self.settings.teacher_cache
+        own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
+        if cache:
+            own["settings"] = common["settings"].model_copy(update={"teacher_cache": str(Path(cache).absolute())})
+        return DistillJob(**{**common, **own})
+
+    def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> DistillationOutcome:
+        measured = DistillationResult(**result)
+        return DistillationOutcome(teacher=self.teacher, student=self.student, result=measured, **common)
+
+
+def prepare_distillation(
+    settings: DistillSettings, teacher: str | None, student: str, request: RunRequest
+) -> PreparedDistillation:
+    """Check settings, models and data, report all errors together, and plan.
+
+    `teacher` is the name of a served model, or `None`, with `settings.teacher_url`.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
+    errors = distill_settings_errors(settings)
+    is_served = settings.teacher_url is not None
+    sources = {
+        "the teacher": None if is_served else teacher,
+        "the student": student,
+        "the teacher cache": settings.teacher_cache,
+    }
+    errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
+    with collecting(errors):
+        distillation_config(settings, None)
+    hardware = loaded_student = loaded_teacher = tokenizer = samples = None
+    vocab_size = 0
+    with collecting(errors):
+        hardware = chosen_hardware(settings)
+        errors += [] if request.dry_run else launch_errors(hardware, request.place)
+    with collecting(errors):
+        loaded_student = load_model_spec(student, revision=settings.revision)
+        refuse_other_formats(Path(student), where="student", fix=CONVERTED)
+    if not is_served:
+        with collecting(errors):
+            if teacher is None:
+                rule, fix = "is missing", "pass TEACHER STUDENT, or the address of a served teacher with --teacher-url"
+                raise UsageError(ConfigError(where="teacher", rule=rule, fix=fix))
+            loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
+    if loaded_student is not None and (loaded_teacher is not None or is_served):
+        with collecting(errors):
+            settings, tokenizer, vocab_size = _with_tokenizers(settings, None if is_served else teacher, student)
+    if tokenizer is not None and settings.dataset:
+        with collecting(errors):
+            samples = named_samples(settings, tokenizer)
+            if teacher is not None and settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+                samples = _stored(samples, settings, teacher)
+    if is_served and tokenizer is not None and samples is not None and not errors:
+        teacher = _served_name(settings, teacher, tokenizer, vocab_size, samples)
+    if errors:
+        raise UsageError(errors)
+    assert hardware and loaded_student and tokenizer and samples and teacher, "what failed left an error"
+    # A server holds the teacher: of its sizes only the vocabulary counts here, which is the student's.
+    spec = replace(loaded_student.spec, name=teacher) if loaded_teacher is None else loaded_teacher.spec
+    own, other = loaded_student.spec.parameter_count, spec.parameter_count
+    if own > other:
+        logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
+    if settings.on_policy and settings.prompt_tokens is None and samples.statistics.kind == "text":
+        # Every token of plain text has a label, so the student completes the first half of a sample.
+        settings = settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
+    placement = settings.teacher_placement if settings.runs_teacher else "cached"
+    job = training_job(settings, hardware, teacher=spec, teacher_placement=placement)
+    plan = select_plan(loaded_student, hardware, job, notify=logger.info)
+    settings = settings.with_optimizer(plan.job)
+    if errors := settings.engine_errors(plan.chosen.layout.engine):
+        raise UsageError(errors)
+    models = [(loaded_student.config, plan.model.attention)]
+    if settings.runs_teacher and loaded_teacher is not None:
+        models.append((loaded_teacher.config, loaded_teacher.spec.attention))
+    obstacle = None
+    if settings.on_policy:
+        obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
+    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
+    return PreparedDistillation(
+        request=request,
+        settings=settings,
+        teacher=teacher,
+        student=student,
+        plan=plan,
+        samples=samples,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+    )
+
+
+def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: str) -> tuple[DistillSettings, Any, int]:
+    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have.
+
+    Without a teacher, because a server has it, the tokens are the student's.
+    """
+    own = StartingModel(model=student, revision=settings.revision)
+    config = load_config(own)
+    width = config.get_text_config().vocab_size
+    if teacher is None:
+        tokenizer = load_tokenizer(own, width)
+        set_chat_template(tokenizer, settings.chat_template)
+        return with_positions(settings, config), tokenizer, int(max(tokenizer.get_vocab().values())) + 1
+    other = StartingModel(model=teacher, revision=settings.teacher_revision)
+    teacher_config = load_config(other)
+    fitting = with_positions(settings, config, teacher_config)
+    taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
+    if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
+        largest = max(taught.get_vocab().values())
+        if largest >= width:
+            rule = f"the student has no tokenizer, and the teacher's has ids up to {largest}"
+            fix = "use a student with a larger vocabulary or its own tokenizer"
+            raise UsageError(ConfigError(where="student: vocab_size", value=width, rule=rule, fix=fix))
+        # A student without a tokenizer gets the teacher's.
+        tokenizer = taught
+    else:
+        tokenizer = load_tokenizer(own, width)
+    set_chat_template(tokenizer, settings.chat_template)
+    return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
+
+
+def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vocab_size: int, samples: Samples) -> str:
+    """Return the name of the served model, after requests that check it; raises as `ServedTeacher.check`."""
+    from .served_teacher import ServedTeacher
+
+    assert settings.teacher_url is not None
+    served = ServedTeacher(
+        settings.teacher_url,
+        model=name or "",
+        vocab_size=vocab_size,
+        top_k=settings.teacher_top_k,
+        timeout_seconds=settings.teacher_timeout,
+        allow_remote_http=settings.allow_remote_http,
+    )
+    texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in (*samples.train[:2], *samples.evaluation[:2])]
+    longest = settings.seq_len
+    if settings.on_policy:
+        prompt = settings.prompt_tokens or (longest // 2 if samples.statistics.kind == "text" else longest)
+        longest = max(longest, prompt + settings.max_new_tokens)
+    served.check(tokenizer, longest_tokens=longest, texts=texts, chosen=name)
+    return served.model
+
+
+def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:
+    """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
+    from .teacher_cache import TeacherCache, key_errors, weights_identity
+
+    where = f"teacher_cache {settings.teacher_cache}"
+    cache = TeacherCache.open(settings.teacher_cache or "")
+    config = load_config(StartingModel(model=teacher, revision=settings.teacher_revision))
+    expected = replace(cache.key, weights=weights_identity(teacher, settings.teacher_revision, config))
+    if errors := key_errors(cache.key, expected, where):
+        raise RefusedInputError(errors)
+    if settings.temperature not in cache.key.temperatures:
+        stored = ", ".join(f"{temperature:g}" for temperature in cache.key.temperatures)
+        rule = f"has temperatures {stored}, not {settings.temperature:g}"
+        errors.append(ConfigError(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
+    missing = sum(sample["input_ids"] not in cache for sample in samples.train)
+    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
+    fix = "cache the same dataset with the same --seq-len, --chat-template, --seed and --evaluation-fraction"
+    if missing:
+        rule = f"lacks {missing} of {len(samples.train)} training samples"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    elif not known:
+        rule = "has none of the held-out samples, so the student could not be compared with its teacher"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
+    statistics = replace(samples.statistics, evaluation_samples=len(known))
+    return replace(samples, evaluation=known, statistics=statistics)

@@ -1,1 +1,0 @@
-"""`shardwright distill`: `task.py` checks, plans and runs; `rank.py` runs on every rank."""

@@ -1,1 +1,0 @@
-"""Smaller students made from a teacher; the entry point is `maker.py`."""

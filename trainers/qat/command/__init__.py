@@ -1,1 +1,0 @@
-"""`shardwright qat`: start with `task.py`; `rank.py` runs on every rank."""

@@ -1,0 +1,511 @@
+"""Linear layers that compute with fake-quantized weights and inputs, plain and LoRA, and the ranges of their inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor
+
+from ...ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins.activation_ranges import ActivationHistogram, percentile_range
+from ...plugins.compressed_tensors import RoundedWeight, range_scale_and_zero_point
+from ...plugins.transformers.gradient_checkpointing import in_backward_pass
+from .rounding import Rounding, WeightRule, input_gradient, round_inputs, round_weight, weight_gradients
+from .settings import ObserverMethod
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AVERAGING_CONSTANT = 0.01
+"""Weight of the newest step in a moving average."""
+Reduction = Callable[["Tensor", Literal["min", "sum"]], "Tensor"]
+"""Reduces a tensor elementwise over all ranks."""
+
+
+class InputRange:
+    """Range of the inputs of one matrix, with the scale and zero point that the checkpoint stores.
+
+    A plain object, not part of any state dict. Both bounds are one tensor (low, -high), fp32 [2], so that one minimum
+    updates both; the scale is rounded to the stored dtype before it is used. A step's bounds are its minimum and
+    maximum, or its percentiles; over steps they are combined by their minimum and maximum, or by a moving average.
+    """
+
+    def __init__(
+        self,
+        quantization: ActivationQuantization,
+        *,
+        method: ObserverMethod,
+        stored_dtype: torch.dtype,
+        name: str = "",
+    ) -> None:
+        """Create a range without values.
+
+        Args:
+            quantization: Number format of the rounded inputs, with stored ranges.
+            method: Method that observes the range.
+            stored_dtype: Dtype of scales in the checkpoint.
+            name: Name of the matrix, for messages.
+        """
+        self.quantization = quantization
+        self.method = method
+        self.stored_dtype = stored_dtype
+        self.name = name
+        self._ends: Tensor | None = None
+        self._stored: tuple[Tensor, Tensor | None] | None = None
+        self._open: Tensor | None = None
+        """Bounds of the open step of this rank."""
+        self._histogram: ActivationHistogram | None = None
+        """Values of the open step of this rank, for percentiles."""
+
+    @property
+    def scale(self) -> Tensor | None:
+        """[1] in the stored dtype; `None` before any values. Each update of the range creates a new tensor."""
+        stored = self._scale_and_zero_point()
+        return None if stored is None else stored[0]
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """Low and high; `None` before all ranks have agreed on them."""
+        return None if self._ends is None else (float(self._ends[0]), -float(self._ends[1]))
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Move scale and zero point to a device and return them.
+
+        Raises:
+            UsageError: the range has no values yet.
+        """
+        stored = self._scale_and_zero_point()
+        if stored is None:
+            where = f"input range of {self.name or 'a layer'}"
+            rule = "has no values, and the layer rounds its inputs"
+            fix = "train before you evaluate: forward passes in training mode observe ranges"
+            raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+        scale, zero_point = stored
+        if scale.device != device:
+            # Autograd cannot save tensors that were created in inference mode.
+            with torch.inference_mode(False):
+                stored = self._stored = scale.to(device), None if zero_point is None else zero_point.to(device)
+        return stored
+
+    def observe(self, inputs: Tensor) -> None:
+        """Observe the inputs of a forward pass; ignores the repeated pass of gradient checkpointing.
+
+        Minimum and maximum do not synchronize with the accelerator; a histogram does.
+        """
+        if inputs.numel() == 0 or in_backward_pass():
+            return
+        device, inputs = inputs.device.type, inputs.detach()
+        if torch.is_autocast_enabled(device):
+            inputs = inputs.to(torch.get_autocast_dtype(device))
+        if self.method == "percentile":
+            histogram = self._histogram or ActivationHistogram()
+            # A batch with infinities must not move ranges, see below.
+            with suppress(ValueError):
+                histogram.add(inputs)
+                self._histogram = histogram
+            return
+        low, high = torch.aminmax(inputs)
+        ends = torch.stack([low, -high]).float()
+        # fp16 gradient scaling produces infinities and skips the step: such a batch must not move ranges.
+        ends = torch.where(torch.isfinite(ends).all(), ends, torch.full_like(ends, math.inf))
+        self._open = ends if self._open is None else torch.minimum(self._open, ends)
+
+    def set_bounds(self, low: float, high: float) -> None:
+        """Set the range, extended to contain 0."""
+        _set_ends([self], torch.tensor([[low, -high]], dtype=torch.float32))
+
+    def open_step(self) -> Tensor:
+        """Return (low, -high, -exponent of a histogram's bins) of the open step, fp32 [3]; infinity without values."""
+        if self._open is not None:
+            return torch.nn.functional.pad(self._open, (0, 1), value=math.inf)
+        if self._histogram is None:
+            return torch.full((3,), math.inf)
+        exponent = math.inf if self._histogram.exponent is None else -self._histogram.exponent
+        return torch.tensor([self._histogram.low, -self._histogram.high, exponent], dtype=torch.float32)
+
+    def percentiles(self, histogram: ActivationHistogram) -> list[float]:
+        """Return (low, -high) of the values in a histogram."""
+        numbers = self.quantization
+        values = percentile_range(histogram, percentile=numbers.percentile, symmetric=numbers.symmetric)
+        return [values.low, -values.high]
+
+    def _scale_and_zero_point(self) -> tuple[Tensor, Tensor | None] | None:
+        # Before the first step is closed, a rounding layer uses the range of the values that this rank saw.
+        if self._stored is None and (self._open is not None or self._histogram is not None):
+            ends = self._open
+            if self._histogram is not None:
+                ends = torch.tensor(self.percentiles(self._histogram), dtype=torch.float32)
+            assert ends is not None
+            self._stored = _scales_and_zero_points([self], ends.unsqueeze(0).clamp(max=0))
+        return self._stored
+
+
+def _scales_and_zero_points(ranges: Sequence[InputRange], ends_N2: Tensor) -> tuple[Tensor, Tensor | None]:
+    return range_scale_and_zero_point(
+        ends_N2[:, 0],
+        -ends_N2[:, 1],
+        bits=ranges[0].quantization.bits,
+        symmetric=ranges[0].quantization.symmetric,
+        stored_dtype=ranges[0].stored_dtype,
+    )
+
+
+def _set_ends(ranges: Sequence[InputRange], ends_N2: Tensor) -> None:
+    """Set the bounds of ranges, which have the same number format."""
+    with torch.inference_mode(False), torch.no_grad():
+        ends_N2 = ends_N2.clamp(max=0)
+        scale_N, zero_point_N = _scales_and_zero_points(ranges, ends_N2)
+        for index, input_range in enumerate(ranges):
+            own = slice(index, index + 1)
+            input_range._ends = ends_N2[index]
+            input_range._stored = scale_N[own], None if zero_point_N is None else zero_point_N[own]
+
+
+def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = None) -> None:
+    """Close an optimizer step: combine the values of all ranks and update observed ranges.
+
+    Every rank must call it with the same layers in the same order, also after steps that overflowed. The number of
+    collectives does not depend on the number of layers.
+
+    Args:
+        ranges: All ranges of a model.
+        reduction: Reduces a tensor over ranks; `None`: the default process group, if there is one.
+    """
+    observed = list(ranges)
+    if not observed:
+        return
+    reduction = reduction or _reduce_over_ranks
+    rows = [input_range.open_step() for input_range in observed]
+    device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+    step_N3 = reduction(torch.stack([row.to(device) for row in rows]), "min").to(device)
+    has_values = torch.isfinite(step_N3[:, 0]).tolist()
+    ends_N2 = step_N3[:, :2].clone()
+    counted = [index for index, each in enumerate(observed) if each.method == "percentile" and has_values[index]]
+    if counted:
+        steps = [step_N3[index].tolist() for index in counted]
+        exponents = [None if math.isinf(negative) else int(-negative) for *_, negative in steps]
+        histograms = [observed[index]._histogram or ActivationHistogram() for index in counted]
+        own = [each.counts_at(exponent, device) for each, exponent in zip(histograms, exponents, strict=True)]
+        # One reduction for all layers, of 64 KB each: one per layer would pay the latency each time.
+        counts = reduction(torch.stack(own), "sum").cpu()
+        for index, (low, high, _), exponent, row in zip(counted, steps, exponents, counts, strict=True):
+            histogram = ActivationHistogram.of_counts(row, exponent=exponent, low=low, high=-high)
+            ends_N2[index] = torch.tensor(observed[index].percentiles(histogram))
+    for input_range in observed:
+        input_range._open = input_range._histogram = None
+    if not any(has_values):
+        return
+    # All ranges of a model have one number format and method: separately they would take a dozen tiny kernels each.
+    changed = [input_range for input_range, any_values in zip(observed, has_values, strict=True) if any_values]
+    new_N2 = ends_N2[torch.tensor(has_values, device=device)]
+    before = [each._ends if each._ends is not None else new for each, new in zip(changed, new_N2, strict=True)]
+    old_N2 = torch.stack([ends.to(device) for ends in before])
+    is_minmax = changed[0].method == "minmax"
+    _set_ends(changed, torch.minimum(old_N2, new_N2) if is_minmax else old_N2 + AVERAGING_CONSTANT * (new_N2 - old_N2))
+
+
+def _reduce_over_ranks(tensor: Tensor, operation: Literal["min", "sum"]) -> Tensor:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    device = tensor.device
+    if device.type == "cpu" and "gloo" not in dist.get_backend():
+        device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+    reduced = tensor.to(device, copy=True)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MIN if operation == "min" else dist.ReduceOp.SUM)
+    return reduced
+
+
+@dataclass(kw_only=True, slots=True)
+class QuantizationState:
+    """Progress of quantization-aware training, shared by all layers of a model."""
+
+    rule: WeightRule
+    """Source of the scales."""
+    enabled: bool = False
+    """Whether forward passes round."""
+    observing: bool = False
+    """Whether forward passes in training update activation ranges."""
+    trained_steps: int = 0
+    """Optimizer steps with rounding."""
+
+
+class LinearTensors(NamedTuple):
+    """Tensors that a rounded linear layer computes with."""
+
+    weight: Tensor
+    """[O, I], before rounding."""
+    bias: Tensor | None = None
+    """[O]."""
+    weight_scale: Tensor | None = None
+    """Learned scale; `None` for other rules."""
+    weight_zero_point: Tensor | None = None
+    """Learned zero point; `None` if symmetric or for other rules."""
+    input_scale: Tensor | None = None
+    """[1], stored scale of a static range; `None` if dynamic."""
+    input_zero_point: Tensor | None = None
+    """int8 [1], stored zero point; `None` if symmetric or dynamic."""
+    adapter_a: Tensor | None = None
+    """LoRA's A [rank, I]."""
+    adapter_b: Tensor | None = None
+    """LoRA's B [O, rank]."""
+
+
+def fake_quantized_linear(inputs: Tensor, tensors: LinearTensors, rounding: Rounding) -> Tensor:
+    """Return ``round(x) · round(W + scaling · B A)ᵀ + bias`` [..., O], with straight-through gradients.
+
+    Like a plain layer, it computes in the autocast dtype, or in the dtype of the inputs [..., I] without autocast.
+    """
+    device = inputs.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast:
+        inputs = inputs.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        output: Tensor = _FakeQuantizedLinear.apply(inputs, *tensors, rounding)
+    return output
+
+
+def merged_weight(weight: Tensor, adapter_a: Tensor | None, adapter_b: Tensor | None, scaling: float) -> Tensor:
+    """Return ``W + scaling · B A`` [O, I] in the wider dtype of both."""
+    if adapter_a is None or adapter_b is None:
+        return weight
+    return weight + (adapter_b @ adapter_a) * scaling
+
+
+class _FakeQuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, *operands: Any) -> Tensor:
+        tensors, rounding = LinearTensors(*operands[:-1]), operands[-1]
+        ctx.rounding = rounding
+        ctx.dtypes = [None if operand is None else operand.dtype for operand in (inputs, *tensors)]
+        # Like a plain layer, a frozen layer does not need its inputs in the backward pass.
+        static = rounding.inputs is not None and not rounding.inputs.dynamic
+        saved_inputs = inputs if static or any(ctx.needs_input_grad[1:]) else None
+        ctx.save_for_backward(saved_inputs, *tensors._replace(bias=None))
+        rounded = _rounded(_merged(tensors, rounding), tensors, rounding).to(inputs.dtype)
+        seen, bias = _seen(inputs, tensors, rounding), tensors.bias
+        # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
+        output: Tensor = torch.ops.aten.linear.default(seen, rounded, None if bias is None else bias.to(inputs.dtype))
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, *saved = ctx.saved_tensors
+        tensors, rounding = LinearTensors(*saved), ctx.rounding
+        needs, a, b = ctx.needs_input_grad, tensors.adapter_a, tensors.adapter_b
+        merged = _merged(tensors, rounding)
+        by_inputs = None
+        if needs[0]:
+            rounded = _rounded(merged, tensors, rounding).to(gradient.dtype)
+            by_inputs = gradient @ rounded
+            del rounded
+            if rounding.inputs is not None:
+                by_inputs = input_gradient(
+                    by_inputs, inputs, rounding.inputs, tensors.input_scale, tensors.input_zero_point
+                )
+        by_weight = by_scale = by_zero = None
+        if any(needs[index] for index in (1, 3, 4, 7, 8)):
+            by_rounded = _rows(gradient).t() @ _rows(_seen(inputs, tensors, rounding))
+            by_weight, by_scale, by_zero = weight_gradients(
+                by_rounded.to(merged.dtype), merged, rounding, tensors.weight_scale, tensors.weight_zero_point
+            )
+        by_a = by_b = None
+        if by_weight is not None and a is not None and b is not None:
+            wide = by_weight.to(a.dtype)
+            by_a, by_b = b.t() @ wide * rounding.adapter_scaling, wide @ a.t() * rounding.adapter_scaling
+        by_bias = _rows(gradient).sum(0) if needs[2] else None
+        gradients = (by_inputs, by_weight, by_bias, by_scale, by_zero, None, None, by_a, by_b)
+        return (
+            *(
+                part.to(dtype) if part is not None and need else None
+                for part, dtype, need in zip(gradients, ctx.dtypes, needs, strict=False)
+            ),
+            None,
+        )
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    return matrix.reshape(-1, matrix.shape[-1])
+
+
+def _merged(tensors: LinearTensors, rounding: Rounding) -> Tensor:
+    return merged_weight(tensors.weight, tensors.adapter_a, tensors.adapter_b, rounding.adapter_scaling)
+
+
+def _rounded(merged: Tensor, tensors: LinearTensors, rounding: Rounding) -> Tensor:
+    rounded = round_weight(merged, rounding, tensors.weight_scale, tensors.weight_zero_point)
+    return rounded.value(rounding.quantization)
+
+
+def _seen(inputs: Tensor, tensors: LinearTensors, rounding: Rounding) -> Tensor:
+    if rounding.inputs is None:
+        return inputs
+    return round_inputs(inputs, rounding.inputs, tensors.input_scale, tensors.input_zero_point)
+
+
+WEIGHT_SCALE, WEIGHT_ZERO_POINT = "learned_weight_scale", "learned_weight_zero_point"
+LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT)
+"""Names of the parameters for learned scales and zero points of a layer."""
+
+
+@dataclass(kw_only=True)
+class LayerQuantizer:
+    """Rounding of one matrix: a plain attribute of its module, which adds no key to the state dict."""
+
+    name: str
+    """Name of the layer in the checkpoint."""
+    scheme: QuantizationScheme
+    """Quantization scheme of the checkpoint."""
+    stored_dtype: torch.dtype
+    """Dtype of scales in the checkpoint."""
+    state: QuantizationState
+    """Shared by all layers of the model."""
+    input_range: InputRange | None = None
+    """Stored range of the inputs; `None` if the scheme has none."""
+    forward_dtype: torch.dtype | None = None
+    """Dtype of the weight in the last forward pass, which an FSDP2 policy casts from the dtype of the parameter."""
+
+    def rounding(self, *, adapter_scaling: float = 0.0) -> Rounding:
+        """Return the rounding of a forward pass."""
+        return Rounding(
+            quantization=self.scheme.weights,
+            rule=self.state.rule,
+            stored_dtype=self.stored_dtype,
+            inputs=self.scheme.activations,
+            adapter_scaling=adapter_scaling,
+        )
+
+    def observe(self, inputs: Tensor, *, training: bool) -> None:
+        """Update the input range, if ranges are being observed."""
+        if self.input_range is not None and self.state.observing and training:
+            self.input_range.observe(inputs)
+
+    def linear(
+        self,
+        module: torch.nn.Module,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapter: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+        scaling: float = 0.0,
+    ) -> Tensor:
+        """Return the outputs of a layer, rounded with the learned scales of its module and the stored input range.
+
+        Raises:
+            UsageError: the range has no values yet.
+        """
+        self.forward_dtype = weight.dtype
+        learned = [getattr(module, name, None) for name in LEARNED]
+        stored = (None, None) if self.input_range is None else self.input_range.on(inputs.device)
+        tensors = LinearTensors(weight, bias, *learned, *stored, *adapter)
+        return fake_quantized_linear(inputs, tensors, self.rounding(adapter_scaling=scaling))
+
+    def stored_layer(self, weight: Tensor, parameters: Mapping[str, Tensor]) -> RoundedWeight:
+        """Return the stored form of a matrix [O, I] in the dtype of the forward pass, with learned scales if any."""
+        rounded = round_weight(weight, self.rounding(), *(parameters.get(name) for name in LEARNED))
+        stored = (None, None) if self.input_range is None else self.input_range.on(weight.device)
+        return replace(rounded, codes=rounded.codes.to(torch.int8), input_scale=stored[0], input_zero_point=stored[1])
+
+
+class _FakeQuantized:
+    """What rounding layers have in common."""
+
+    quantizer: LayerQuantizer
+    _parameters: dict[str, Any]
+
+    @property
+    def quantizers(self) -> dict[str, LayerQuantizer]:
+        """The quantizer of the only matrix, by its relative name."""
+        return {"": self.quantizer}
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Parameters that the packed form replaces."""
+        own = lora_matrices(self) if isinstance(self, LoraLinear) else ("weight",)
+        return (*own, *(name for name in LEARNED if name in self._parameters))
+
+    def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
+        """Return the stored form of the matrix, adapter included, given the full parameters of this module."""
+        return {"": self.quantizer.stored_layer(forward_weight(self, parameters), parameters)}
+
+
+class FakeQuantizedLinear(_FakeQuantized, torch.nn.Linear):
+    """Linear layer whose forward pass computes with the numbers of the checkpoint."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``round(x) · round(W)ᵀ + bias`` [..., O]; without rounding before `start_step`."""
+        self.quantizer.observe(input, training=self.training)
+        if not self.quantizer.state.enabled:
+            return super().forward(input)
+        return self.quantizer.linear(self, input, self.weight, self.bias)
+
+
+class FakeQuantizedLora(_FakeQuantized, LoraLinear):
+    """PEFT's LoRA layer, computing with ``round(W + scaling · B A)``."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.quantizer.observe(x, training=self.training)
+        if not self.quantizer.state.enabled or self.disable_adapters or self.merged:
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        base, name = self.get_base_layer(), self.active_adapters[0]
+        adapter = (self.lora_A[name].weight, self.lora_B[name].weight)
+        return self.quantizer.linear(self, x, base.weight, base.bias, adapter, self.scaling[name])
+
+
+def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the matrix [O, I] of a linear layer in a forward pass before rounding, adapter included."""
+    dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
+    parts = [parameters[name] for name in (("weight",) if "weight" in parameters else lora_matrices(module))]
+    if dtype is not None and parts[0].dtype != dtype:
+        # A mixed-precision policy that casts the weight casts the adapter too.
+        parts = [part.to(dtype) for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    weight, adapter_a, adapter_b = parts
+    return merged_weight(weight, adapter_a, adapter_b, module.scaling[module.active_adapters[0]])
+
+
+def is_lora_linear(module: Any) -> bool:
+    """Return whether a module is PEFT's LoRA around a plain linear layer."""
+    return isinstance(module, LoraLinear) and isinstance(module.get_base_layer(), torch.nn.Linear)
+
+
+def lora_errors(name: str, module: Any) -> list[ConfigError]:
+    """Return why a LoRA layer cannot be rounded together with its weight."""
+    where = f"LoRA of {name}"
+    if len(module.active_adapters) != 1:
+        value = ", ".join(module.active_adapters) or "none"
+        rule = "exactly one adapter must be active"
+        return [ConfigError(where=where, value=value, rule=rule, fix="activate one, and merge the others")]
+    adapter = module.active_adapters[0]
+    dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
+    variant = module.lora_variant.get(adapter)
+    plain = "only plain and rank-stabilized LoRA add a product to the weight"
+    wrong = (
+        (variant is not None, type(variant).__name__, plain, "turn DoRA and other variants off"),
+        (dropout, f"lora_dropout={dropout}", "a merged weight cannot drop inputs", "use lora_dropout=0"),
+        (module.lora_B[adapter].bias is not None, "lora_bias", "a bias cannot be merged", "turn it off"),
+        (module.merged, "merged", "the adapter is already merged into the weight", "unmerge it"),
+    )
+    return [ConfigError(where=where, value=value, rule=rule, fix=fix) for is_so, value, rule, fix in wrong if is_so]
+
+
+def lora_matrices(module: Any) -> tuple[str, str, str]:
+    """Return the relative names of a LoRA layer's weight, A and B."""
+    adapter = module.active_adapters[0]
+    return "base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of others."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
