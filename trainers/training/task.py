@@ -34,6 +34,7 @@ from ..runs.inputs import (
     PLANNED_DEVICE_FIX,
     as_planned,
     chosen_hardware,
+    is_without,
     launch_errors,
     named_samples,
     run_output_errors,
@@ -217,6 +218,10 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         loaded = load_model_spec(model, revision=settings.revision)
         refuse_other_formats(Path(model), where="model", fix=CONVERTED)
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
+        if settings.task != "sft" and is_without(Path(model), ["*.safetensors"]):
+            # The reference is what the model was before training.
+            rule, fix = f"has no weights, from which task {settings.task} starts", "pass a trained model"
+            errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
     if loaded is not None:
         with collecting(errors):
             source = StartingModel(model=model, revision=settings.revision)

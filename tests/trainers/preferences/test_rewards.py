@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import shardwright
+from paths import CONFIGS
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.trainers.preferences.trainer import reward_function, task_errors
 
@@ -44,3 +46,10 @@ def test_a_reward_is_a_function_of_a_file(tmp_path: Path) -> None:
 )
 def test_errors_of_a_task_are_known_before_anything_is_read(task, reward, messages) -> None:
     assert list(map(str, task_errors(task, reward=reward))) == messages
+
+
+def test_a_task_starts_from_trained_weights(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    model = str(CONFIGS / "Qwen--Qwen2.5-0.5B")
+    with pytest.raises(UsageError, match="has no weights, from which task dpo starts; pass a trained model"):
+        shardwright.train(model, tmp_path / "out", dataset=str(tmp_path / "rows.jsonl"), task="dpo")
