@@ -85,7 +85,8 @@ def test_modules_that_pages_and_messages_run_exist():
     for path in [*ALL, *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]:
         for module in re.findall(r"-m shardwright\.([\w.]*\w)", path.read_text(encoding="utf-8")):
             place = ROOT.joinpath(*module.split("."))
-            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{name_of(path)} runs {module}"
+            is_there = place.with_suffix(".py").is_file() or (place / "__main__.py").is_file()
+            assert is_there, f"{name_of(path)} runs {module}"
 
 
 def test_imports_of_python_blocks_exist():
@@ -95,7 +96,8 @@ def test_imports_of_python_blocks_exist():
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwright":
                     path = ROOT.joinpath(*node.module.split(".")[1:])
-                    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                    module = path.with_suffix(".py")
+                    source = module if module.is_file() else path / "__init__.py"
                     defined = source.read_text(encoding="utf-8")
                     for alias in node.names:
                         name = rf"\b{alias.name}\b"
