@@ -83,11 +83,11 @@ def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `shardwright` that train with a plan; `arguments` are the user's flags of `train`.
 
     Raises:
-        UsageError: the plan cannot be read or has a second model, or there are no flags.
+        UsageError: the plan cannot be read or has a second model without a task that uses it, or there are no flags.
     """
     plan = Plan.load(plan_directory)
     words = train_arguments(plan, directory=str(plan_directory))
-    for second in plan.job.second_models:
+    for second in plan.job.second_models if plan.job.task == "sft" else ():
         rule = f"has the {second.role} {second.spec.name}, but train uses none"
         fix = "pass your script" + (f", or use {shlex.join(words)}" if words[1] != "train" else "")
         raise UsageError(ConfigError(where="plan", value=str(plan_directory), rule=rule, fix=fix))
