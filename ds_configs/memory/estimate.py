@@ -25,7 +25,6 @@ from .layers import (
     checkpoint_bytes,
     in_tiles_or_between_modules,
     rank_step,
-    stage_terms,
     weight_copies,
 )
 from .loss import kept_loss_bytes, loss_terms
@@ -53,11 +52,8 @@ def share_moment_terms(
     """
     model = share.model
     step = rank_step(in_sequences(layout, job.task), share, job, unmasked=unmasked, gpu=gpu)
-    activation_parts = activation_terms(step)
-    if share.stage is not None:
-        activation_parts = stage_terms(step, activation_parts)
     states = _states_and_buffers(layout, model, job)
-    parts = [states, activation_parts, weight_copies(step)]
+    parts = [states, activation_terms(step), weight_copies(step)]
     later: list[dict[Moment, Terms]] = []
     for second in job.second_models:
         terms = second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu)

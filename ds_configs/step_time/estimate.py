@@ -101,26 +101,27 @@ TERMS: Mapping[str, Term] = {
 def valued_terms(memory: MemoryEstimate, time: StepTime) -> tuple[Term, ...]:
     """Return the terms of a layout with their values: bytes of an accelerator and of a host, then seconds of a step."""
 
-    def declared(name: str) -> Term:
-        return TERMS.get(name, Term(name, "unknown to this version"))
-
     return (
-        *(replace(declared(name), bytes=count) for name, count in memory.gpu.terms.items()),
-        *(replace(declared(name), lives_on="host", bytes=count) for name, count in memory.host.terms.items()),
-        *(replace(declared(name), seconds=seconds) for name, seconds in time.terms.items()),
+        *(replace(_declared(name), bytes=count) for name, count in memory.gpu.terms.items()),
+        *(replace(_declared(name), lives_on="host", bytes=count) for name, count in memory.host.terms.items()),
+        *(replace(_declared(name), seconds=seconds) for name, seconds in time.terms.items()),
     )
 
 
-def time_term_name(term: str) -> str:
+def _declared(name: str) -> Term:
+    return TERMS.get(name, Term(name, "unknown to this version"))
+
+
+def term_title(term: str) -> str:
     """Return the name of a term in tables.
 
-    >>> time_term_name("pipeline_bubble"), time_term_name("head_and_loss")
+    >>> term_title("pipeline_bubble"), term_title("head_and_loss")
     ('idle stages', 'head and loss')
     """
-    return TERMS[term].title if term in TERMS else term.replace("_", " ")
+    return _declared(term).title
 
 
-def stage_terms(
+def stage_seconds(
     step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
@@ -525,7 +526,7 @@ def estimate_step_time(
     of_kind = {_kind(stage): stage for stage in stages}
     parameters = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
     traffic = {kind: stage_traffic(step, stage, parameters[kind]) for kind, stage in of_kind.items()}
-    kinds = {kind: stage_terms(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
+    kinds = {kind: stage_seconds(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = layout.gradient_accumulation_steps

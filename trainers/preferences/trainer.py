@@ -16,8 +16,8 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS, TaskName
+from ...plugins.transformers.loading import load_causal_lm
 from ...plugins.transformers.second_model import load_second_model, shard_by_layer
-from ...plugins.transformers.sound_model import load_causal_lm
 from ...plugins.transformers.training_arguments import class_of_task
 from ...plugins.trl import vllm_releases
 from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer

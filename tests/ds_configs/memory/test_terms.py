@@ -99,7 +99,7 @@ def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place
     assert run(["explain", "dummy copies"]) == 0 and term.meaning in capsys.readouterr().out
     if place != "step":
         failure = OutOfMemory(phase="backward", error="out of memory", on_host=place == "host")
-        assert term.name in out_of_memory_text(plan, failure)
+        assert term.title in out_of_memory_text(plan, failure)
 
 
 def test_worked_example_of_the_docstring_has_every_term_of_its_plan():
