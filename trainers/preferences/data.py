@@ -35,8 +35,8 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     - kto: `prompt`, `completion` and `label` (true or false, also as 1 or 0, or words). A pair makes two rows.
     - grpo, rloo: `prompt`; the reward function gets all other columns.
 
-    Skipped and counted in the log are rows without an answer, with equal answers, or whose prompt leaves no room in
-    `seq_len` tokens: for one token of an answer, or for the longest completion that is generated.
+    Skipped and counted in the log are rows without an answer, with equal answers, or whose prompt is too long for
+    `seq_len` tokens with one token of an answer, or with the longest completion that is generated.
 
     Args:
         task: The task.

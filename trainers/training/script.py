@@ -21,6 +21,7 @@ from ...ds_configs.plan.rendering import (
     train_arguments,
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.planning import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
@@ -87,7 +88,8 @@ def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
     """
     plan = Plan.load(plan_directory)
     words = train_arguments(plan, directory=str(plan_directory))
-    for second in plan.job.second_models if plan.job.task == "sft" else ():
+    trains = plan.job.task not in ("sft", "gkd") and TASKS[plan.job.task].trainer is not None
+    for second in () if trains else plan.job.second_models:
         rule = f"has the {second.role} {second.spec.name}, but train uses none"
         fix = "pass your script" + (f", or use {shlex.join(words)}" if words[1] != "train" else "")
         raise UsageError(ConfigError(where="plan", value=str(plan_directory), rule=rule, fix=fix))
