@@ -16,7 +16,7 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import Term
 from . import communication, generation, host, layers, loss, model_states, second_models
-from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
+from .activations import Attention, activation_mode, activations_of, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
 from .generation import generation_moments, vllm_share
 from .host import HostMemory, estimate_host_memory, offloaded_states, second_model_host_terms
@@ -467,7 +467,7 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             sequences = in_sequences(layout, job.task).micro_batch_size
-            traced = cached_activations(share.model, job, unmasked="fused")(sequences, activation_mode(layout, job))
+            traced = activations_of(share.model, job, sequences, activation_mode(layout, job), unmasked="fused")
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
             size = checkpoint_bytes(layout, traced)

@@ -14,7 +14,7 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import in_sequences
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from .activations import activation_mode, cached_activations
+from .activations import activation_mode, activations_of
 from .layers import checkpoint_bytes
 from .model_states import loaded_unit, optimizer_state_bytes, zero3_weights
 from .moments import Moment, Terms, at_moments
@@ -80,7 +80,7 @@ def estimate_host_memory(
             nvme += offloaded_states(layout, second.spec, alone, rank_parameters(second.spec, alone, layout)).nvme_bytes
     if count := layout.offloaded_layers(model.dimensions.num_layers):
         sequences = in_sequences(layout, job.task).micro_batch_size
-        traced = cached_activations(model, job)(sequences, activation_mode(layout, job))
+        traced = activations_of(model, job, sequences, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)
