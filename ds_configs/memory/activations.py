@@ -156,7 +156,7 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
 
 
 def _evaluated(
-    table: Mapping[str, Any], point: Sequence[int], counts: Mapping[str, int], *, layers: int, interleaved: bool = False
+    table: Mapping[str, Any], point: Sequence[int], counts: dict[str, int], *, layers: int, interleaved: bool = False
 ) -> ActivationEstimate:
     """Return the bytes of a coefficient table for layers of several kinds, summed and spread evenly over `layers`.
 
