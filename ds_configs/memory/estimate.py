@@ -19,7 +19,7 @@ from . import communication, generation, host, layers, loss, model_states, secon
 from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
 from .generation import generation_moments, vllm_share
-from .host import HostMemory, estimate_host_memory, offload_terms, second_model_host_terms
+from .host import HostMemory, estimate_host_memory, offloaded_states, second_model_host_terms
 from .layers import (
     activation_terms,
     checkpoint_bytes,
@@ -132,8 +132,9 @@ def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> d
 @lru_cache(maxsize=2048)
 def _cached_states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=layout.ep)
-    states, buffers = (part(layout, model, job, parameters) for part in (model_state_terms, buffer_terms))
-    always = {"model_buffers": model.buffer_bytes}
+    states = offloaded_states(layout, model, job, parameters).accelerator
+    states = states or model_state_terms(layout, model, job, parameters)
+    buffers, always = buffer_terms(layout, model, job, parameters), {"model_buffers": model.buffer_bytes}
     return {moment: summed(always, states[moment], buffers[moment]) for moment in states}
 
 
@@ -453,7 +454,7 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
     for share in rank_shares(layout, model, job):
         device = share_moment_terms(layout, share, job, unmasked="fused", gpu=False)
         parameters = share_parameters(share.model, job, ep=layout.ep)
-        offloaded = offload_terms(layout, share.model, job, parameters)
+        offloaded = dict(offloaded_states(layout, share.model, job, parameters).host)
         offloaded.pop("pinned_rounding", None)
         host = at_moments(offloaded)
         if layout.engine == "fsdp2" and offloaded:

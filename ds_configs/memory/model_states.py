@@ -223,7 +223,7 @@ def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: Tr
 def model_state_terms(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
-    """Return the named bytes of model states on one accelerator at each moment."""
+    """Return the named bytes of model states on one accelerator at each moment, without offload (`host.py`)."""
     states = optimizer_state_bytes(layout, model, job, parameters.trainable)
     optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
     if layout.engine in ("single", "ddp"):
@@ -255,13 +255,12 @@ def model_state_terms(
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
         ranks = layout.shard_size
         shard = -(-parameters.trainable // ranks)
-        init = _loaded_unit(model, job)
-        if layout.offload_param != "none":
-            return at_moments({"weights": parameters.scale_bytes}, init=init)
         weights = width * shard + parameters.frozen_shard_bytes(layout)
         rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
         step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
-        return at_moments(rest, init=init, **growing_gradients(layout, parameters, width * shard), step=step)
+        return at_moments(
+            rest, init=loaded_unit(model, job), **growing_gradients(layout, parameters, width * shard), step=step
+        )
     if layout.zero_stage == 0 and layout.pp > 1:
         return _pipeline_stage0(layout, job, parameters, states, _step_transient(job, parameters, parameters.trainable))
     if layout.zero_stage == 0:
@@ -296,13 +295,6 @@ def _stage1_and_2(
         fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
-    if layout.offload_optimizer != "none":
-        # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
-        rest["offload_staging"] = width * parameters.largest_trainable
-        if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:
-            # They are on the host when the step begins.
-            return at_moments(rest, **growing_gradients(layout, parameters, full))
-        return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, layout)}
     group = parameters.largest_group_shard(layout)
     foreach = {"optimizer_transient": _step_transient(job, parameters, group)}
@@ -389,16 +381,7 @@ def _partition_gradients(
 def _stage3(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
-    trainable, width = parameters.trainable, job.compute_bytes
-    shard = parameters.shard(layout)
-    weights = width * shard + parameters.frozen_shard_bytes(layout)
-    rest = {"weights": weights if layout.offload_param == "none" else parameters.scale_bytes}
-    if layout.zero.hpz_partition_size > 1:
-        secondary = (width * trainable + parameters.frozen_bytes) // layout.zero.hpz_partition_size
-        rest["secondary_weights"] = secondary
-    init = _loaded_unit(model, job)
-    if layout.offload_optimizer != "none":
-        return at_moments(rest, init=init)
+    width, shard, rest = job.compute_bytes, parameters.shard(layout), zero3_weights(layout, job, parameters)
     sub_group = min(shard, layout.zero.sub_group_size)
     if sub_group < shard and job.method == "full" and layout.ep == 1:
         sub_group = min(shard, _fullest_sub_group(model, layout.shard_size, layout.zero.sub_group_size))
@@ -416,10 +399,19 @@ def _stage3(
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
-    return at_moments(rest, init=init, step=step)
+    return at_moments(rest, init=loaded_unit(model, job), step=step)
 
 
-def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
+def zero3_weights(layout: Layout, job: TrainingJob, parameters: RankParameters) -> Terms:
+    """Return the bytes of ZeRO-3's shard of the weights, and of the second one inside a node (ZeRO++ hpZ)."""
+    width, partition = job.compute_bytes, layout.zero.hpz_partition_size
+    weights = {"weights": width * parameters.shard(layout) + parameters.frozen_shard_bytes(layout)}
+    if partition > 1:
+        weights["secondary_weights"] = (width * parameters.trainable + parameters.frozen_bytes) // partition
+    return weights
+
+
+def loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
     """Return the largest unit that a rank holds while it copies 4-bit weights from host memory.
 
     FSDP2 copies a unit at a time, ZeRO-3 a parameter (`plugins/bitsandbytes.py`).

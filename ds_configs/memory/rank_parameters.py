@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
@@ -321,6 +322,14 @@ NF4_TABLE_BYTES = 4 * (256 + 16 + 1)
 (bitsandbytes 0.50.2, functional.py:669, 938)."""
 
 
+def shards(layout: Layout, dense: float, experts: float) -> tuple[float, float]:
+    """Return the elements that a rank keeps of those outside and inside experts.
+
+    Experts are sharded over the ranks that hold the same ones.
+    """
+    return dense / layout.shard_size, experts * layout.ep / layout.shard_size
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParameters:
     """Trainable and frozen elements of one rank, before sharding."""
@@ -342,10 +351,8 @@ class RankParameters:
     """Trainable elements of experts, held by `1 / ep` of the data-parallel ranks; 0 without expert parallelism."""
 
     def shard(self, layout: Layout) -> int:
-        """Trainable elements whose states a rank keeps; experts are sharded over the ranks that hold the same ones."""
-        ranks = layout.shard_size
-        dense = self.trainable - self.trainable_experts
-        return -(-dense // ranks) + -(-self.trainable_experts * layout.ep // ranks)
+        """Trainable elements whose states a rank keeps."""
+        return sum(map(ceil, shards(layout, self.trainable - self.trainable_experts, self.trainable_experts)))
 
     def frozen_shard_bytes(self, layout: Layout) -> int:
         """Bytes of frozen elements that a rank keeps if the engine shards parameters."""
@@ -353,8 +360,7 @@ class RankParameters:
 
     def largest_group_shard(self, layout: Layout) -> int:
         """Trainable elements of the shard's largest parameter group; experts are a separate group."""
-        experts = -(-self.trainable_experts * layout.ep // layout.shard_size)
-        return max(experts, self.shard(layout) - experts)
+        return max(map(ceil, shards(layout, self.trainable - self.trainable_experts, self.trainable_experts)))
 
     def state_shard(self, states: int, layout: Layout) -> int:
         """Bytes that one rank keeps of `states`, the optimizer states of all trainable elements."""
