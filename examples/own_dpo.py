@@ -1,9 +1,7 @@
 """A plain script with TRL's `DPOTrainer` on pairs of answers, which reads only one file of the plan.
 
-    shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
-    shardwright launch plan examples/own_dpo.py MODEL plan/training_arguments.json
-
-A plan counts one model: keep memory free for the reference, or precompute its log-probabilities.
+shardwright plan MODEL --task dpo --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
+shardwright launch plan examples/own_dpo.py MODEL plan/training_arguments.json
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 planned = json.loads(Path(sys.argv[2]).read_text())
 rows = [{"prompt": f"{n} and {n} is ", "chosen": f"{2 * n}.", "rejected": f"{2 * n + 1}?"} for n in range(64)]
 settings = {"max_steps": 3, "max_length": 64, "save_strategy": "no", "report_to": "none", "dataset_num_proc": None}
-arguments = DPOConfig("out", model_init_kwargs={"dtype": "float32"}, **settings, **planned)
+arguments = DPOConfig("out", model_init_kwargs={"dtype": "float32"}, **(settings | planned))
 trainer = DPOTrainer(model=sys.argv[1], args=arguments, train_dataset=Dataset.from_list(rows))
 result = trainer.train()
 if trainer.accelerator.is_main_process:

@@ -71,6 +71,18 @@ def vllm_releases() -> tuple[SpecifierSet, str | None]:
         return supported, None
 
 
+def task_of(arguments: object) -> str | None:
+    """Return the task of a configuration of TRL, such as `dpo` of `DPOConfig`; `None` for other classes.
+
+    >>> task_of(object()) is None
+    True
+    """
+    for base in type(arguments).__mro__:
+        if base.__module__.partition(".")[0] == "trl" and base.__name__ != "_BaseConfig":
+            return base.__name__.removesuffix("Config").lower()
+    return None
+
+
 def classes_of_trl(kind: type) -> set[str]:
     """Return the names of a trainer class and its bases in TRL."""
     return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
@@ -298,7 +310,7 @@ def _check_rewards(trainer: Any) -> None:
     import torch
 
     is_async_callable = sys.modules["trl.trainer.utils"].is_async_callable
-    failures: list[tuple[str, str, Exception | None]] = []
+    failures: list[tuple[str, str, BaseException | None]] = []
     own, names = trainer, trainer.reward_func_names
     rank = own.accelerator.process_index
 
@@ -334,7 +346,7 @@ def _check_rewards(trainer: Any) -> None:
             failures.append((name, error, None))
         return [None] * rows if error else list(rewards)
 
-    def failed(name: str, error: Exception, rows: int) -> list[Any]:
+    def failed(name: str, error: BaseException, rows: int) -> list[Any]:
         text = " ".join(str(error).split())
         failures.append((name, f"raised {type(error).__name__} on rank {rank}: {text}", error))
         return [None] * rows
@@ -344,14 +356,14 @@ def _check_rewards(trainer: Any) -> None:
             with scoring(name):
                 try:
                     return result(name, await function(prompts=prompts, **columns), len(prompts))
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     return failed(name, error, len(prompts))
 
         def score(prompts: Any, **columns: Any) -> list[Any]:
             with scoring(name):
                 try:
                     return result(name, function(prompts=prompts, **columns), len(prompts))
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     return failed(name, error, len(prompts))
 
         return score_later if is_async_callable(function) else score

@@ -27,8 +27,10 @@ SCRIPTS = {
     "own_run_clm": ("full", f"--model_name_or_path MODEL --train_file TEXT {CLM}"),
     "own_sft": ("full", "MODEL ARGUMENTS"),
     "own_dpo": ("full", "MODEL ARGUMENTS"),
+    "own_grpo": ("full", "MODEL ARGUMENTS"),
 }
 """Method and arguments of each example."""
+TASKS = {"own_dpo": {"task": "dpo"}, "own_grpo": {"task": "grpo", "num_generations": 4, "beta": 0.0}}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,7 @@ def arguments(words: str, model: Path, plan: Path) -> list[object]:
         pytest.param("own_sft", marks=pytest.mark.needs("trl")),
         pytest.param("own_peft", marks=pytest.mark.full),
         pytest.param("own_dpo", marks=[pytest.mark.needs("trl"), pytest.mark.full]),
+        pytest.param("own_grpo", marks=[pytest.mark.needs("trl"), pytest.mark.full]),
     ],
 )
 def test_a_script_loses_the_same_under_plans_that_moved(
@@ -74,7 +77,9 @@ def test_a_script_loses_the_same_under_plans_that_moved(
     method, words = SCRIPTS[script]
     losses = []
     for strategy in ("zero2", "zero3") if script == "own_deepspeed_loop" else ("zero3", "fsdp2"):
-        written, moved = planned(model, tmp_path / "written", strategy, method=method), tmp_path / "moved" / strategy
+        task: dict[str, Any] = TASKS.get(script, {})
+        written = planned(model, tmp_path / "written", strategy, method=method, **task)
+        moved = tmp_path / "moved" / strategy
         moved.parent.mkdir(exist_ok=True)
         written.rename(moved)
         launch = [*warm_command("shardwright"), "launch", moved, EXAMPLES / f"{script}.py"]
@@ -82,13 +87,29 @@ def test_a_script_loses_the_same_under_plans_that_moved(
         assert "trained on 2 ranks" in shown and "but the plan has" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
-    if script in ("own_trainer", "own_peft", "own_dpo"):
+    if script in ("own_trainer", "own_peft", *TASKS):
         return
     # The last of them in small, with paths as a user types them.
     rehearse = [*warm_command("shardwright"), "rehearse", moved.name, "--steps", 4, "--script"]
     typed = arguments(words, model, Path(moved.name))
     shown = ran(*rehearse, EXAMPLES / f"{script}.py", "--", *typed, cwd=moved.parent)
     assert f"2 ranks ran {script}.py to its end" in " ".join(shown.split())
+
+
+@pytest.mark.needs("trl")
+def test_a_script_of_another_task_ends_with_its_name(model: Path, tmp_path: Path) -> None:
+    """Under a plan without a task it runs, and is reported: memory and time were predicted for another training."""
+    launch = [*warm_command("shardwright"), "launch", tmp_path / "plan", EXAMPLES / "own_dpo.py"]
+    typed = arguments("MODEL ARGUMENTS", model, tmp_path / "plan")
+    planned(model, tmp_path / "plan", "ddp", task="kto")
+    shown = ran(*launch, *typed, cwd=tmp_path, code=2)
+    rule = "args = 'DPOConfig': is of task dpo, and the plan is for kto; plan with --task dpo"
+    assert rule in shown and "Traceback" not in shown
+    shutil.rmtree(tmp_path / "plan")
+    planned(model, tmp_path / "plan", "ddp")
+    shown = ran(*launch, *typed, cwd=tmp_path)
+    assert "DPOConfig is of task dpo, and the plan is for sft (plan with --task dpo)" in shown
+    assert "trained on 2 ranks" in shown
 
 
 _READS_AND_WRITES = """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import logging
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +26,6 @@ from ..parallel.trainer_for import planned_parallelism
 from ..runs.inputs import is_without
 from ..runs.ranks import RankContext, trained_model
 from ..runs.settings import LaunchedSettings
-
-logger = logging.getLogger(__name__)
 
 
 def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *, reward: str | None) -> Any:
@@ -51,7 +50,7 @@ def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *
                 arguments = context.arguments
                 shard_by_layer(further["ref_model"], arguments.device.type, arguments.world_size)
     if job.task in GROUPED_TASKS:
-        further["reward_funcs"] = [_reward(reward, context)]
+        further["reward_funcs"] = [_reward(reward, settings, context)]
     train_dataset, eval_dataset = context.samples
     return planned_parallelism(plan).make_trainer(
         model=trained_model(model, settings, context, score_head=job.task == "reward"),
@@ -70,11 +69,21 @@ def _compute_type(context: RankContext) -> Any:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
 
 
-def _reward(name: str | None, context: RankContext) -> Any:
+def _reward(name: str | None, settings: LaunchedSettings, context: RankContext) -> Any:
     """Return a reward function, or a reward model."""
     assert name is not None, "rejected before ranks start"
     if is_reward_function(name):
-        return reward_function(name)
+        function, seconds = reward_function(name), settings.hang_seconds
+        if seconds is None or inspect.iscoroutinefunction(function):
+            return function
+
+        @functools.wraps(function)
+        def limited(*arguments: Any, **columns: Any) -> Any:
+            # Before the guard ends this rank, and the others that wait for it, without the name of the function.
+            with _limited(_SHARE_OF_HANG * seconds, "raise --hang-timeout, or return None for such completions"):
+                return function(*arguments, **columns)
+
+        return limited
     from accelerate.utils import patch_environment
 
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
@@ -105,7 +114,7 @@ def reward_function(name: str) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     try:
-        with _limited(f"The import of {file}"):
+        with _limited(IMPORT_SECONDS, "move slow work into the function"):
             spec.loader.exec_module(module)
     except Exception as failure:
         rule = f"fails when it is imported ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
@@ -115,34 +124,42 @@ def reward_function(name: str) -> Callable[..., Any]:
         known = ", ".join(sorted(own for own, value in vars(module).items() if callable(value) and own[0] != "_"))
         rule = f"has no function {attribute}"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule, fix=f"it has {known}" if known else ""))
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        # Some callables of C have none.
+        return function
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all and (missing := [column for column in _COLUMNS if column not in parameters]):
+        rule = f"does not accept {' and '.join(missing)}, which every reward function gets by name"
+        raise UsageError(ConfigError(where="reward", value=name, rule=rule, fix="add **others to its parameters"))
     return function
 
 
 IMPORT_SECONDS = 120.0
 """Longest import of a file with a reward function."""
+_SHARE_OF_HANG = 0.8
+"""Longest call of a reward function, over the time without progress that ends a run."""
+_COLUMNS = ("prompts", "completions", "completion_ids")
+"""What every reward function gets, besides the columns of the dataset."""
 
 
 @contextmanager
-def _limited(what: str) -> Iterator[None]:
-    """Raise a TimeoutError in the block after `IMPORT_SECONDS`, and log after a tenth of them that it takes long."""
+def _limited(seconds: float, fix: str) -> Iterator[None]:
+    """Raise a TimeoutError in the block after some seconds."""
     if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         # Only the main thread gets signals, and Windows has no alarm.
         yield
         return
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"not done after {IMPORT_SECONDS:g} s; move slow work into the function")
+        raise TimeoutError(f"not done after {seconds:g} s; {fix}")
 
-    slow = IMPORT_SECONDS / 10
-    timer = threading.Timer(slow, logger.warning, [f"{what} takes more than {slow:g} s"])
-    timer.daemon = True
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, IMPORT_SECONDS)
-    timer.start()
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        timer.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -159,7 +176,8 @@ def evaluated(trainer: Any, *, first: bool) -> dict[str, float]:
     return {
         name.removeprefix("eval_"): float(value)
         for name, value in entry.items()
-        if name.startswith("eval_") and not name.endswith(_OF_SPEED)
+        # A mean of no values, such as the reward of completions that a function does not judge, is null in the log.
+        if name.startswith("eval_") and value is not None and not name.endswith(_OF_SPEED)
     }
 
 

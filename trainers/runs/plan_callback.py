@@ -26,7 +26,7 @@ from ...ds_configs.plan.measurement import (
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys, task_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
 from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate import engine_from_environment
@@ -337,7 +337,7 @@ def argument_differences(
         "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
         "method": (stated.get("method"), plan.job.method),
         "model_type": (model_type, plan.model.model_type),
-    }
+    } | {name: (getattr(args, name, None), planned) for name, planned in task_arguments(plan).items()}
     return [
         f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"
         for name, (ran, planned) in facts.items()

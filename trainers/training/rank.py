@@ -12,6 +12,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
+from ...ds_configs.specs.tasks import TASKS
 from ...plugins import patches
 from ...plugins.accelerate import configure_cpu_ranks, repeated_samples, serve_scripts_on_cpu_ranks
 from ...plugins.deepspeed.engine import refuse_run_effects
@@ -23,7 +24,7 @@ from ...plugins.transformers.training_arguments import (
     save_model_directory,
     training_arguments,
 )
-from ...plugins.trl import train_as_one_process
+from ...plugins.trl import task_of, train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..counting.counts import Estimate
 from ..counting.own_losses import OwnLoss
@@ -172,6 +173,27 @@ def comparison(plan: Plan) -> type:
     return Comparison
 
 
+def other_task_errors(plan: Plan, args: Any) -> list[ConfigError]:
+    """Return an error if arguments of TRL are for another task than the plan's.
+
+    Other arguments, and a plan without a task, are only reported: the plan predicts another run.
+    """
+    task, planned, kind = task_of(args), plan.job.task, type(args).__name__
+    if task == planned or plan.job.teacher is not None:
+        return []
+    if task is None:
+        if planned == "sft":
+            return []
+        note_on_first_rank(f"{kind} is no configuration of TRL, and the plan is for {planned}: {_NOT_PREDICTED}")
+        return []
+    fix = f"plan with --task {task}" if task in TASKS else "use a script of that task"
+    if planned == "sft":
+        note_on_first_rank(f"{kind} is of task {task}, and the plan is for sft ({fix}): {_NOT_PREDICTED}")
+        return []
+    rule = f"is of task {task}, and the plan is for {planned}"
+    return [ConfigError(where="args", value=kind, rule=rule, fix=fix)]
+
+
 def carry_axes(plan: Plan) -> None:
     """Attach the plan's parallelism, tiles, offloading and optimizer to every Trainer of a script without its own.
 
@@ -209,7 +231,8 @@ def carry_axes(plan: Plan) -> None:
                 rule = "uses a stock Trainer, which supports no pipeline and no context parallelism"
                 fix = "use shardwright.trainer_for(plan, model=..., args=...), or plan without these axes"
                 raise UsageError(ConfigError(where="script", value=sys.argv[0], rule=rule, fix=fix))
-            if args is not None and (errors := parallelism.class_errors(type(trainer), args)):
+            errors = other_task_errors(plan, args)
+            if args is not None and (errors := errors + parallelism.class_errors(type(trainer), args)):
                 raise UsageError(errors)
             for callback in parallelism.callbacks:
                 callback.prepare(args, model)
@@ -284,6 +307,8 @@ def trainer_for(
     check_upstream(loaded.chosen.layout.engine)
     if trainer_class is Trainer:
         trainer_class = None
+    if errors := other_task_errors(loaded, args):
+        raise UsageError(errors)
     callback = PlanCallback(plan)
     trainer = planned_parallelism(loaded).make_trainer(
         model=model, args=args, revision=revision, trainer_class=trainer_class, own_loss=own_loss, **settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,15 +69,39 @@ def test_a_reward_that_a_task_cannot_use_is_an_error(tmp_path: Path) -> None:
     assert str(error).endswith(f"names a file without a function; pass {file}:FUNCTION")
 
 
-def test_an_import_that_never_ends_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reward_accepts_what_every_reward_gets(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def one(completions, answer):\n    return [1.0]\n")
+    rule = "does not accept prompts and completion_ids, which every reward function gets by name; add .*others to its"
+    with pytest.raises(UsageError, match=rule):
+        reward_function(f"{file}:one")
+    file.write_text("def one(prompts, completions, completion_ids, answer, **others):\n    return [1.0]\n")
+    assert reward_function(f"{file}:one")
+
+
+def test_a_reward_that_never_returns_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("import time\ndef waits(completions, **others):\n    while True:\n        time.sleep(0.01)\n")
+    settings: Any = SimpleNamespace(hang_seconds=0.5)
+    reward = preferences._reward(f"{file}:waits", settings, context=None)  # type: ignore[arg-type]
+    assert reward.__name__ == "waits"
+    with pytest.raises(TimeoutError, match=r"not done after 0.4 s; raise --hang-timeout, or return None"):
+        reward(completions=["a"])
+
+
+def test_numbers_of_an_evaluation_leave_out_speed_and_missing_values() -> None:
+    log = [{"eval_loss": 1.0, "step": 0, "eval_reward": None, "eval_runtime": 3.0}, {"eval_loss": 0.5, "step": 4}]
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(log_history=log))
+    assert preferences.evaluated(trainer, first=True) == {"loss": 1.0}
+    assert preferences.evaluated(trainer, first=False) == {"loss": 0.5}
+
+
+def test_an_import_that_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preferences, "IMPORT_SECONDS", 0.5)
     file = tmp_path / "rewards.py"
     file.write_text("import time\nwhile True:\n    time.sleep(0.01)\n")
     with pytest.raises(UsageError, match=r"TimeoutError: not done after 0.5 s; move slow work into the function"):
         reward_function(f"{file}:one")
-    assert f"The import of {file} takes more than 0.05 s" in caplog.text
     file.write_text("def one(completions, **others):\n    return [1.0]\n")
     assert reward_function(f"{file}:one")(completions=["a"]) == [1.0], "the limit ends with the import"
 
