@@ -53,6 +53,10 @@ CHUNK_BYTES = 320 * 2**20
 BLOCK_BYTES = 32 * 2**20
 """Largest fp32 tensor of logits rows that it processes at a time on an accelerator, if kernels cannot be compiled."""
 
+_LOGGED_LOGITS = {"dpo": 5, "kto": 7}
+"""Halves of complete logits while TRL before 1.15 logs their means: those of both models and a copy of the preferred
+half; KTO copies each half first (trl 1.14.2, dpo_trainer.py:1663, kto_trainer.py:1646)."""
+
 COMPILED_BYTES_OF_A_LOGIT = 12
 """Most that compiled kernels keep of a chunk: three fp32 temporaries (JSD; none to two for other divergences)."""
 
@@ -167,12 +171,13 @@ def scored_tokens(layout: Layout, job: TrainingJob, *, on_gpu: bool) -> int:
 
 
 def head_bytes(
-    layout: Layout, model: ModelSpec, job: TrainingJob, *, element: int, on_gpu: bool
+    layout: Layout, model: ModelSpec, job: TrainingJob, *, element: int, on_gpu: bool, scores: bool = False
 ) -> tuple[int, int, HeadBackward]:
     """Return the bytes of head and loss of a task: at most in the forward pass, kept after it, at most in the backward.
 
-    They are beyond what the layers and the final norm keep. With n scored of N tokens, width h, V columns, `e` bytes
-    of a hidden state (`element`), `w` bytes of the compute type and tiles of t = min(n, 4096) tokens:
+    They are beyond what the layers and the final norm keep. With `scores`, the forward pass computes log-probabilities
+    only, without gradients. With n scored of N tokens, width h, V columns, `e` bytes of a hidden state (`element`), `w`
+    bytes of the compute type and tiles of t = min(n, 4096) tokens:
 
     fused (trl 1.16.0, kernels/chunked_logprob.py): a copy of the scored states, `e n h`, for the output of the norm,
     `e N h`; a buffer of `32768 w t`; statistics of 28 n. The backward pass sums both gradients in fp32, `4 n h` and
@@ -181,6 +186,10 @@ def head_bytes(
     logits (`get_batch_logps` of ORPOTrainer and CPOTrainer): the logits, their log-softmax and that of the preferred
     half, `2.5 a N V` with `a` bytes of a logit, which autocast makes fp32. With the gradients `3.5 a N V` with Triton;
     elsewhere, as metered, `3 a N V` in 16 bit and `4.5 a N V` in fp32, which another function computes.
+
+    logits of TRL before 1.15, for tasks whose head is fused since, with its Triton kernel: a product in 16 bit and
+    its fp32 conversion, or what DPO and KTO log (`_LOGGED_LOGITS`); `a N V` kept; with their gradient `2 a N V`. A
+    score keeps the logits of the micro-batch before (trl 1.14.2, rloo_trainer.py:987).
 
     divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
     of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
@@ -195,8 +204,16 @@ def head_bytes(
     if head == "score":
         return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
     if head in ("logits", "divergence"):
+        older = TASKS[job.task].head == "fused"
+        if older and TASKS[job.task].generates:
+            tokens = scored_tokens(layout, job, on_gpu=True)
         logits = element * tokens * columns
         converted = width * tokens * columns if width < element else 0
+        if older:
+            logged = 0 if scores else _LOGGED_LOGITS.get(job.task, 0) * logits // 2
+            repeats = (job.steps_per_generation or layout.gradient_accumulation_steps) > 1
+            before = logits if scores and TASKS[job.task].generates and repeats else 0
+            return max(before + logits + converted, logged), logits, HeadBackward(max(2 * logits, norm), 0)
         in_pairs = 7 if on_gpu else 6 if element == 2 else 9
         forward, kept, backward = (5, 3, in_pairs) if head == "logits" else (18, 14, 20)
         most = max(forward * logits // 2, logits + converted)

@@ -155,7 +155,7 @@ def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: 
     """
     element = 2 if activation_mode(layout, job) == "bf16" else 4
     hidden = element * layout.micro_batch_size * job.seq_len_tokens * spec.dimensions.hidden_size
-    head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu)
+    head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu, scores=True)
     unit = spec.parameters_outside_layers if layout.engine == "fsdp2" else spec.embedding_parameters
     return hidden + head, job.compute_bytes * unit if is_divided else 0
 
