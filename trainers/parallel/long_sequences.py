@@ -23,8 +23,7 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..counting.counts import shifted_labels
-from ..counting.own_losses import computes_own_loss
+from ..counting.counts import computes_own_loss, shifted_labels
 from ..exact import check_attached, make_exact
 from ..losses.fused_loss import HeadReplacement
 

@@ -13,7 +13,7 @@ from ...ds_configs.specs.tasks import TASKS, TaskName
 from ...plugins.transformers.second_model import load_second_model, shard_by_layer
 from ...plugins.transformers.sound_model import load_causal_lm
 from ...plugins.transformers.training_arguments import class_of_task
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 from ..runs.ranks import RankContext, trained_model
 from ..runs.settings import LaunchedSettings
 

@@ -30,10 +30,9 @@ from ..checkpoints import RECORD, Selection, planned_facts
 from ..counting.counts import Estimate, exponential
 from ..data.chat import end_turns
 from ..data.samples import Samples, SampleStatistics
-from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import TRAINING_FILE, write_html
 from ..reports.report import markdown, perplexity, table, with_error
-from ..reports.runs import training_report
+from ..reports.runs import REPORT_FILE as HTML_FILE
+from ..reports.runs import TRAINING_FILE, training_report, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
 from .settings import (
     EVALUATION_SAMPLES,
@@ -271,8 +270,12 @@ def with_spreads(loss: Estimate | None) -> tuple[str, str]:
     return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
 
 
-def read_metrics(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+def model_file_names(settings: LaunchedSettings) -> tuple[str, ...]:
+    """Return the files that a run writes with its model, in addition to the plan's."""
+    adapter = settings.method != "full"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
@@ -356,14 +359,14 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
             logger.info(f"{output_dir}: the run is complete, all of {finished.record.step} steps, model and report")
             content = json.loads((output_dir / TRAINING_FILE).read_bytes())
             if not (output_dir / HTML_FILE).is_file():
-                _write_page(output_dir)
+                write_html(output_dir, must=False)
             return prepared.outcome(content["result"], _outcome_facts(prepared, seconds=content["seconds"]))
         started = time.monotonic()
         try:
             result = _run_ranks(prepared)
             outcome = prepared.outcome(result, _outcome_facts(prepared, seconds=time.monotonic() - started))
             write_files(outcome.files(prepared.kind, request.command), output_dir, force=True)
-            _write_page(output_dir)
+            write_html(output_dir, must=False)
         # Ctrl-C, and SIGTERM to the command.
         except (KeyboardInterrupt, SystemExit):
             try:
@@ -455,22 +458,18 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
         work = Path(directory)
         job = rank_inputs(prepared, work)
         if place is not None:
-            job = job.model_copy(update={"digests": _digests(prepared, work)})
+            # Other machines must have the same inputs.
+            contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
+            contents["settings"] = prepared.settings.model_dump_json().encode()
+            contents |= {file.name: file.read_bytes() for file in sorted(work.iterdir()) if file.is_file()}
+            samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
+            for name, rows in samples.items():
+                read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
+                contents[name] = json.dumps([len(rows), read], default=str).encode()
+            digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+            job = job.model_copy(update={"digests": digests})
         plan_directory = work / PLAN_DIRECTORY
         return launch_job(job, prepared.plan, plan_directory, work, place=place, check_nodes=request.check_nodes)
-
-
-def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
-    """Return digests of this machine's inputs, which other machines must match."""
-    contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
-    contents["settings"] = prepared.settings.model_dump_json().encode()
-    for file in sorted(path for path in work.iterdir() if path.is_file()):
-        contents[file.name] = file.read_bytes()
-    samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
-    for name, rows in samples.items():
-        read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
-        contents[name] = json.dumps([len(rows), read], default=str).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
@@ -499,18 +498,11 @@ def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
 
 
 def _outcome_facts(prepared: PreparedTraining[Any], *, seconds: float) -> dict[str, Any]:
+    lines = (prepared.request.output_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     return {
         "settings": prepared.settings,
         "plan": prepared.plan,
         "statistics": prepared.samples.statistics,
-        "metrics": read_metrics(prepared.request.output_dir),
+        "metrics": [json.loads(line) for line in lines],
         "seconds": seconds,
     }
-
-
-def _write_page(output_dir: Path) -> None:
-    try:
-        write_html(output_dir)
-    except ShardwrightError as error:
-        # The model is saved, so the run must not fail because of its report.
-        logger.info(f"{HTML_FILE} was not written: {error}")
