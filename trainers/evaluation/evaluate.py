@@ -141,26 +141,6 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     return EvalModel(role=role, source=source, config=config)
 
 
-def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of all models: the first model's, or the baseline's if the model has none.
-
-    Raises:
-        UsageError: the tokenizers differ, or a model has no embedding for a token.
-    """
-    owner = next((model for model in models if model.has_tokenizer), models[0])
-    tokenizer = owner.tokenizer()
-    for model in models:
-        if model is not owner and model.has_tokenizer and owner.has_tokenizer:
-            fix = "compare models of one family: KL and agreement need the same tokens"
-            agreed_vocab_size(tokenizer, model.tokenizer(), roles=("model", "baseline"), fix=fix)
-    largest = max(tokenizer.get_vocab().values())
-    for model in models:
-        if model is not owner and largest >= model.vocab_size:
-            rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
-            raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
-    return tokenizer
-
-
 def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
     """Load the weights of a model for evaluation.
 
@@ -401,8 +381,18 @@ def evaluate_model(
     if errors:
         raise UsageError(errors)
 
-    tokenizer = shared_tokenizer(models)
-    if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
+    owner = next((model for model in models if model.has_tokenizer), models[0])
+    tokenizer = owner.tokenizer()
+    for model in models:
+        if model is not owner and model.has_tokenizer:
+            fix = "compare models of one family: KL and agreement need the same tokens"
+            agreed_vocab_size(tokenizer, model.tokenizer(), roles=("model", "baseline"), fix=fix)
+    largest = max(tokenizer.get_vocab().values())
+    for model in models:
+        if model is not owner and largest >= model.vocab_size:
+            rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
+            raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
+    if owner is not models[0]:
         logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
     if isinstance(request, TextWindows):
         windows = request

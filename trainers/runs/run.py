@@ -16,14 +16,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import NodePlace, launch_arguments
+from ...ds_configs.plan.rendering import NodePlace, launch_arguments, planned_training_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
+from ...ds_configs.specs.job import GROUPED_TASKS
 from ...plugins.huggingface_hub import CARD_FILE, model_directory, pushed
 from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
@@ -33,7 +35,7 @@ from ..data.samples import Samples, SampleStatistics
 from ..reports.report import markdown, perplexity, table, with_error
 from ..reports.runs import REPORT_FILE as HTML_FILE
 from ..reports.runs import TRAINING_FILE, training_report, write_html
-from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
+from .inputs import CHECKPOINTS, check_resumption, last_checkpoint, optimizer_steps
 from .settings import (
     EVALUATION_SAMPLES,
     JOB_FILE,
@@ -327,9 +329,28 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @property
     def training_arguments(self) -> dict[str, Any]:
-        evaluated = len(self.samples.evaluation)
-        common = common_arguments(self.settings, self.plan, self.request.output_dir, evaluated)
-        return {**common, **self.own_arguments}
+        """Keys of `TrainingArguments` that the plan and the settings set."""
+        settings, plan, evaluated = self.settings, self.plan, len(self.samples.evaluation)
+        ranks, group = plan.hardware.world_size, plan.job.generations
+        # A micro-batch, or fewer samples if there are few; of grouped tasks complete groups, over all ranks.
+        evaluation_batch = max(1, min(plan.chosen.layout.micro_batch_size, evaluated // ranks))
+        if plan.job.task in GROUPED_TASKS:
+            evaluation_batch = group // gcd(group, ranks)
+        arguments = planned_training_arguments(plan) | {
+            "output_dir": str(self.request.output_dir.absolute() / CHECKPOINTS),
+            "learning_rate": settings.base_learning_rate(),
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 0.03,
+            "num_train_epochs": settings.epochs,
+            "per_device_eval_batch_size": evaluation_batch,
+            "logging_steps": settings.logging_steps,
+            "save_strategy": "no" if settings.save_steps is None else "steps",
+            "seed": settings.seed,
+            "report_to": list(settings.report_to) or "none",
+            "disable_tqdm": True,
+        }
+        own = {"max_steps": settings.max_steps, "save_steps": settings.save_steps}
+        return arguments | {name: value for name, value in own.items() if value is not None} | dict(self.own_arguments)
 
     @property
     def file_names(self) -> tuple[str, ...]:

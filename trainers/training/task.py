@@ -15,7 +15,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import shown_name, title_of
 from ...plugins.planning import installed_release_difference, load_model_spec
@@ -32,9 +32,9 @@ from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
-    as_planned,
     chosen_hardware,
     is_without,
+    job_options,
     launch_errors,
     named_samples,
     run_output_errors,
@@ -289,4 +289,10 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
     models = {role: spec.name for role in ("reference", "reward") if (spec := getattr(plan.job, role)) is not None}
-    return as_planned(settings, plan).model_copy(update={"revision": revision} | models)
+    # Reports show the values of the plan.
+    options, layout = plan.job.options(), plan.chosen.layout
+    options |= {"micro_batch_size": layout.micro_batch_size}
+    options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
+    planned = {name: options[name] for name in job_options(settings)}
+    planned |= {name: plan.hardware.options().get(name) for name in ("host_memory", "nvme")}
+    return settings.model_copy(update=planned | {"hardware": plan.hardware.name, "revision": revision} | models)
