@@ -27,7 +27,7 @@ from ..plugins.huggingface_hub import CARD_FILE, check_push, pushed, shown_name,
 from ..plugins.llm_compressor import load_for_quantization, without_bars
 from ..plugins.planning import installed_versions
 from ..plugins.safetensors import appearing_directory
-from ..plugins.transformers.quantized_model import QuantizationSource, QuantizedModel, open_source
+from ..plugins.transformers.meta_model import QuantizationSource, QuantizedModel, open_source
 from .data.chat import set_chat_template
 from .data.models import CHAT_TEMPLATE, StartingModel, copy_companions, load_tokenizer
 from .data.samples import Samples, load_samples
