@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from ...ds_configs.check.files import run_check
+from ...ds_configs.check.files import check as check_configuration
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink import Change
 from ...ds_configs.specs.errors import UsageError
@@ -80,7 +80,7 @@ def check_files(directory: Path, plan: Plan) -> list[Check]:
     accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
     world_size: list[str] = []
     files: list[str] = []
-    for finding in run_check([accelerate], world_size=None, uses_transformers=True).findings:
+    for finding in check_configuration(accelerate).findings:
         if finding.kind == "error":
             is_about_ranks = finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
             (world_size if is_about_ranks else files).append(str(finding.error))

@@ -27,7 +27,13 @@ from ..data.models import StartingModel, load_config, load_tokenizer, with_posit
 from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
 from ..preferences.data import in_complete_batches, task_samples
-from ..preferences.trainer import is_reward_function, task_errors
+from ..preferences.trainer import (
+    generation_errors,
+    is_reward_function,
+    scores_sequences,
+    second_model_errors,
+    task_errors,
+)
 from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
@@ -186,13 +192,20 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    errors = train_settings_errors(settings) + task_errors(settings.task, reward=settings.reward)
-    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
-    errors += run_output_errors(request, sources)
+    errors: list[ConfigError] = []
     written_plan = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
         with collecting(errors):
             written_plan = Plan.load(settings.plan)
+    task, reward = settings.task, settings.reward
+    if written_plan is not None:
+        task = written_plan.job.task
+        reward = reward or (written_plan.job.reward.name if written_plan.job.reward else None)
+    errors += train_settings_errors(settings, task) + task_errors(task, reward=reward)
+    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
+    errors += run_output_errors(request, sources)
+    if settings.plan is not None and written_plan is not None:
+        with collecting(errors):
             directory = Path(settings.plan) if Path(settings.plan).is_dir() else Path(settings.plan).parent
             rule = "was edited, but train runs the original plan"
             fix = "plan again with other options, or run your file with accelerate launch and a script"
@@ -224,6 +237,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             # The reference is what the model was before training.
             rule, fix = f"has no weights, from which task {settings.task} starts", "pass a trained model"
             errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
+        if settings.task not in ("sft", "reward") and scores_sequences(loaded.config):
+            rule, fix = "returns a score of a sequence instead of tokens", "pass a causal language model"
+            errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
     if loaded is not None:
         with collecting(errors):
             source = StartingModel(model=model, revision=settings.revision)
@@ -242,9 +258,12 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     seconds: dict[str, Any] = {}
     for role in ("reference", "reward") if written_plan is None else ():
         name = getattr(settings, role)
-        if name is not None and not is_reward_function(name):
+        # A file without a function is among the errors already.
+        if name is not None and not is_reward_function(name) and not name.endswith(".py"):
             with collecting(errors):
-                seconds[role] = load_model_spec(name).spec
+                second = load_model_spec(name)
+                seconds[role] = second.spec
+                errors += [] if tokenizer is None else second_model_errors(role, name, second.config, tokenizer)
     if errors:
         raise UsageError(errors)
     assert loaded and hardware and tokenizer and samples, "each failure added an error"
@@ -257,7 +276,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
+    errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
+    errors += planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"
@@ -279,7 +299,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
     """Return the settings with the plan's values and the planned commit of the model."""
-    if settings.reward is not None and not is_reward_function(settings.reward):
+    if settings.reward is not None and (plan.job.reward is not None or not is_reward_function(settings.reward)):
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         raise UsageError(ConfigError(where="reward", value=settings.reward, rule=rule, fix=fix))
     if (seconds := plan.job.second_models) and plan.job.task == "sft":
