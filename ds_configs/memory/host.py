@@ -14,12 +14,12 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import in_sequences
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from .activations import activation_mode, cached_activations
+from .activations import activation_mode, activations_of
 from .layers import checkpoint_bytes
 from .model_states import loaded_unit, optimizer_state_bytes, zero3_weights
 from .moments import Moment, Terms, at_moments
 from .rank_parameters import RankParameters, growing_gradients, rank_parameters, rank_shares
-from .second_models import frozen_model_host_terms, frozen_model_loading_bytes, terms_of_role
+from .second_models import frozen_model_host_terms, terms_of_role
 
 PROCESS_BYTES = 3 * 10**9
 """Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
@@ -80,7 +80,7 @@ def estimate_host_memory(
             nvme += offloaded_states(layout, second.spec, alone, rank_parameters(second.spec, alone, layout)).nvme_bytes
     if count := layout.offloaded_layers(model.dimensions.num_layers):
         sequences = in_sequences(layout, job.task).micro_batch_size
-        traced = cached_activations(model, job)(sequences, activation_mode(layout, job))
+        traced = activations_of(model, job, sequences, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)
@@ -125,24 +125,22 @@ def loading_terms(
         fp32_weights = job.method == "full" and layout.engine != "deepspeed"
         loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
     for second in job.second_models:
-        loaded += second_model_host_terms(second, layout, hardware, job)[0]["checkpoint_loading"]
+        loaded += second_model_host_terms(second, layout, hardware, job)[0]
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
 
 
 def second_model_host_terms(
     second: SecondModel, layout: Layout, hardware: HardwareSpec, job: TrainingJob
-) -> tuple[Terms, Terms]:
-    """Return the named host bytes of a second model on a node, while it is loaded and during training."""
+) -> tuple[int, Terms]:
+    """Return the host bytes of a second model on a node: while it is loaded, and by name during training."""
     ranks = hardware.gpus_per_node
     if not second.trained:
-        loading = {"checkpoint_loading": frozen_model_loading_bytes(second, layout, job, ranks)}
-        return loading, frozen_model_host_terms(second, layout, job, ranks)
+        return frozen_model_host_terms(second, layout, job, ranks)
     alone = job.without_second_models()
     parameters = rank_parameters(second.spec, alone, layout)
     loading = loading_terms(layout, second.spec, hardware, alone, parameters)
     offloaded = terms_of_role(second.role, offloaded_states(layout, second.spec, alone, parameters).host)
-    training = {name: ranks * count for name, count in offloaded.items()}
-    return {"checkpoint_loading": loading["checkpoint_loading"]}, training
+    return loading["checkpoint_loading"], {name: ranks * count for name, count in offloaded.items()}
 
 
 def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:

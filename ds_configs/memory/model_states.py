@@ -154,8 +154,13 @@ def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, tr
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
-    if optimizer.package == "torchao" and flat and _matrix_partition(layout, model) % QUANTIZED_BLOCK:
-        per_element = 8
+    if optimizer.package == "torchao" and flat:
+        # Elements of matrices in a partition, with the padding of stages 1 and 2 (`nccl_start_alignment_factor` 2).
+        matrices, ranks = [p for p in model.parameters if len(p.shape) > 1], layout.shard_size
+        partition = 2 * -(-sum(p.total for p in matrices) // (2 * ranks))
+        if layout.zero_stage == 3:
+            partition = sum(-(-p.numel // ranks) * p.count for p in matrices)
+        per_element = 8 if partition % QUANTIZED_BLOCK else per_element
     if optimizer.compensated and job.trained_weight_bytes == 2:
         per_element += 2
     states = per_element * trainable
@@ -173,27 +178,9 @@ def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
 
 
-def _matrix_partition(layout: Layout, model: ModelSpec) -> int:
-    """Return the elements of matrices in a ZeRO partition with its padding (`nccl_start_alignment_factor` 2)."""
-    ranks = layout.shard_size
-    if layout.zero_stage == 3:
-        return sum(-(-p.numel // ranks) * p.count for p in model.parameters if len(p.shape) > 1)
-    matrices = sum(parameter.total for parameter in model.parameters if len(parameter.shape) > 1)
-    return 2 * -(-matrices // (2 * ranks))
-
-
 def muon_elements(model: ModelSpec) -> int:
     """Return the elements of the matrices that Muon steps."""
     return sum(parameter.total for parameter in model.parameters if is_stepped_by_muon(parameter))
-
-
-def _overlapping_by_muon(model: ModelSpec, ranks: int) -> tuple[int, int]:
-    """Return the elements of Muon's matrices and of others that overlap a ZeRO partition; each kind is one group."""
-    by_kind = (
-        [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is kind] for kind in (True, False)
-    )
-    muon, others = (max(_overlapping(kind, model.dimensions.num_layers, ranks)) for kind in by_kind)
-    return muon, others
 
 
 def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
@@ -303,8 +290,12 @@ def _stage1_and_2(
         flattening["flat_gradients"] = 2 * group
     if OPTIMIZERS[job.optimizer].matrix_states:
         # Momentum of the matrices that overlap the partition, a copy that the step fills (stage_1_and_2.py:2831, 3000),
-        # and their updates, in the type of the gradients.
-        matrices, others = _overlapping_by_muon(model, layout.shard_size)
+        # and their updates, in the type of the gradients. Muon's matrices and the others are a group each.
+        kinds = (
+            [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is by_muon]
+            for by_muon in (True, False)
+        )
+        matrices, others = (max(_overlapping(k, model.dimensions.num_layers, layout.shard_size)) for k in kinds)
         adamw = 8 * -(-(trainable - muon_elements(model)) // layout.shard_size)
         rest["optimizer_states"] = adamw + 2 * width * matrices
         flattening["gradients"] = width * (2 * matrices + others)

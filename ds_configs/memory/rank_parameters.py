@@ -12,7 +12,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
-from .activations import ActivationEstimate, Mode, cached_activations
+from .activations import ActivationEstimate, Mode, activations_of
 from .moments import PHASES, Moment
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
@@ -104,7 +104,7 @@ def _fastest_stages(
     layer = inside / max(1, model.dimensions.num_layers) * per_element
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
-    traced = cached_activations(model, job)(job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
+    traced = activations_of(model, job, job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
     recomputes = job.gradient_checkpointing == "on"
     activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)

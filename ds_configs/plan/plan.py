@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..legality.axes import pipeline_warnings
-from ..memory.activations import activation_mode, activations_are_stored, cached_activations
+from ..memory.activations import activation_mode, activations_are_stored, activations_of
 from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
@@ -651,7 +651,7 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if installed.attention != planned.attention:
         changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     before, after = (
-        cached_activations(model, plan.job)(layout.micro_batch_size, activation_mode(layout, plan.job))
+        activations_of(model, plan.job, layout.micro_batch_size, activation_mode(layout, plan.job))
         for model in (planned, installed)
     )
     kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer

@@ -500,8 +500,35 @@ def estimate_step_time(
     if layout.pp > 1:
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
-    first = _kind(stages[0])
-    for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
+    # What occurs once per step, on the first stage, which has the most parameters.
+    first, optimizer = _kind(stages[0]), OPTIMIZERS[job.optimizer]
+    stepped, once = parameters[first].stepped, traffic[first]
+    if layout.offload_optimizer != "none":
+        link = constants.host_link_bytes_per_s
+        step_terms = offloaded_step_seconds(layout, hardware, job, parameters=stepped, host_link_bytes_per_s=link)
+    else:
+        # The memory bandwidth limits the step, so smaller states are faster. `optimizer_bytes` includes Adam's two
+        # moments in fp32, which are read and written.
+        moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
+        step_terms = {"optimizer": stepped * moved / step.device.memory_bytes_per_s}
+        if optimizer.matrix_states:
+            step_terms["optimizer"] += _orthogonalization_seconds(step)
+    reduction, updates, slowed, slowed_updates = once.reductions_once, once.updates_once, 0.0, 0.0
+    # Computation of a micro-batch that can hide reductions of gradients and gathers of updates.
+    hiding = (*(term.name for term in COMPUTATION), "tensor_parallel")
+    computed = sum(kinds[first].get(name, 0.0) for name in hiding)
+    # A pipeline reduces after its last micro-batch, without overlap.
+    if overlaps_reductions(step) and whole:
+        reduction, slowed = exposed(step, reduction, computed * 2 / 3)
+    if software.overlaps_updates:
+        updates, slowed_updates = exposed(step, updates, computed / 3)
+    step_terms |= {
+        "gradient_reduction": reduction,
+        "overlap_slowdown": slowed + slowed_updates,
+        "parameter_updates": updates,
+        "step_overhead": software.step_seconds,
+    }
+    for name, value in step_terms.items():
         terms[name] = terms.get(name, 0.0) + value
     for second in job.second_models:
         if second.trained:
@@ -542,41 +569,3 @@ def _orthogonalization_seconds(step: StepInputs) -> float:
             flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
     ranks = step.layout.shard_size if step.layout.engine == "fsdp2" or step.layout.zero_stage else 1
     return flops / ranks / (step.hardware.flops_per_s * step.constants.matrix_efficiency)
-
-
-def _once(
-    step: StepInputs, parameters: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the terms that occur once per step, on the first stage, which has the most parameters.
-
-    `micro_batch` has the stage's terms of one micro-batch.
-    """
-    layout, software, optimizer = step.layout, step.software, OPTIMIZERS[step.job.optimizer]
-    if layout.offload_optimizer != "none":
-        terms = offloaded_step_seconds(
-            layout,
-            step.hardware,
-            step.job,
-            parameters=parameters.stepped,
-            host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
-        )
-    else:
-        # The memory bandwidth limits the step, so smaller states are faster. `optimizer_bytes` includes Adam's two
-        # moments in fp32, which are read and written.
-        moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
-        terms = {"optimizer": parameters.stepped * moved / step.device.memory_bytes_per_s}
-        if optimizer.matrix_states:
-            terms["optimizer"] += _orthogonalization_seconds(step)
-    reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
-    # Computation that can hide reductions of gradients and gathers of updates.
-    computed = sum(micro_batch.get(term.name, 0.0) for term in COMPUTATION) + micro_batch.get("tensor_parallel", 0.0)
-    # A pipeline reduces after its last micro-batch, without overlap.
-    if overlaps_reductions(step) and layout.pp == 1:
-        reduction, slowed = exposed(step, reduction, computed * 2 / 3)
-    if software.overlaps_updates:
-        updates, slowed_updates = exposed(step, updates, computed / 3)
-    terms["gradient_reduction"] = reduction
-    terms["overlap_slowdown"] = slowed + slowed_updates
-    terms["parameter_updates"] = updates
-    terms["step_overhead"] = software.step_seconds
-    return terms
