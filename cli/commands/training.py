@@ -46,7 +46,7 @@ def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, opti
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
-    from ...trainers.quantization.inputs import suggested_command
+    from ...trainers.quantization import suggested_command
     from ..show import show_next
 
     made = f"on {outcome.statistics.source}"
@@ -81,7 +81,7 @@ def distill_command(
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
-    from ...trainers.quantization.inputs import suggested_command
+    from ...trainers.quantization import suggested_command
     from ..show import show_next
 
     made = f"distilled from {outcome.teacher}"
@@ -142,7 +142,7 @@ def _launched(
 
     `describe` returns what a dry run prints in addition to settings, plan and data.
     """
-    from ...trainers.reports.make import REPORT_FILE as HTML_FILE
+    from ...trainers.reports.runs import REPORT_FILE as HTML_FILE
     from ...trainers.runs.run import run_part, run_training
     from ...trainers.runs.settings import RunRequest
 
