@@ -11,7 +11,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from page_parts import with_part
 from shardwright.ds_configs.memory.estimate import (
@@ -20,7 +20,6 @@ from shardwright.ds_configs.memory.estimate import (
     estimate_memory,
     share_moment_terms,
 )
-from shardwright.ds_configs.memory.loss import head_bytes
 from shardwright.ds_configs.memory.moments import Moment, Terms
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
 from shardwright.ds_configs.models.families import model_spec_from_config
@@ -104,9 +103,9 @@ class Published:
     """Tokens of the longest sequence that trains, in steps of 1,024; 0 where none is published."""
     reserved: bool = True
     """Whether nvidia-smi was read; else the allocator's peak of tensors, of TRL with its own attention masks."""
-    logits: Literal["planned", "converted", "rows"] = "planned"
-    """Of a release before TRL 1.15 with complete logits: `converted` to fp32 (TRL 1.14), or log-softmax row by row in
-    the type of the model (`selective_log_softmax` without Triton, which ms-swift calls)."""
+    row_by_row: bool = False
+    """Whether the log-softmax of complete logits is computed row by row in the type of the model, as ms-swift does
+    (`selective_log_softmax` of TRL without Triton). `eager` plans the logits of TRL 1.14."""
     preferred_loss: bool = False
     """Whether DPO adds the cross-entropy of preferred answers (`rpo_alpha`)."""
     fp32_reference: bool = False
@@ -118,8 +117,8 @@ class Published:
         job = TrainingJob(**self.fields).completed(self.model)
         (share,) = rank_shares(self.layout, self.model, job)
         moments = share_moment_terms(self.layout, share, job, unmasked="auto" if self.reserved else "masked")
-        if self.logits != "planned":
-            moments |= with_complete_logits(self, job, moments)
+        if self.row_by_row:
+            moments |= with_logits_by_row(self, job, moments)
         # Autocast copies the matrices of an fp32 model for each of its forward passes.
         extra = 2 * self.model.parameter_count if self.fp32_reference else 0
         copied = {"score": 2 * self.model.linear_parameters(include_head=True) if extra else 0}
@@ -130,34 +129,20 @@ class Published:
         return round(tensors * gpu.peak_bytes / gpu.allocated_bytes)
 
 
-def with_complete_logits(row: Published, job: TrainingJob, moments: dict[Moment, Terms]) -> dict[Moment, Terms]:
-    """Return the moments that have complete logits, of releases before TRL 1.15.
+def with_logits_by_row(row: Published, job: TrainingJob, moments: dict[Moment, Terms]) -> dict[Moment, Terms]:
+    """Return the moments of DPO with complete logits in 16 bit, whose log-softmax is computed row by row.
 
-    TRL trains in bf16 mixed precision whatever the type of the weights, so that Accelerate converts logits to fp32
-    (`convert_outputs_to_fp32`); plans with 16-bit weights convert nothing. Row by row in 16 bit, the logits and the
-    log-softmax of all rows are kept, a reference has the log-softmax of one row, and the backward pass has three
-    tensors of that size. The cross-entropy of preferred answers adds half of one.
+    The logits and the log-softmax of all rows are kept, a reference has the log-softmax of one row, and the backward
+    pass has three tensors of that size. The cross-entropy of preferred answers adds half of one.
     """
-    layout = in_sequences(row.layout, job.task)
-    if row.logits == "converted":
-        forward, kept, backward = head_bytes(layout, row.model, job, element=4, on_gpu=True)
-        score, _, _ = head_bytes(layout, row.model, job, element=4, on_gpu=True, scores=True)
-        gradients = backward.others
-    else:
-        rows, columns = layout.micro_batch_size, row.model.dimensions.vocab_size
-        one_row = 2 * job.seq_len_tokens * columns
-        preferred = rows * one_row // 2 if row.preferred_loss else 0
-        forward = kept = 2 * rows * one_row + preferred
-        score, gradients = (rows + 1) * one_row, 3 * rows * one_row + preferred
-    without = ("loss", "reference_activations")
-    rest = {name: count for name, count in moments["forward_end"].items() if name not in without}
-    changed: dict[Moment, Terms] = {
-        "forward_end": rest | {"loss": max(forward, kept + score if job.task in ("dpo", "kto") else 0)},
-        "loss_backward": moments["loss_backward"] | {"loss": gradients},
+    rows = in_sequences(row.layout, job.task).micro_batch_size
+    one_row = 2 * job.seq_len_tokens * row.model.dimensions.vocab_size
+    preferred = rows * one_row // 2 if row.preferred_loss else 0
+    of_reference = {"reference_activations": (rows + 1) * one_row}
+    return {
+        "forward_end": moments["forward_end"] | {"loss": 2 * rows * one_row + preferred} | of_reference,
+        "loss_backward": moments["loss_backward"] | {"loss": 3 * rows * one_row + preferred},
     }
-    if "scoring_activations" in moments.get("score", {}):
-        changed["score"] = moments["score"] | {"scoring_activations": score}
-    return changed
 
 
 GEMMA, QWEN3, QWEN7 = gemma(), qwen("3B", 2048, 36, 16, 11008, 151936, 2), qwen("7B", 3584, 28, 28, 18944)
@@ -169,9 +154,9 @@ SHARDED = Layout(engine="deepspeed", zero_stage=3, dp_shard=4, gradient_checkpoi
 
 
 def of_trl(name: str, gib: float, longest: int, layout: Layout = ONE, **fields: Any) -> Published:
-    own = {each: fields.pop(each) for each in ("logits", "fp32_reference") if each in fields}
+    fp32_reference = fields.pop("fp32_reference", False)
     fields = {"seq_len_tokens": 8192, "weights_dtype": "bf16", **fields}
-    row = Published(
+    return Published(
         name=f"TRL, {name}",
         model=GEMMA,
         hardware="1xH100-80GB",
@@ -179,9 +164,9 @@ def of_trl(name: str, gib: float, longest: int, layout: Layout = ONE, **fields: 
         gib=gib,
         longest=longest,
         reserved=False,
+        fp32_reference=fp32_reference,
         fields=fields,
     )
-    return replace(row, **own)
 
 
 TWO_ROWS = ONE.changed(micro_batch_size=2)
@@ -189,13 +174,11 @@ GROUPED: dict[str, Any] = {"generation": "transformers"}
 CASES = (
     of_trl("sft, complete logits", 30.33, 20480, loss="eager"),
     of_trl("sft, fused head", 8.87, 107520, loss="chunked"),
-    of_trl("dpo, complete logits (1.14.2)", 48.97, 10240, task="dpo", loss="eager", logits="converted"),
+    of_trl("dpo, complete logits (1.14.2)", 48.97, 10240, task="dpo", loss="eager"),
     of_trl("dpo, fused head", 12.0, 59392, task="dpo"),
-    of_trl("kto, complete logits (1.14.2)", 64.91, 9216, TWO_ROWS, task="kto", loss="eager", logits="converted"),
+    of_trl("kto, complete logits (1.14.2)", 64.91, 9216, TWO_ROWS, task="kto", loss="eager"),
     of_trl("kto, fused head", 11.98, 63488, TWO_ROWS, task="kto"),
-    of_trl(
-        "grpo, complete logits (1.14.2)", 24.15, 28672, GROUPS, task="grpo", loss="eager", logits="converted", **GROUPED
-    ),
+    of_trl("grpo, complete logits (1.14.2)", 24.15, 28672, GROUPS, task="grpo", loss="eager", **GROUPED),
     of_trl("grpo, fused head", 10.3, 114688, GROUPS, task="grpo", **GROUPED),
     of_trl(
         "rloo, complete logits (1.14.2)",
@@ -204,7 +187,6 @@ CASES = (
         GROUPS,
         task="rloo",
         loss="eager",
-        logits="converted",
         fp32_reference=True,
         **GROUPED,
     ),
@@ -215,7 +197,7 @@ CASES = (
         hardware="4xA100-80GB",
         layout=SHARDED,
         gib=57,
-        logits="rows",
+        row_by_row=True,
         preferred_loss=True,
         fields={"task": "dpo", "seq_len_tokens": 1024, "reference_placement": "sharded"},
     ),
@@ -225,7 +207,7 @@ CASES = (
         hardware="1xA100-80GB",
         layout=ONE,
         gib=24,
-        logits="rows",
+        row_by_row=True,
         fields={"task": "dpo", "method": "lora", "seq_len_tokens": 2048, "reference_placement": "shared"},
     ),
     Published(

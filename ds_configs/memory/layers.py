@@ -15,7 +15,7 @@ from .activations import (
     ActivationEstimate,
     Attention,
     activation_mode,
-    cached_activations,
+    activations_of,
     has_fused_loss,
     mlp_tiles,
     outside_without_norm,
@@ -104,7 +104,7 @@ def rank_step(
     # Tiles of the loss are part of the eager one.
     tiles_loss = job.loss == "chunked" and not has_fused_loss(model, layout, job, gpu=gpu)
     counted = replace(job, loss="eager") if tiles_loss else job
-    traced = cached_activations(model, counted, unmasked=unmasked)(layout.micro_batch_size, mode)
+    traced = activations_of(model, counted, layout.micro_batch_size, mode, unmasked=unmasked)
     if tiles_loss:
         traced = with_tiled_loss(layout, model, job, traced)
     if layout.tiled_mlp:

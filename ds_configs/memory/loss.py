@@ -53,10 +53,6 @@ CHUNK_BYTES = 320 * 2**20
 BLOCK_BYTES = 32 * 2**20
 """Largest fp32 tensor of logits rows that it processes at a time on an accelerator, if kernels cannot be compiled."""
 
-_LOGGED_LOGITS = {"dpo": 5, "kto": 7}
-"""Halves of complete logits while TRL before 1.15 logs their means: those of both models and a copy of the preferred
-half; KTO copies each half first (trl 1.14.2, dpo_trainer.py:1663, kto_trainer.py:1646)."""
-
 COMPILED_BYTES_OF_A_LOGIT = 12
 """Most that compiled kernels keep of a chunk: three fp32 temporaries (JSD; none to two for other divergences)."""
 
@@ -175,9 +171,9 @@ def head_bytes(
 ) -> tuple[int, int, HeadBackward]:
     """Return the bytes of head and loss of a task: at most in the forward pass, kept after it, at most in the backward.
 
-    They are beyond what the layers and the final norm keep. With `scores`, the forward pass computes log-probabilities
-    only, without gradients. With n scored of N tokens, width h, V columns, `e` bytes of a hidden state (`element`), `w`
-    bytes of the compute type and tiles of t = min(n, 4096) tokens:
+    They are beyond what the layers and the final norm keep. With `scores`, the forward pass has no gradients. With n
+    scored of N tokens, width h, V columns, `e` bytes of a hidden state (`element`), `w` bytes of the compute type and
+    tiles of t = min(n, 4096) tokens:
 
     fused (trl 1.16.0, kernels/chunked_logprob.py): a copy of the scored states, `e n h`, for the output of the norm,
     `e N h`; a buffer of `32768 w t`; statistics of 28 n. The backward pass sums both gradients in fp32, `4 n h` and
@@ -187,9 +183,10 @@ def head_bytes(
     half, `2.5 a N V` with `a` bytes of a logit, which autocast makes fp32. With the gradients `3.5 a N V` with Triton;
     elsewhere, as metered, `3 a N V` in 16 bit and `4.5 a N V` in fp32, which another function computes.
 
-    logits of TRL before 1.15, for tasks whose head is fused since, with its Triton kernel: a product in 16 bit and
-    its fp32 conversion, or what DPO and KTO log (`_LOGGED_LOGITS`); `a N V` kept; with their gradient `2 a N V`. A
-    score keeps the logits of the micro-batch before (trl 1.14.2, rloo_trainer.py:987).
+    logits of trl 1.14.2, which `eager` asks for in a task with a fused head: Accelerate makes the logits fp32 unless
+    DeepSpeed runs the model, `2 N V` before and `4 N V` after, and Triton keeps them alone for their gradient. In the
+    forward pass DPO copies half of them for a metric, KTO all and then half; the reference's pass does so while those
+    of the trained model exist. RLOO scores a micro-batch while the logits of the one before exist (line 987).
 
     divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
     of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
@@ -203,17 +200,19 @@ def head_bytes(
     width = job.compute_bytes
     if head == "score":
         return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
+    if head == "logits" and TASKS[job.task].head == "fused":
+        final = 2 if layout.engine == "deepspeed" and width == 2 else 4
+        generates = TASKS[job.task].generates
+        if generates and job.completion_tokens is not None:
+            tokens = min(tokens, layout.micro_batch_size * (job.completion_tokens + 1))
+        logits, converted = final * tokens * columns, (width if width < final else 0) * tokens * columns
+        copied = {"dpo": logits // 2, "kto": 3 * logits // 2}.get(job.task, 0)
+        repeats = (job.steps_per_generation or layout.gradient_accumulation_steps) > 1
+        before = logits if scores and generates and repeats else 0
+        return before + logits + max(converted, copied), logits, HeadBackward(max(2 * logits, norm), 0)
     if head in ("logits", "divergence"):
-        older = TASKS[job.task].head == "fused"
-        if older and TASKS[job.task].generates:
-            tokens = scored_tokens(layout, job, on_gpu=True)
         logits = element * tokens * columns
         converted = width * tokens * columns if width < element else 0
-        if older:
-            logged = 0 if scores else _LOGGED_LOGITS.get(job.task, 0) * logits // 2
-            repeats = (job.steps_per_generation or layout.gradient_accumulation_steps) > 1
-            before = logits if scores and TASKS[job.task].generates and repeats else 0
-            return max(before + logits + converted, logged), logits, HeadBackward(max(2 * logits, norm), 0)
         in_pairs = 7 if on_gpu else 6 if element == 2 else 9
         forward, kept, backward = (5, 3, in_pairs) if head == "logits" else (18, 14, 20)
         most = max(forward * logits // 2, logits + converted)

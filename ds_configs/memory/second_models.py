@@ -114,13 +114,20 @@ def frozen_model_terms(
 ) -> dict[Moment, Terms]:
     """Return the named bytes of a frozen second model on one accelerator at each moment."""
     role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
-    tokens = layout.micro_batch_size * job.seq_len_tokens
+    tokens, task = layout.micro_batch_size * job.seq_len_tokens, TASKS[job.task]
+    always: Terms = {}
+    if placement not in ("shared", "cached"):
+        always = {f"{role}_weights": _weight_bytes(second, layout, job)}
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
     running = running_terms(second, layout, job, gpu=gpu)
-    if TASKS[job.task].head != "model":
-        return _task_model_terms(second, layout, job, running)
+    if task.head != "model":
+        # A task that generates runs its reference and reward models before the update, and a teacher's logits are part
+        # of the loss. Other references run after the forward pass of the trained model, whose kept activations exist
+        # meanwhile; only one log-probability per token remains.
+        runs_before = task.generates and role != "teacher"
+        return at_moments(always) if runs_before else at_moments(always, forward_end=running)
     # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
     outputs = {
         f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
@@ -128,9 +135,6 @@ def frozen_model_terms(
     }
     if placement == "shared" and (layout.zero_stage == 3 or layout.engine == "fsdp2"):
         outputs[f"{role}_head"] = width * spec.embedding_parameters
-    if placement == "shared":
-        return at_moments({}, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
-    always = {f"{role}_weights": _weight_bytes(second, layout, job)}
     return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
 
 
@@ -175,20 +179,6 @@ def _weight_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
 def runs_after_forward(second: SecondModel, job: TrainingJob) -> bool:
     """Return whether a second model runs after the trained model's forward pass, whose kept activations exist then."""
     return second.role == "reference" and not TASKS[job.task].generates
-
-
-def _task_model_terms(second: SecondModel, layout: Layout, job: TrainingJob, running: Terms) -> dict[Moment, Terms]:
-    """Return the bytes of a frozen second model of a task.
-
-    A reference runs after the forward pass of the trained model, whose kept activations exist meanwhile; of it only one
-    log-probability per token remains. A task that generates runs it, and a reward model, before the update. A teacher's
-    logits are part of the loss.
-    """
-    role, placement = second.role, second.planned_placement
-    always = {} if placement in ("shared", "cached") else {f"{role}_weights": _weight_bytes(second, layout, job)}
-    if placement == "cached" or (TASKS[job.task].generates and role != "teacher"):
-        return at_moments(always)
-    return at_moments(always, forward_end=running)
 
 
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
@@ -244,36 +234,28 @@ def forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
     return residual + traced.forward_transient_bytes
 
 
-def frozen_model_loading_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
-    """Return the host memory of a node with `ranks` ranks while a frozen second model is loaded.
+def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> tuple[int, Terms]:
+    """Return the host memory of a node with `ranks` ranks for a frozen second model: while it is loaded, and by name.
 
     Sharded loading copies from memory-mapped files module by module, and 4-bit loading quantizes on the accelerator.
-    Otherwise every rank holds the complete model.
+    Otherwise every rank loads the complete model. Each rank holds its shard of an offloaded model, in one pinned block
+    per tensor.
     """
-    spec, placement = second.spec, second.planned_placement
-    if placement in ("cached", "shared"):
-        return 0
-    if placement == "quantized":
-        return ranks * _four_bit_bytes(spec, job)
-    shared = placement == "sharded" or (placement == "offloaded" and layout.world_size > 1)
-    if shared and layout.engine != "fsdp2" and not spec.weight_conversion:
-        return 0
-    return ranks * job.compute_bytes * spec.parameter_count
-
-
-def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> Terms:
-    """Return the named host bytes of a frozen second model on a node during training.
-
-    Each rank holds its shard of an offloaded model, in one pinned block per tensor.
-    """
-    spec, placement, width = second.spec, second.planned_placement, job.compute_bytes
-    if placement == "offloaded" and layout.world_size == 1:
-        return {f"{second.role}_weights": width * spec.parameter_count}
-    if placement == "offloaded":
-        shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
-        pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
-        return {f"{second.role}_weights": ranks * pinned}
+    role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
+    complete = width * spec.parameter_count
     if placement == "cached":
         tokens = layout.micro_batch_size * job.seq_len_tokens
-        return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
-    return {}
+        return 0, {f"{role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
+    if placement == "shared":
+        return 0, {}
+    if placement == "quantized":
+        return ranks * _four_bit_bytes(spec, job), {}
+    if placement == "offloaded" and layout.world_size == 1:
+        return ranks * complete, {f"{role}_weights": complete}
+    is_read_by_module = placement != "replica" and layout.engine != "fsdp2" and not spec.weight_conversion
+    loaded = 0 if is_read_by_module else ranks * complete
+    if placement != "offloaded":
+        return loaded, {}
+    shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
+    pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
+    return loaded, {f"{role}_weights": ranks * pinned}

@@ -617,7 +617,6 @@ def slurm_script(
     header: str = "",
     name: str = "shardwright",
     settings: Sequence[str] = (),
-    saving_seconds: int = SAVING_SECONDS,
 ) -> str:
     """Return an `sbatch` script: one launcher per exclusive node, stopped in time to save.
 
@@ -629,19 +628,18 @@ def slurm_script(
         header: Comments below the options of `sbatch`.
         name: Of the job.
         settings: Further options of `sbatch`.
-        saving_seconds: Time between SIGTERM and the time limit.
     """
     options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
     if hardware.gpu != "CPU":
         options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     options += ["--exclusive", "--requeue", "--open-mode=append"]
-    options += [f"--signal=TERM@{saving_seconds}", *settings]
+    options += [f"--signal=TERM@{SAVING_SECONDS}", *settings]
     head = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + header + _MEETING
     program, same = shlex.join([*command.program, command.words[0]]), len(command.program) + 1
     words = " ".join('"$SLURM_SUBMIT_DIR"' if word == "." else shlex.quote(word) for word in command.words[1:])
     # Node-specific arguments follow the words that are the same on all nodes.
     run = (
-        f"srun --wait={saving_seconds} bash -c "
+        f"srun --wait={SAVING_SECONDS} bash -c "
         f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
         f'{program} --main-address "$main_address" --main-port "$main_port" {words}'
     )
