@@ -15,8 +15,7 @@ from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from . import patches
 from .safetensors import each_tensor, read_checkpoint
-from .transformers.checkpoint_tensors import without_zero3
-from .transformers.sound_model import is_finite
+from .transformers.loading import is_finite, without_zero3
 
 if TYPE_CHECKING:
     import torch

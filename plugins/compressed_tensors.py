@@ -41,7 +41,7 @@ from ..ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_
 from ..ds_configs.specs.errors import RefusedInputError
 from . import patches
 from .safetensors import rename_tensors
-from .transformers.quantized_model import EXPERT_WEIGHT, stored_tensors
+from .transformers.meta_model import EXPERT_WEIGHT, stored_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from . import patches
 from .activation_ranges import ActivationHistogram, activation_range
 from .compressed_tensors import CompressedModel
 from .launching.messages import log_progress
-from .transformers.quantized_model import QuantizationSource
-from .transformers.sound_model import load_causal_lm, nonfinite_errors, refused_by_name
+from .transformers.loading import load_causal_lm, nonfinite_errors, refused_by_name
+from .transformers.meta_model import QuantizationSource
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from ..ds_configs.specs.errors import ShardwrightError, UsageError
 from ..plugins.deepspeed.engine import load_from_other_ranks
 from ..plugins.launching.background import BackgroundTask
 from ..plugins.launching.messages import note_on_first_rank
-from ..plugins.transformers.sound_model import gathered
+from ..plugins.transformers.loading import gathered
 from ..plugins.transformers.training_arguments import check_first_of_its_kind
 from .checkpoints import (
     Selection,

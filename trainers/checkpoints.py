@@ -29,7 +29,7 @@ from ..plugins.accelerate import engine_from_environment
 from ..plugins.deepspeed.engine import load_from_other_ranks
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.releases import installed_version
-from ..plugins.transformers.sound_model import gathered
+from ..plugins.transformers.loading import gathered
 from ..plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS, NonFiniteAction
 from ..plugins.launching.messages import note_on_first_rank
-from ..plugins.transformers.sound_model import (
+from ..plugins.transformers.loading import (
     gathered,
     nonfinite_gradients,
     nonfinite_weights,

@@ -14,7 +14,7 @@ from ..plugins.deepspeed.engine import named_linear_layers, stages_of, whole_sha
 from ..plugins.deepspeed.parameters import WeightEditor, edit_errors
 from ..plugins.deepspeed_pipeline.stage import add_over_stages
 from ..plugins.launching.messages import note_on_first_rank
-from ..plugins.transformers.run_settings import run_errors
+from ..plugins.transformers.training_arguments import run_errors
 from .formats.bit_packing import pack_bits
 
 if TYPE_CHECKING:

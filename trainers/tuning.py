@@ -38,7 +38,7 @@ from ..plugins.launching.launch import LaunchFailedError
 from ..plugins.launching.messages import Message, Progress, log_message
 from ..plugins.metering import Meter, start_meter
 from ..plugins.planning import CalibrationStore, detect_hardware, own_release
-from ..plugins.transformers.sound_model import gathered
+from ..plugins.transformers.loading import gathered
 from .reports.make import REPORT_FILE, write_html
 from .runs.inputs import PLANNED_DEVICE_FIX, launch_errors
 from .runs.plan_callback import PlanCallback, RunOutOfMemoryError, memory_errors

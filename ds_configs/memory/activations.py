@@ -887,7 +887,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
 
 
 SMALLEST_MASK_TOKENS = 2**13
-"""Tokens from which sliding windows run in blocks, without a mask (plugins/transformers/document_attention.py)."""
+"""Tokens from which sliding windows run in blocks, without a mask (plugins/transformers/attention.py)."""
 
 
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:

@@ -110,7 +110,7 @@ def loading_terms(
         loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
     elif layout.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
-        # experts that are fused during loading, which the first rank materializes (first_rank_loading.py).
+        # experts that are fused during loading, which the first rank materializes (loading.py).
         loaded = width * model.parameter_count if model.weight_conversion else 0
     elif layout.pp > 1:
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
@@ -121,7 +121,7 @@ def loading_terms(
         loaded = ranks * 4 * model.parameter_count
     elif layout.engine == "fsdp2":
         # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
-        # (plugins/transformers/first_rank_loading.py).
+        # (plugins/transformers/loading.py).
         converted = 4 * model.largest_parameter if job.method == "full" and width < 4 else 0
         loaded = width * model.parameter_count + converted
     else:

@@ -28,7 +28,7 @@ from ...ds_configs.legality.axes import expert_errors
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.model import ModelTraits
 from .. import patches
-from ..transformers.run_settings import layout_of
+from ..transformers.training_arguments import layout_of
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
 from ..safetensors import SHARD_BYTES, name_shards, publish, save_tensors
-from ..transformers.sound_model import gathered
+from ..transformers.loading import gathered
 from .stage import whole_tensor
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Prepare a Trainer's model once: for its first evaluation or training run, and for all later ones.
+"""Prepare a Trainer's model once, and let ranks train whose rows use different parameters.
 
 With transformers 5.17.0 and 5.23.0, and accelerate 1.15.0:
 
@@ -8,18 +8,34 @@ With transformers 5.17.0 and 5.23.0, and accelerate 1.15.0:
 - Engines keep the gradients of a step that an exception interrupted.
 - CPU Adam cannot step with the settings of a checkpoint that an optimizer on the accelerator saved.
 
+A row may decide which modules run: output heads of tasks, adapters, the vision tower of rows with an image. A rank
+whose rows do not use a parameter takes part in the engine's collectives and contributes zeros. With deepspeed 0.19.8
+and torch 2.13.0:
+
+- ZeRO fills buckets in the order in which gradients arrive. Ranks that miss a gradient, or have them in another order,
+  add gradients of different parameters. Here every rank reduces all parameters in one order (`GradientOrder`).
+- ZeRO-3 and FSDP2 gather the parameters of a module when it runs. Ranks that run different modules gather different
+  parameters. Here a rank also runs the modules that only other ranks run, with their inputs (`EqualForwards`).
+- DDP does the same with `find_unused_parameters`, which Transformers does not set under gradient checkpointing.
+
+Nothing of this runs for models that use every parameter in each pass: `modules_with_choice` returns none.
 `exact.ExactTrainer` calls what is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from .unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
+from .gradient_checkpointing import in_backward_pass
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""
@@ -178,3 +194,390 @@ def _drop_gradients(trainer: Any) -> None:
                     parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
+
+
+_LIBRARIES = {
+    *("accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "shardwright"),
+    *("torch", "torchao", "transformers", "trl"),
+}
+_ALWAYS_RUN = {"text_config", "encoder", "decoder"}
+"""Parts of a configuration whose modules every row uses; others are towers for images and sound."""
+_MOST_NAMES = 4
+
+
+def modules_with_choice(model: Any) -> set[Any]:
+    """Return the modules that may run other parts of themselves for each row, and the modules around them.
+
+    Text models of Transformers run all of their parts. Modules of other packages, towers for images and sound, several
+    adapters, and layers that are dropped at random may not.
+    """
+    found = set()
+
+    def visit(module: Any) -> bool:
+        config = getattr(module, "config", None)
+        inside = list(map(visit, module.children()))
+        chooses = (
+            any(inside)
+            or _is_selection(module)
+            or type(module).__module__.partition(".")[0] not in _LIBRARIES
+            or not _ALWAYS_RUN.issuperset(getattr(config, "sub_configs", ()))
+            or any(getattr(config, f"{name}layerdrop", 0) for name in ("", "encoder_", "decoder_"))
+        )
+        if chooses:
+            found.add(module)
+        return chooses
+
+    visit(model)
+    return found
+
+
+def find_unused_parameters(trainer: Any) -> None:
+    """Let DDP find unused parameters, unless the user decided or recomputes layers as DDP cannot follow."""
+    if trainer.args.ddp_find_unused_parameters is None and not _is_reentrant(trainer.args):
+        handler = getattr(trainer.accelerator, "ddp_handler", None)
+        if handler is not None:
+            handler.find_unused_parameters = True
+
+
+def _is_reentrant(args: Any) -> bool:
+    """Return whether recomputed layers run without gradients in the forward pass."""
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+
+
+def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
+    """Make the engine of a prepared Trainer accept ranks whose rows use different parameters.
+
+    Args:
+        trainer: The Trainer, whose engine exists.
+        choosing: What `modules_with_choice` returned before the engine changed the classes of modules.
+    """
+    import torch.distributed as distributed
+    from torch.distributed.fsdp import FSDPModule
+
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    model, args = trainer.model, trainer.args
+    if trainer.is_deepspeed_enabled:
+        import deepspeed
+        from deepspeed.utils import z3_leaf_module
+
+        engine = trainer.model_wrapped
+        zero: Any = getattr(engine, "optimizer", None)
+        if not hasattr(zero, "reduce_ready_partitions_and_remove_grads") or engine.pipeline_parallelism or zero.zenflow:
+            return
+        if distributed.get_world_size(zero.dp_process_group) > 1:
+            GradientOrder(zero)
+        offload = getattr(zero, "parameter_offload", None)
+        if offload is not None and not args.torch_compile:
+            # A parameter is gathered when it is read: ranks that read others, such as those of the active adapter of
+            # PEFT, would mix their weights.
+            for module in choosing:
+                for child in filter(_is_selection, module.children()):
+                    for parameter in child.parameters():
+                        deepspeed.zero.register_external_parameter(module, parameter)
+            # ZeRO-3 traces modules without parameters too. It gathers those of leaf modules together, and generation
+            # removes its hooks.
+            choosing = {module for module in choosing if not z3_leaf_module(module)}
+            EqualForwards(model, set(model.modules()), choosing, args, lambda: bool(offload.forward_hooks))
+    elif any(isinstance(module, FSDPModule) for module in model.modules()):
+        model.set_reduce_scatter_unused_params(True)
+        if not args.torch_compile:
+            gathering = {each for each in model.modules() if any(isinstance(m, FSDPModule) for m in each.modules())}
+            EqualForwards(model, gathering, choosing, args)
+
+
+class GradientOrder:
+    """The order in which the ranks of a ZeRO optimizer reduce the gradients of a backward pass.
+
+    In the first backward pass it is the reverse order of registration. Later it is the order in which gradients
+    arrived on the first rank, followed by the parameters that a rank did not use, so that they delay no other one.
+    """
+
+    def __init__(self, zero: Any) -> None:
+        self.zero = zero
+        self.is_stage3 = hasattr(zero, "fp16_groups")
+        self.parameters = [
+            (parameter,) if self.is_stage3 else (parameter, index)
+            for index, group in enumerate(zero.fp16_groups if self.is_stage3 else zero.bit16_groups)
+            for parameter in group
+            if parameter.requires_grad
+        ]
+        self.numbers = {id(parameter): number for number, (parameter, *_) in enumerate(self.parameters)}
+        self.order = list(reversed(range(len(self.parameters))))
+        self.is_agreed = False
+        self.arrived: list[int] = []
+        self.waiting: set[int] = set()
+        self.reduced = 0
+        if self.is_stage3:
+            patches.apply("zero-3-gradient-order", self._ordering, on=zero)
+            patches.apply("zero-3-missing-gradients", self._completing, on=zero)
+        else:
+            patches.apply("zero-1-2-gradient-order", self._ordering, on=zero)
+            patches.apply("zero-1-2-missing-gradients", self._completing, on=zero)
+
+    def _ordering(self, reduce: Callable[..., None]) -> Callable[..., None]:
+        """Reduce a gradient after those that precede it."""
+        zero = self.zero
+
+        def arrive(param: Any, *group: int) -> None:
+            # Stage 1 reduces after the last micro-batch only; tiles are not ready before the last one.
+            reduces = self.is_stage3 or zero.partition_gradients or zero.is_gradient_accumulation_boundary()
+            number = self.numbers[id(param)]
+            is_ready = getattr(param, "ds_grad_is_ready", True)
+            # DeepSpeed handles or rejects gradients that arrive a second time.
+            if not reduces or zero._coalesce_grad_reduction or not is_ready or number in self.order[: self.reduced]:
+                reduce(param, *group)
+                return
+            self.arrived.append(number)
+            self.waiting.add(number)
+            while self.reduced < len(self.order) and (following := self.order[self.reduced]) in self.waiting:
+                self.reduced += 1
+                self.waiting.remove(following)
+                reduce(*self.parameters[following])
+
+        return arrive
+
+    def _completing(self, epilogue: Callable[[], None]) -> Callable[[], None]:
+        """Reduce what remains at the end of a backward pass, in order."""
+        zero = self.zero
+
+        def complete() -> None:
+            if not zero._coalesce_grad_reduction:
+                if not self.is_stage3:
+                    zero.setup_buckets()
+                for number in self.order[self.reduced :]:
+                    self._fill(self.parameters[number][0])
+                    zero.reduce_independent_p_g_buckets_and_remove_grads(*self.parameters[number])
+                self._agree()
+                self.arrived, self.waiting, self.reduced = [], set(), 0
+            epilogue()
+
+        return complete
+
+    def _fill(self, parameter: Any) -> None:
+        """Give a parameter a gradient of zeros if it has none."""
+        import torch
+
+        if self.is_stage3:
+            if parameter.grad is None:
+                # A gradient must have the shape of its parameter, whose own data is partitioned.
+                own = parameter.data
+                parameter.data = torch.zeros(parameter.ds_shape, dtype=own.dtype, device=own.device)
+                parameter.grad = torch.zeros_like(parameter.data)
+                parameter.data = own
+        elif self.zero.get_gradient_for_reduction(parameter) is None:
+            if self.zero.use_grad_accum_attribute:
+                parameter.grad_accum = torch.zeros_like(parameter, dtype=self.zero.gradient_accumulation_dtype)
+            else:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _agree(self) -> None:
+        """Agree on the order after the first backward pass."""
+        import torch.distributed as distributed
+
+        if self.is_agreed:
+            return
+        group = self.zero.dp_process_group
+        orders: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(orders, self.arrived, group=group)
+        used = set.intersection(*map(set, orders))
+        first = [number for number in dict.fromkeys(orders[0]) if number in used]
+        self.order = first + [number for number in self.order if number not in used]
+        self.is_agreed = True
+
+
+class EqualForwards:
+    """Hooks that make every rank run the same modules with sharded parameters, in the same order.
+
+    Ranks compare, on the hosts, which module each runs next. If they differ, all run the first of them in the order of
+    registration; ranks whose rows do not need it run it with the inputs of one whose rows do. Its outputs get gradients
+    of zero on all ranks, so that the backward pass also runs the same modules. Ranks compare once for a module that
+    always runs all of its parts.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        gathering: Collection[Any],
+        choosing: Collection[Any],
+        args: Any,
+        is_sharded: Callable[[], bool] = lambda: True,
+    ) -> None:
+        import torch.distributed as distributed
+
+        self.group = distributed.new_group(backend="gloo")
+        self.choosing, self.device, self.is_sharded = choosing, args.device, is_sharded
+        self.is_reentrant = _is_reentrant(args)
+        modules = [
+            (name, module) for name, module in root.named_modules() if module in gathering and module is not root
+        ]
+        self.names = [name for name, _ in modules]
+        self.modules = [module for _, module in modules]
+        self.is_running = False
+        self.differing: dict[int, str] = {}
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.register_forward_hook(self._end, prepend=True)
+        for number, module in enumerate(self.modules):
+            # Before the hook that gathers, and after the one that releases.
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, number=number: self._enter(number, (args, kwargs)),
+                prepend=True,
+                with_kwargs=True,
+            )
+            if module in choosing:
+                module.register_forward_hook(lambda *_: self._complete(), prepend=True)
+            module.register_forward_hook(lambda *arguments, number=number: self._leave(number, arguments[-1]))
+
+    def _begin(self, *_: object) -> None:
+        import torch
+
+        self.is_running = self.is_sharded() and not in_backward_pass()
+        self.inside: int | None = None
+        """The module that runs, if it runs all of its parts."""
+        self.joined: int | None = None
+        """The module that this rank runs because another rank does."""
+        self.outputs: list[Tensor] = []
+        if self.is_running:
+            self.differing = {}
+            self.has_gradients = torch.is_grad_enabled()
+
+    def _enter(self, number: int, inputs: Any) -> None:
+        if in_backward_pass():
+            if number in self.differing:
+                raise self._error(number)
+            return
+        if not self.is_running or self.inside is not None:
+            return
+        if self.joined == number:
+            self.joined = None
+        else:
+            self._agree(number, inputs)
+        if self.modules[number] not in self.choosing:
+            self.inside = number
+
+    def _complete(self) -> None:
+        """Run what other ranks run inside a module before leaving it, so that backward passes have one order."""
+        if self.is_running and self.inside is None and not in_backward_pass():
+            self._agree(len(self.modules), None)
+
+    def _leave(self, number: int, output: Any) -> None:
+        from torch.utils._pytree import tree_leaves
+
+        if not self.is_running or in_backward_pass() or self.inside not in (None, number):
+            return
+        self.inside = None
+        if number in self.differing:
+            self.outputs += filter(_is_differentiable, tree_leaves(output))
+
+    def _end(self, root: Any, inputs: object, output: Any) -> Any:
+        from torch.utils._pytree import tree_map
+
+        if not self.is_running or in_backward_pass():
+            return output
+        self._complete()
+        self.is_running = False
+        outputs, self.outputs = self.outputs, []
+        if not outputs:
+            return output
+        return tree_map(lambda value: _linked().apply(value, *outputs) if _is_differentiable(value) else value, output)
+
+    def _agree(self, number: int, inputs: Any) -> None:
+        """Run the modules that only other ranks run until all ranks reach the same one."""
+        import torch
+        import torch.distributed as distributed
+
+        while True:
+            own = torch.tensor([number, self._is_recomputed_later()])
+            reached = [torch.empty_like(own) for _ in range(distributed.get_world_size(self.group))]
+            distributed.all_gather(reached, own, group=self.group)
+            numbers = [int(other[0]) for other in reached]
+            first = min(numbers)
+            if max(numbers) == first:
+                return
+            ranks = [", ".join(str(rank) for rank, n in enumerate(numbers) if (n == first) == uses) for uses in (1, 0)]
+            self.differing[first] = f"the rows of rank {ranks[0]} use it and those of rank {ranks[1]} do not"
+            if any(int(other[1]) for other in reached):
+                raise self._error(first)
+            sent = [_packed(inputs) if distributed.get_rank() == numbers.index(first) else None]
+            distributed.broadcast_object_list(sent, src=numbers.index(first), group=self.group)
+            if isinstance(sent[0], str):
+                raise self._error(first, sent[0])
+            if number == first:
+                return
+            args, kwargs, has_gradients = _unpacked(sent[0], self.device)
+            self.joined = first
+            with torch.set_grad_enabled(has_gradients):
+                self.modules[first](*args, **kwargs)
+
+    def _is_recomputed_later(self) -> bool:
+        """Return whether `torch.utils.checkpoint` will run this part of the forward pass again."""
+        import torch
+
+        if self.is_reentrant and self.has_gradients and not torch.is_grad_enabled():
+            return True
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
+
+    def _error(self, number: int, reason: str = "") -> UsageError:
+        name = self.names[number]
+        keys = [f"{name}.{key}" for key, _ in self.modules[number].named_parameters()] or [name]
+        shown = ", ".join(keys[:_MOST_NAMES]) + (", …" if len(keys) > _MOST_NAMES else "")
+        reason = reason or "in a part that the backward pass recomputes"
+        rule = f"{self.differing[number]}, {reason}; ranks would gather different parameters"
+        fix = "turn gradient checkpointing off, use ZeRO-2 or DDP, or give all ranks rows of one kind in each step"
+        return UsageError(ConfigError(where=shown, rule=rule, fix=fix))
+
+
+def _is_selection(module: Any) -> bool:
+    """Return whether a module has several parts of which the module around it selects, such as PEFT's adapters."""
+    from torch.nn import ModuleDict, ParameterDict, ParameterList
+
+    return isinstance(module, ModuleDict | ParameterDict | ParameterList) and len(module) > 1
+
+
+def _is_differentiable(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _packed(inputs: Any) -> bytes | str:
+    """Return the inputs of a module as bytes, or why they cannot be sent."""
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save((*inputs, torch.is_grad_enabled()), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:
+        return f"and its inputs cannot be sent: {error}"
+    return buffer.getvalue()
+
+
+def _unpacked(sent: Any, device: Any) -> Any:
+    import torch
+    from torch.utils._pytree import tree_map
+
+    received = torch.load(io.BytesIO(sent), map_location=device, weights_only=True)
+    # A module may change its inputs in place, which leaves of a graph do not permit.
+    return tree_map(lambda value: value.clone() if _is_differentiable(value) else value, received)
+
+
+@cache
+def _linked() -> Any:
+    import torch
+
+    class Linked(torch.autograd.Function):
+        """Return the first input; the others get gradients of zero."""
+
+        @staticmethod
+        def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+            ctx.zeros = [torch.zeros_like(other) for other in others]
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0], *ctx.zeros
+
+    return Linked

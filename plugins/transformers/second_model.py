@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.second_models import Placement
 from ..peft import four_bit_loading
-from .checkpoint_tensors import without_zero3
-from .document_attention import attend_by_document
+from .attention import attend_by_document
+from .loading import load_causal_lm, without_zero3
 from .output_heads import OutputHead, head_module, output_head, shaped_head
-from .sound_model import load_causal_lm
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.memory import activations
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from .checkpoint_tensors import share_with_zero3, without_zero3_hooks
+from .loading import share_with_zero3, without_zero3_hooks
 from .output_heads import further_bias, head_module, shaped_head, shaped_logits
 
 if TYPE_CHECKING:

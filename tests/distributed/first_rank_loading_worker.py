@@ -22,7 +22,7 @@ from equivalence.cases import LAYOUTS, deepspeed_config
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.peft import add_lora
-from shardwright.plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
+from shardwright.plugins.transformers.loading import load_on_first_rank, stored_precision
 from shardwright.plugins.transformers.training_arguments import save_model_directory
 
 STEPS = 2

@@ -15,7 +15,7 @@ from equivalence.cases import LAYOUTS, Case
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate import configure_cpu_ranks
-from shardwright.plugins.transformers import unused_parameters
+from shardwright.plugins.transformers import prepared_model
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.exact import exact_class
 from shardwright.trainers.parallel.trainer_for import parallelism_of
@@ -227,7 +227,7 @@ def result(trainer: Any) -> dict[str, Any]:
 def record(case: Unused, output: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         if case.is_upstream:
-            stack.enter_context(patch.object(unused_parameters, "GradientOrder", lambda zero: None))
+            stack.enter_context(patch.object(prepared_model, "GradientOrder", lambda zero: None))
         return training_record(lambda: make_trainer(case, output / case.name), result)
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.plugins.transformers.meta_model import open_source
 from shardwright.trainers import verify
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.verify import (

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.accelerate import EvaluationStep, SamplesOnce, trained_rows
 from ...plugins.transformers.output_heads import base_model
-from ...plugins.transformers.run_settings import balances_experts, own_class
+from ...plugins.transformers.training_arguments import balances_experts, own_class
 from ..data.chat import IGNORED_LABEL
 from . import own_losses
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.transformers.run_settings import own_class
+from ...plugins.transformers.training_arguments import own_class
 
 if TYPE_CHECKING:
     import torch

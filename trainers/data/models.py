@@ -17,7 +17,7 @@ from ...plugins.huggingface_hub import TOKENIZER_FILES, model_directory
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import four_bit_loading
 from ...plugins.safetensors import INDEX
-from ...plugins.transformers.sound_model import (
+from ...plugins.transformers.loading import (
     check_config,
     check_weights,
     load_causal_lm,

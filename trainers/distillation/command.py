@@ -16,7 +16,7 @@ from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import CARD_FILE, TOKENIZER_FILES, shown_name, title_of
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
-from ...plugins.transformers.sound_model import refuse_other_formats
+from ...plugins.transformers.loading import refuse_other_formats
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..counting.counts import STANDARD_ERROR, Estimate
 from ..data.chat import set_chat_template

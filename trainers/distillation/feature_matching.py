@@ -13,7 +13,7 @@ import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.safetensors import load_tensors, save_tensors
-from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
+from ...plugins.transformers.attention import AttentionTensor, LayerAttention, captured_attention
 from ..losses.objective import divergence_and_gradient
 
 if TYPE_CHECKING:

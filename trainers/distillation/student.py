@@ -22,8 +22,7 @@ from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInpu
 from ...ds_configs.specs.settings import Numbers, Paths, Settings, settings_of
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source
 from ...plugins.safetensors import SHARD_BYTES, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
-from ...plugins.transformers.meta_model import build_meta_model
-from ...plugins.transformers.sound_model import (
+from ...plugins.transformers.loading import (
     check_config,
     check_weights,
     is_finite,
@@ -31,6 +30,7 @@ from ...plugins.transformers.sound_model import (
     refused_by_name,
     stored_errors,
 )
+from ...plugins.transformers.meta_model import build_meta_model
 from ..data.models import StartingModel, copy_companions, load_tokenizer
 from ..data.sources import pack, read_documents
 

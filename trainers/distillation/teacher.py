@@ -11,7 +11,7 @@ import torch
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
-from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.attention import hidden_states_of
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL

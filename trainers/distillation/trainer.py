@@ -23,10 +23,10 @@ from ...plugins.deepspeed.ulysses import (
     whole_sequences,
 )
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.attention import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
-from ...plugins.transformers.run_settings import own_class, trainer_errors
 from ...plugins.transformers.second_model import PlacedModel, gathered_head, place_second_model
+from ...plugins.transformers.training_arguments import own_class, trainer_errors
 from ..counting.counts import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss

@@ -21,7 +21,7 @@ from ...plugins.llm_compressor import without_bars
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ...plugins.planning import load_model_spec
 from ...plugins.safetensors import read_checkpoint
-from ...plugins.transformers.sound_model import check_weights, load_causal_lm, refuse_code, refuse_other_formats
+from ...plugins.transformers.loading import check_weights, load_causal_lm, refuse_code, refuse_other_formats
 from ..counting.counts import Estimate, exponential, token_mean
 from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
 from ..data.sources import PYTHON_HELP, one_line

@@ -27,8 +27,8 @@ from ...plugins.huggingface_hub import (
 from ...plugins.llm_compressor import without_bars
 from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read_adapter
 from ...plugins.safetensors import appearing_directory
+from ...plugins.transformers.loading import refuse_code, refuse_nonfinite_weights
 from ...plugins.transformers.meta_model import build_meta_model
-from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
 from ..data.models import StartingModel, copy_companions, load_config, load_model
 from ..reports.report import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY

@@ -15,7 +15,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError
 from ...ds_configs.specs.settings import Settings, settings_of
 from ...plugins.safetensors import SHARD_BYTES, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
-from ...plugins.transformers.sound_model import loading_errors
+from ...plugins.transformers.loading import loading_errors
 from .bit_packing import (
     ErrorFeedback,
     check_matrix,

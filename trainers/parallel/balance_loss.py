@@ -31,7 +31,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.accelerate import KeptPart
 from ...plugins.transformers.output_heads import base_model
-from ...plugins.transformers.run_settings import own_class
+from ...plugins.transformers.training_arguments import own_class
 from ..counting.counts import with_values
 from ..exact import make_exact
 

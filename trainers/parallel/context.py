@@ -12,7 +12,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Engine, Layout
 from ...plugins.accelerate import enable_cpu_ring_attention, engine_from_environment
 from ...plugins.transformers.output_heads import base_model
-from ...plugins.transformers.run_settings import own_class, trainer_errors
+from ...plugins.transformers.training_arguments import own_class, trainer_errors
 from ..counting.counts import UNPADDED
 from ..exact import Axis, ExactTrainer, count_as_one_process
 from .sequence import (

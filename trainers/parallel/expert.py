@@ -11,8 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.deepspeed import auto_ep
-from ...plugins.transformers.run_settings import trainer_errors
-from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, sum_over_ranks
 

@@ -38,8 +38,7 @@ from ...plugins.deepspeed_pipeline.stage import ENGINE_SECTION, stage_inputs
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.meta_model import model_spec_from_meta
 from ...plugins.transformers.prepared_model import prepare_before_training
-from ...plugins.transformers.run_settings import own_class, run_errors
-from ...plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
+from ...plugins.transformers.training_arguments import deepspeed_configuration, own_class, run_errors, weights_dtype
 from ..counting.counts import evaluated_mean, labelled_tokens
 from ..data.chat import IGNORED_LABEL
 from ..exact import Axis, ExactTrainer, count_as_one_process

@@ -34,8 +34,7 @@ from ...plugins.deepspeed.ulysses import (
     gradients_are_added_over_a_sequence,
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
-from ...plugins.transformers.run_settings import trainer_errors
-from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
 from ..counting.counts import labelled_tokens, shifted_labels
 from ..counting.own_losses import computes_own_loss, requested_kind
 from ..data.chat import IGNORED_LABEL

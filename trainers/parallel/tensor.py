@@ -27,8 +27,7 @@ from ...plugins.deepspeed.auto_tp import (
 )
 from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.run_settings import trainer_errors
-from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 from .sequence import reading_errors, traits_of
 

@@ -27,7 +27,7 @@ from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins.accelerate import RepeatedSamples, let_ranks_read_streams
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.document_attention import attend_by_document
+from ...plugins.transformers.attention import attend_by_document
 from ...plugins.transformers.optimizers import (
     OwnOptimizer,
     model_errors,
@@ -38,7 +38,7 @@ from ...plugins.transformers.optimizers import (
     replaces_optimizers,
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
-from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
+from ...plugins.transformers.training_arguments import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, train_as_one_process
 from ..checkpoints import checked_checkpoint
 from ..counting.own_losses import OwnLoss

@@ -24,7 +24,7 @@ from ...ds_configs.quantization.scheme import QuantizationScheme, WeightQuantiza
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.compressed_tensors import code_range, sharing, weight_scale_and_zero_point
-from ...plugins.transformers.quantized_model import linear_layer, router_names
+from ...plugins.transformers.meta_model import linear_layer, router_names
 from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
     LEARNED,

@@ -18,8 +18,8 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.accelerate import engine_from_environment
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.checkpoint_tensors import share_with_zero3
-from ...plugins.transformers.run_settings import run_errors
+from ...plugins.transformers.loading import share_with_zero3
+from ...plugins.transformers.training_arguments import run_errors
 from ..checkpoints import checkpoints
 from .attach import Attachment, attach, attachment_of
 from .layers import synchronise

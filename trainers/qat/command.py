@@ -18,9 +18,8 @@ from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...plugins.peft import add_lora
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
-from ...plugins.transformers.meta_model import build_meta_model
-from ...plugins.transformers.quantized_model import QuantizationSource, open_source
-from ...plugins.transformers.sound_model import refuse_nonfinite_weights
+from ...plugins.transformers.loading import refuse_nonfinite_weights
+from ...plugins.transformers.meta_model import QuantizationSource, build_meta_model, open_source
 from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions

@@ -26,7 +26,7 @@ from ...plugins.compressed_tensors import layout_differences, pack_tensors, unpa
 from ...plugins.deepspeed.parameters import gathered_parameters, training_device
 from ...plugins.launching.background import FirstRank
 from ...plugins.safetensors import StoredTensor, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
-from ...plugins.transformers.checkpoint_tensors import (
+from ...plugins.transformers.loading import (
     checkpoint_module_names,
     checkpoint_tensors,
     empty_model,

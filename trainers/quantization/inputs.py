@@ -18,7 +18,7 @@ from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, Shardwright
 from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub import split_revision
-from ...plugins.transformers.quantized_model import QuantizationSource, open_source
+from ...plugins.transformers.meta_model import QuantizationSource, open_source
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples

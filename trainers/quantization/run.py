@@ -20,7 +20,7 @@ from ...plugins.huggingface_hub import CARD_FILE, check_push, pushed, shown_name
 from ...plugins.llm_compressor import load_for_quantization, without_bars
 from ...plugins.planning import installed_versions
 from ...plugins.safetensors import appearing_directory
-from ...plugins.transformers.quantized_model import QuantizedModel
+from ...plugins.transformers.meta_model import QuantizedModel
 from ..data.models import CHAT_TEMPLATE, copy_companions
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows

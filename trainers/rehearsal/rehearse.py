@@ -323,7 +323,7 @@ def rehearse(
 def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence[str]] | None) -> Rehearsal:
     """Check the files, then launch; the first failed check ends the rehearsal."""
     from ...plugins.planning import load_model_spec
-    from ...plugins.transformers.sound_model import refuse_code
+    from ...plugins.transformers.loading import refuse_code
 
     rehearsal = Rehearsal(plan=plan, source=None, ranks=settings.ranks, steps=settings.steps, checks=())
     checks = check_files(settings.directory, plan)

@@ -14,7 +14,7 @@ from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, GROUPED_TASKS, ROLES, TrainingJob
 from ...plugins.planning import LoadedModel, load_model_spec, read_hardware
-from ...plugins.transformers.sound_model import refuse_other_formats
+from ...plugins.transformers.loading import refuse_other_formats
 from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source

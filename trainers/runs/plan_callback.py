@@ -33,10 +33,10 @@ from ...plugins.accelerate import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
 from ...plugins.planning import installed_release_difference, installed_versions
-from ...plugins.transformers.document_attention import attend_by_document
+from ...plugins.transformers.attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers
+from ...plugins.transformers.loading import gathered
 from ...plugins.transformers.output_heads import base_model
-from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..checkpoints import full_disk_errors
 from ..parallel.trainer_for import attach_long_sequences

@@ -28,8 +28,7 @@ from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten
 from ...plugins.huggingface_hub import model_directory
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import add_lora
-from ...plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
-from ...plugins.transformers.sound_model import gathered
+from ...plugins.transformers.loading import gathered, load_on_first_rank, stored_precision
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,

@@ -20,7 +20,7 @@ from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
-from ...plugins.transformers.sound_model import refuse_other_formats
+from ...plugins.transformers.loading import refuse_other_formats
 from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions

@@ -9,7 +9,7 @@ import pytest
 from distilling import tiny
 from shardwright.ds_configs.legality.model_classes import model_class_errors
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.plugins.transformers.meta_model import open_source
 from shardwright.trainers.qat.callback import QATCallback
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.bitsandbytes import quantize_with_bitsandbytes
-from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.plugins.transformers.meta_model import open_source
 from small_models import llama
 
 pytestmark = pytest.mark.slow

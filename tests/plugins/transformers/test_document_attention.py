@@ -14,7 +14,7 @@ from shardwright.ds_configs.memory import activations
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.metering import ByteMeter
-from shardwright.plugins.transformers import document_attention
+from shardwright.plugins.transformers import attention
 
 S = 50
 DOCUMENTS = [[*range(20), *range(9), 0, 0, 0, *range(18)], [*range(S - 1), 0]]
@@ -59,10 +59,10 @@ def test_documents_and_windows_equal_masks_of_transformers(
     model, rows = mistral(window), _rows(kind)
     logits, gradients = _results(model, rows)
     made: list[Any] = []
-    parts_of = document_attention._parts_of
-    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
-    monkeypatch.setattr(document_attention, "_parts_of", lambda *args: made.append(args) or parts_of(*args))
-    document_attention.attend_by_document(model)
+    parts_of = attention._parts_of
+    monkeypatch.setattr(attention, "_SMALLEST_MASK", 1)
+    monkeypatch.setattr(attention, "_parts_of", lambda *args: made.append(args) or parts_of(*args))
+    attention.attend_by_document(model)
     own_logits, own_gradients = _results(model, rows)
     assert made, "the mask was not replaced"
     torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-6)
@@ -81,13 +81,13 @@ def _peak_bytes(model: Any, tokens: int, documents: int) -> int:
 
 @pytest.mark.parametrize("window", [128, 100])
 def test_blocks_of_a_window_need_the_planned_bytes(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
+    monkeypatch.setattr(attention, "_SMALLEST_MASK", 1)
     monkeypatch.setattr(activations, "SMALLEST_MASK_TOKENS", 1)
     tokens = 512
     planned, metered = [], []
     for own_window in (None, window):
         model = mistral(own_window).train()
-        document_attention.attend_by_document(model)
+        attention.attend_by_document(model)
         kept = {}
         for is_recomputed in (False, True):
             if is_recomputed:
@@ -116,7 +116,7 @@ def test_transformers_still_makes_masks_of_all_pairs() -> None:
     model, tokens = small_models.llama(**sizes), 10_000
     plain = _peak_bytes(model, tokens, 1)
     assert _peak_bytes(model, tokens, 100) > tokens**2
-    document_attention.attend_by_document(model)
+    attention.attend_by_document(model)
     assert _peak_bytes(model, tokens, 100) < 1.5 * plain
 
 
@@ -149,8 +149,8 @@ def test_other_models_of_the_process_keep_their_attention(monkeypatch: pytest.Mo
     """The functions are replaced for the process, so that models with other calling conventions reach them too."""
     models = _models_with_other_attention()
     before = {name: model.eval()(**inputs)[0].detach() for name, (model, inputs) in models.items()}
-    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
-    document_attention.attend_by_document(small_models.llama())
+    monkeypatch.setattr(attention, "_SMALLEST_MASK", 1)
+    attention.attend_by_document(small_models.llama())
     for name, (model, inputs) in models.items():
         model.train()
         model(**inputs)[0].float().sum().backward()

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.plugins.transformers.run_settings import layout_of, stated_settings
 from shardwright.plugins.transformers.training_arguments import (
+    layout_of,
     prepare_model_directory_save,
     refuse_replaced_optimizer,
     save_model_directory,
+    stated_settings,
     training_arguments,
     weights_dtype,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from faults.broken_models import broken_copy
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.plugins.transformers.meta_model import open_source
 from shardwright.trainers.data.models import StartingModel, load_config, load_model
 from shardwright.trainers.distillation.student import StudentRequest, make_student, plan_student
 from shardwright.trainers.evaluation.evaluate import read_eval_model

@@ -12,7 +12,7 @@ from distilling import collate, rows, tiny, training_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.transformers.attention_capture import LayerAttention, captured_attention, hidden_states_of
+from shardwright.plugins.transformers.attention import LayerAttention, captured_attention, hidden_states_of
 from shardwright.trainers.distillation import feature_matching
 from shardwright.trainers.distillation.feature_matching import (
     AttentionTerm,

@@ -14,7 +14,7 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.compressed_tensors import restore_expert_names
 from shardwright.plugins.llm_compressor import kept_conversion_mappings, torchvision_is_not_needed
-from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.plugins.transformers.meta_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import AutoModelForCausalLM
 

@@ -11,7 +11,7 @@ from faults.broken_models import BROKEN, broken_copy
 from shardwright.ds_configs.specs.errors import InputError
 from shardwright.plugins.safetensors import StoredTensor
 from shardwright.plugins.transformers import second_model
-from shardwright.plugins.transformers.sound_model import (
+from shardwright.plugins.transformers.loading import (
     is_finite,
     load_causal_lm,
     loads_on_first_rank,
