@@ -23,8 +23,8 @@ GRID_TESTS := tests/equivalence $(patsubst %,tests/distributed/test_%.py,trainer
 NEWEST_TESTS := tests/ds_configs/check/test_check_fuzz.py tests/ds_configs/legality/test_engines_agree.py \
 	$(patsubst %,tests/ds_configs/memory/test_%.py,activations activation_kinds quantization_memory) \
 	tests/ds_configs/models tests/equivalence tests/plugins tests/distributed \
-	$(patsubst %,tests/trainers/%,counting data distillation evaluation formats parallel qat quantization sparsity \
-	test_exact.py training verify) \
+	$(patsubst %,tests/trainers/%,counting data distillation evaluation formats parallel preferences qat quantization \
+	sparsity test_exact.py test_quantization_verify.py training) \
 	tests/cli/commands/test_evaluate_command.py tests/cli/commands/test_quantize_command.py tests/test_examples.py
 TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.

@@ -25,7 +25,7 @@ from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
 from ..ds_configs.specs.job import ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
-from ..ds_configs.step_time.estimate import time_term_name
+from ..ds_configs.step_time.estimate import term_title
 from ..ds_configs.step_time.utilization import utilization
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _show_costs(out: Console, plan: Plan) -> None:
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
     terms = sorted(time.terms.items(), key=lambda item: -item[1])
     rows: list[tuple[str | Text, str | Text]]
-    rows = [(time_term_name(name), f"{seconds:.4f}") for name, seconds in terms if seconds >= shown]
+    rows = [(term_title(name), f"{seconds:.4f}") for name, seconds in terms if seconds >= shown]
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
     rows.append((Text("total", style="bold"), Text(interval, style="bold")))
     print_rows(out, (title, "seconds"), rows, figures=("seconds",))
@@ -247,7 +247,7 @@ def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
     """Return the terms of a memory in GB, the largest first, each in the colour of its part of the bar."""
     ranked = enumerate(sorted(terms.items(), key=lambda item: -item[1]))
     rows = [
-        (Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), Text(gigabytes(count)))
+        (Text(term_title(name), style=_COLOURS[index % len(_COLOURS)]), Text(gigabytes(count)))
         for index, (name, count) in ranked
     ]
     return [*rows, (Text("total", style="bold"), Text(gigabytes(sum(terms.values())), style="bold"))]

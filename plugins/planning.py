@@ -28,7 +28,7 @@ from typing import IO, Any, Literal
 
 from pydantic import TypeAdapter
 
-from ..ds_configs.memory.activations import activations_are_stored, cached_activations
+from ..ds_configs.memory.activations import activations_are_stored, activations_of
 from ..ds_configs.memory.estimate import Calibration, MeasuredRun
 from ..ds_configs.models.families import model_spec_from_config
 from ..ds_configs.models.stored_shapes import model_spec_from_shapes, model_type_of
@@ -143,7 +143,7 @@ def plan(
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
         tell(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.
-        cached_activations(loaded.spec, job)(1, "fp32" if job.precision == "fp32" else "bf16")
+        activations_of(loaded.spec, job, 1, "fp32" if job.precision == "fp32" else "bf16")
     measured_steps: tuple[MeasuredStep, ...] = ()
     if calibration == "user":
         calibration, measured_steps = _stored_measurements(cluster.gpu, tell)

@@ -11,7 +11,13 @@ from paths import CONFIGS
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors, parse_config_json
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
+from shardwright.ds_configs.specs.hardware import HardwareSpec
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.step_time.inputs import StepInputs
+from shardwright.ds_configs.step_time.model_work import device_of, model_work
+from shardwright.ds_configs.step_time.rates import TRANSFORMERS, constants_of
 from shardwright.plugins.releases import transformers_release
 
 RELEASE = transformers_release()
@@ -75,3 +81,19 @@ def llama(**changes: Any) -> ModelSpec:
     spec = model_spec_from_config(config, name="small-llama")
     assert spec is not None
     return spec
+
+
+def step_inputs(layout: Layout, model: ModelSpec, hardware: HardwareSpec, **job: Any) -> StepInputs:
+    """What every part of a step's time depends on, with Transformers as the software."""
+    own, constants = TrainingJob(**job), constants_of(hardware.gpu)
+    return StepInputs(
+        layout=layout,
+        model=model,
+        hardware=hardware,
+        job=own,
+        software=TRANSFORMERS,
+        constants=constants,
+        device=device_of(hardware, own, TRANSFORMERS, constants),
+        work=model_work(model),
+        tokens=layout.micro_batch_size * own.seq_len_tokens,
+    )

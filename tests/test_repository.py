@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -28,6 +29,15 @@ def test_the_oldest_environment_has_the_pinned_engines() -> None:
         for file in ("constraints.txt", "constraints-oldest.txt")
     )
     assert pinned == oldest and all(pinned)
+
+
+def test_suites_of_the_makefile_name_tests_that_exist() -> None:
+    """pytest runs nothing if one path is missing."""
+    variables = subprocess.run(["make", "-pn"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    suites = dict(re.findall(r"^(\w+_TESTS) := (.*)$", variables, re.MULTILINE))
+    assert set(suites) >= {"GRID_TESTS", "NEWEST_TESTS", "OLDEST_TESTS"}
+    missing = [(name, path) for name, paths in suites.items() for path in paths.split() if not (ROOT / path).exists()]
+    assert not missing
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -23,10 +23,9 @@ from shardwright.ds_configs.memory.activations import (
     Mode,
 )
 from shardwright.ds_configs.specs.model import merged
-from shardwright.tools.activations.request import trace_model
 from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 
-__all__ = ["derive_coefficients", "main", "trace_model"]
+__all__ = ["derive_coefficients", "main"]
 
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
 ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)

@@ -18,7 +18,7 @@ from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, Galler
 from shardwright.ds_configs.plan.plan import Plan, render_files
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes, human_count
-from shardwright.ds_configs.step_time.estimate import StepTime, time_term_name
+from shardwright.ds_configs.step_time.estimate import StepTime, term_title
 
 ROOT = Path(__file__).resolve().parents[1]
 _SHOWN = {
@@ -122,7 +122,7 @@ class Shown:
     @property
     def time_parts(self) -> list[tuple[str, str, float]]:
         """Name, seconds and share of the bar in percent of each term of time, largest first."""
-        named = {time_term_name(name): seconds for name, seconds in self.time.terms.items()}
+        named = {term_title(name): seconds for name, seconds in self.time.terms.items()}
         return [(name, f"{seconds:.2f}", share) for name, seconds, share in _shares(named, sum(named.values()))]
 
     @property

@@ -36,6 +36,7 @@ from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
 from ...ds_configs.specs.terms import Term
 from ...ds_configs.specs.texts import flag_words
+from ...ds_configs.step_time.estimate import term_title
 from ...plugins.huggingface_hub import ModelSource, read_hub_source
 from ...plugins.planning import LoadedModel, model_from_source
 from ...plugins.planning import plan as select_plan
@@ -250,7 +251,7 @@ def _plan_tab(page: gr.Blocks) -> None:
         report = plan_report(plan)
         reasons = [text for section in report.sections[:1] for text in section.texts]
         (layouts,) = report.sections[-1].tables
-        sizes = [(name.replace("_", " "), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
+        sizes = [(term_title(name), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
         rendered = render_files(plan) | ({CONFIG_FILE: config} if config else {})
         return [
             "\n".join([*reasons, *notes]),

@@ -155,16 +155,48 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
-def _evaluated(table: Mapping[str, Any], factors: Mapping[str, int]) -> ActivationEstimate:
-    """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
-    point = [feature(name, factors) for name in table["features"]]
+def _evaluated(
+    table: Mapping[str, Any], point: Sequence[int], counts: dict[str, int], *, layers: int, interleaved: bool = False
+) -> ActivationEstimate:
+    """Return the bytes of a coefficient table for layers of several kinds, summed and spread evenly over `layers`.
 
-    def largest(name: str) -> int:
-        return _largest(table[name], point)
+    Each quantity is the largest of its rows, `sum(coefficient * feature)`. `counts` has the layers of each kind in
+    execution order; a table with a single kind has its rows without a name.
+    """
 
+    def of_layer(name: str, kind: str) -> int:
+        return _largest(table[name][kind] if kind else table[name], point)
+
+    saved = {kind: of_layer("saved_per_layer", kind) for kind in counts}
+    checkpointed = {kind: of_layer("checkpointed_per_layer", kind) for kind in counts}
+
+    def transient(name: str, layer_bytes: Mapping[str, int]) -> int:
+        # When the last layer of a kind runs, the tensors of layers after it are freed, or not allocated yet.
+        peaks, later = [0], 0
+        for kind in reversed(counts):
+            if counts[kind]:
+                peaks.append(of_layer(name, kind) - later)
+                later += (1 if interleaved else counts[kind]) * layer_bytes[kind]
+        return max(peaks)
+
+    return ActivationEstimate(
+        saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
+        checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
+        outside_layer_bytes=_largest(table["outside_layers"], point),
+        backward_transient_bytes=transient("backward_transient", saved),
+        recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
+        forward_transient_bytes=transient("forward_transient", checkpointed),
+        loss_forward_peak_bytes=_largest(table["loss_forward_peak"], point),
+        loss_kept_bytes=_largest(table["loss_kept"], point),
+        loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),
+        autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
+    )
+
+
+def _with_parts(estimate: ActivationEstimate, table: Mapping[str, Any], point: Sequence[int]) -> ActivationEstimate:
+    """Return the bytes of a family's layers with those while attention runs, and those of the MLP apart."""
     (saved_row,) = table["saved_per_layer"]
-
-    names, copies = table["features"], int(table["weight_copy_bytes_per_parameter"])
+    names, copies = table["features"], estimate.autocast_weight_copy_bytes_per_parameter
     element = copies or max(row[names.index("token*hidden_size")] for row in table["checkpointed_per_layer"])
     saved = dict(zip(names, saved_row, strict=True))
     heads, queries, keys = (f"token*{size}" for size in ("attention_heads", "query_size", "key_value_size"))
@@ -183,21 +215,12 @@ def _evaluated(table: Mapping[str, Any], factors: Mapping[str, int]) -> Activati
         keys: saved.get(keys, 0) + 2 * element,
         heads: max(4, saved[heads]),
     }
-    return ActivationEstimate(
-        saved_bytes_per_layer=largest("saved_per_layer"),
-        checkpointed_bytes_per_layer=largest("checkpointed_per_layer"),
-        outside_layer_bytes=largest("outside_layers"),
-        backward_transient_bytes=max(0, largest("backward_transient")),
-        recompute_backward_transient_bytes=max(0, largest("recompute_backward_transient")),
-        forward_transient_bytes=largest("forward_transient"),
+    return replace(
+        estimate,
         attention_forward_bytes=in_attention("forward_transient", computed, {}),
         attention_backward_bytes=in_attention("backward_transient", gradients, saved),
         recompute_attention_backward_bytes=in_attention("recompute_backward_transient", gradients, {}),
         recompute_beside_attention_bytes=in_attention("recompute_backward_transient", keeping, {}),
-        loss_forward_peak_bytes=largest("loss_forward_peak"),
-        loss_kept_bytes=largest("loss_kept"),
-        loss_backward_peak_bytes=largest("loss_backward_peak"),
-        autocast_weight_copy_bytes_per_parameter=copies,
         mlp=_mlp_bytes(table, point),
     )
 
@@ -435,7 +458,8 @@ def estimate_activations(
     factors = size_factors(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    estimate = _evaluated(table, factors)
+    point = [feature(name, factors) for name in table["features"]]
+    estimate = _with_parts(_evaluated(table, point, {"": 1}, layers=1), table, point)
     if not chunked_loss:
         return estimate
     peaks = _loss_peaks(table, factors | {"lora_rank": 0})
@@ -576,32 +600,8 @@ def estimate_kinds(
         model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
     point = [feature(name, factors) for name in table["features"]]
-    counts = layer_counts(model, family["kinds"])
-    saved = {kind: _largest(table["saved_per_layer"][kind], point) for kind in counts}
-    checkpointed = {kind: _largest(table["checkpointed_per_layer"][kind], point) for kind in counts}
-
-    def transient(name: str, layer_bytes: Mapping[str, int]) -> int:
-        # When the last layer of a kind runs, the tensors of layers after it are freed, or not allocated yet.
-        peaks, later = [0], 0
-        for kind in reversed(counts):
-            if counts[kind]:
-                peaks.append(_largest(table[name][kind], point) - later)
-                later += (1 if family["interleaved"] else counts[kind]) * layer_bytes[kind]
-        return max(peaks)
-
-    layers = max(1, model.dimensions.num_layers)
-    estimate = ActivationEstimate(
-        saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
-        checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
-        outside_layer_bytes=_largest(table["outside_layers"], point),
-        backward_transient_bytes=transient("backward_transient", saved),
-        recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
-        forward_transient_bytes=transient("forward_transient", checkpointed),
-        loss_forward_peak_bytes=_largest(table["loss_forward_peak"], point),
-        loss_kept_bytes=_largest(table["loss_kept"], point),
-        loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),
-        autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
-    )
+    counts, layers = layer_counts(model, family["kinds"]), max(1, model.dimensions.num_layers)
+    estimate = _evaluated(table, point, counts, layers=layers, interleaved=family["interleaved"])
     if not chunked_loss:
         return estimate
     peaks = _loss_peaks(table, factors)
@@ -823,18 +823,16 @@ def _has_mask(model: ModelSpec, job: TrainingJob) -> bool:
     return model.attention == "eager" or bool(window and job.seq_len_tokens > window)
 
 
-ActivationSource = Callable[[int, Mode], ActivationEstimate]
-"""Activation bytes for a micro-batch size and a precision mode."""
-
-
-def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
-    """Return activation bytes from stored coefficients, or an upper bound if none are stored.
+def activations_of(
+    model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode, *, unmasked: Attention = "auto"
+) -> ActivationEstimate:
+    """Return the activation bytes of a micro-batch from stored coefficients, or an upper bound if none are stored.
 
     `unmasked` is the attention kernel without a mask.
     """
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
-    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
+    def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
         rank = 0 if adapter == "none" else job.lora_rank
         # Tables by dimensions are stored for text families, tables by kind of layer for all others.
         has_family = model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
@@ -867,23 +865,24 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             return traced
         return _with_window_blocks(traced, model, job, micro_batch_size, mode)
 
-    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-        # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps.
-        adapter_profile = adapter_name(job)
-        order: tuple[Adapter, ...] = ("lora_attention", "lora_all_linear", "none")
-        for adapter in order[order.index(adapter_profile) :]:
-            traced = estimate(micro_batch_size, mode, adapter)
-            if traced is None:
-                continue
-            if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
-                return traced
-            # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-            copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, estimate(micro_batch_size, "bf16", "none")
-            assert frozen is not None, "every stored family has the tables of 16-bit layers"
-            return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
-        return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
-
-    return source
+    # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps. Other
+    # targets than those of attention count as all Linear modules.
+    profiles: tuple[Adapter, ...] = ("none",)
+    if job.method != "full":
+        profiles = ("lora_all_linear", "none")
+        if set(job.lora_targets) <= {"q_proj", "v_proj"}:
+            profiles = ("lora_attention", *profiles)
+    for adapter in profiles:
+        traced = stored(mode, adapter)
+        if traced is None:
+            continue
+        if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
+            return traced
+        # Under autocast the frozen weights are 16-bit and only the adapters are copied.
+        copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, stored("bf16", "none")
+        assert frozen is not None, "every stored family has the tables of 16-bit layers"
+        return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
+    return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
 
 
 SMALLEST_MASK_TOKENS = 2**13
@@ -936,7 +935,7 @@ def outside_without_norm(
 ) -> ActivationEstimate:
     """Return the activations of a pipeline stage without the final norm: only rotary tables and masks are outside."""
     bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
-    rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
+    rest = activations_of(bare, replace(job, loss="eager"), micro_batch_size, mode)
     return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
 
 
@@ -953,15 +952,7 @@ def activations_are_stored(model: ModelSpec, job: TrainingJob, layout: Layout | 
     modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
     if layout is not None:
         modes = (activation_mode(layout, job),)
-    source = cached_activations(model, job)
     try:
-        return not any(source(1, mode).is_bound for mode in modes)
+        return not any(activations_of(model, job, 1, mode).is_bound for mode in modes)
     except UsageError:
         return False
-
-
-def adapter_name(job: TrainingJob) -> Adapter:
-    """Return the activation profile of the job's adapters; other targets count as all Linear modules."""
-    if job.method == "full":
-        return "none"
-    return "lora_attention" if set(job.lora_targets) <= {"q_proj", "v_proj"} else "lora_all_linear"

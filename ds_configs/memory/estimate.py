@@ -16,16 +16,15 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import Term
 from . import communication, generation, host, layers, loss, model_states, second_models
-from .activations import Attention, activation_mode, cached_activations, tiled_mlp_elements
+from .activations import Attention, activation_mode, activations_of, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
 from .generation import generation_moments, vllm_share
-from .host import HostMemory, estimate_host_memory, offload_terms, second_model_host_terms
+from .host import HostMemory, estimate_host_memory, offloaded_states, second_model_host_terms
 from .layers import (
     activation_terms,
     checkpoint_bytes,
     in_tiles_or_between_modules,
     rank_step,
-    stage_terms,
     weight_copies,
 )
 from .loss import kept_loss_bytes, loss_terms
@@ -53,11 +52,19 @@ def share_moment_terms(
     """
     model = share.model
     step = rank_step(in_sequences(layout, job.task), share, job, unmasked=unmasked, gpu=gpu)
-    activation_parts = activation_terms(step)
-    if share.stage is not None:
-        activation_parts = stage_terms(step, activation_parts)
-    states = _states_and_buffers(layout, model, job)
-    parts = [states, activation_parts, weight_copies(step)]
+    # States and buffers are the same for many candidates of a search. Of the batch, they depend only on whether
+    # gradients accumulate, and of recomputation only the gathers of ZeRO-3.
+    same: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": min(2, layout.gradient_accumulation_steps),
+    }
+    layers_count = model.dimensions.num_layers
+    if layout.zero_stage != 3:
+        same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
+    elif not viewed_elements(model, job) and 0 < layout.recomputed_layers(layers_count) < layers_count:
+        same["checkpointed_layers"] = 1
+    states = _states_and_buffers(layout.changed(**same), model, job)
+    parts = [states, activation_terms(step), weight_copies(step)]
     later: list[dict[Moment, Terms]] = []
     for second in job.second_models:
         terms = second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu)
@@ -72,7 +79,6 @@ def share_moment_terms(
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
         combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
     if layout.zero_stage == 3 and tiled_mlp_elements(layout, model, job):
-        layers_count = model.dimensions.num_layers
         recomputed = layout.recomputed_layers(layers_count)
         again_in_last: tuple[tuple[Moment, bool], ...] = (
             ("last_layer_backward", recomputed == layers_count),
@@ -112,32 +118,16 @@ def second_model_bytes(
 ) -> tuple[int, int]:
     """Return the peaks of one second model on an accelerator, and on a node's host while loading or training."""
     moments = second_model_terms(second, layout, job, gpu=hardware.gpu != "CPU").values()
-    host_bytes = max(sum(terms.values()) for terms in second_model_host_terms(second, layout, hardware, job))
-    return max(sum(terms.values()) for terms in moments), host_bytes
-
-
-def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
-    """Model buffers, states and communication buffers, which are the same for many candidates of a search.
-
-    Of the batch, they depend only on whether gradients accumulate, and of recomputation only the gathers of ZeRO-3.
-    """
-    same: dict[str, Any] = {
-        "micro_batch_size": 1,
-        "gradient_accumulation_steps": min(2, layout.gradient_accumulation_steps),
-    }
-    layers = model.dimensions.num_layers
-    if layout.zero_stage != 3:
-        same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
-    elif not viewed_elements(model, job) and 0 < layout.recomputed_layers(layers) < layers:
-        same["checkpointed_layers"] = 1
-    return _cached_states_and_buffers(layout.changed(**same), model, job)
+    loaded, training = second_model_host_terms(second, layout, hardware, job)
+    return max(sum(terms.values()) for terms in moments), max(loaded, sum(training.values()))
 
 
 @lru_cache(maxsize=2048)
-def _cached_states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=layout.ep)
-    states, buffers = (part(layout, model, job, parameters) for part in (model_state_terms, buffer_terms))
-    always = {"model_buffers": model.buffer_bytes}
+    states = offloaded_states(layout, model, job, parameters).accelerator
+    states = states or model_state_terms(layout, model, job, parameters)
+    buffers, always = buffer_terms(layout, model, job, parameters), {"model_buffers": model.buffer_bytes}
     return {moment: summed(always, states[moment], buffers[moment]) for moment in states}
 
 
@@ -457,7 +447,7 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
     for share in rank_shares(layout, model, job):
         device = share_moment_terms(layout, share, job, unmasked="fused", gpu=False)
         parameters = share_parameters(share.model, job, ep=layout.ep)
-        offloaded = offload_terms(layout, share.model, job, parameters)
+        offloaded = dict(offloaded_states(layout, share.model, job, parameters).host)
         offloaded.pop("pinned_rounding", None)
         host = at_moments(offloaded)
         if layout.engine == "fsdp2" and offloaded:
@@ -470,7 +460,7 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
         layers = share.model.dimensions.num_layers
         if count := layout.offloaded_layers(layers):
             sequences = in_sequences(layout, job.task).micro_batch_size
-            traced = cached_activations(share.model, job, unmasked="fused")(sequences, activation_mode(layout, job))
+            traced = activations_of(share.model, job, sequences, activation_mode(layout, job), unmasked="fused")
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
             size = checkpoint_bytes(layout, traced)

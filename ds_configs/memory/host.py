@@ -1,11 +1,9 @@
-"""Host memory and NVMe of a node, for loading and for training, and the seconds that offload adds.
-
-`model_states.py` omits from the accelerator what offload moves here.
-"""
+"""Host memory and NVMe of a node, for loading and for training: what offload moves there, and the seconds it adds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -16,12 +14,12 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import in_sequences
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from .activations import activation_mode, cached_activations
+from .activations import activation_mode, activations_of
 from .layers import checkpoint_bytes
-from .model_states import optimizer_state_bytes
-from .moments import Terms
-from .rank_parameters import RankParameters, rank_parameters, rank_shares
-from .second_models import frozen_model_host_terms, frozen_model_loading_bytes, terms_of_role
+from .model_states import loaded_unit, optimizer_state_bytes, zero3_weights
+from .moments import Moment, Terms, at_moments
+from .rank_parameters import RankParameters, growing_gradients, rank_parameters, rank_shares
+from .second_models import frozen_model_host_terms, terms_of_role
 
 PROCESS_BYTES = 3 * 10**9
 """Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
@@ -72,18 +70,17 @@ def estimate_host_memory(
     ranks = hardware.gpus_per_node
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
     loading = loading_terms(layout, model, hardware, job, parameters)
-    training = processes | {
-        name: ranks * count for name, count in offload_terms(layout, model, job, parameters).items()
-    }
-    nvme = nvme_bytes(layout, model, job, parameters)
+    offloaded = offloaded_states(layout, model, job, parameters)
+    training = processes | {name: ranks * count for name, count in offloaded.host.items()}
+    nvme = offloaded.nvme_bytes
     for second in job.second_models:
         training |= second_model_host_terms(second, layout, hardware, job)[1]
         if second.trained:
             alone = job.without_second_models()
-            nvme += nvme_bytes(layout, second.spec, alone, rank_parameters(second.spec, alone, layout))
+            nvme += offloaded_states(layout, second.spec, alone, rank_parameters(second.spec, alone, layout)).nvme_bytes
     if count := layout.offloaded_layers(model.dimensions.num_layers):
         sequences = in_sequences(layout, job.task).micro_batch_size
-        traced = cached_activations(model, job)(sequences, activation_mode(layout, job))
+        traced = activations_of(model, job, sequences, activation_mode(layout, job))
         size = checkpoint_bytes(layout, traced)
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)
@@ -128,24 +125,22 @@ def loading_terms(
         fp32_weights = job.method == "full" and layout.engine != "deepspeed"
         loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
     for second in job.second_models:
-        loaded += second_model_host_terms(second, layout, hardware, job)[0]["checkpoint_loading"]
+        loaded += second_model_host_terms(second, layout, hardware, job)[0]
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
 
 
 def second_model_host_terms(
     second: SecondModel, layout: Layout, hardware: HardwareSpec, job: TrainingJob
-) -> tuple[Terms, Terms]:
-    """Return the named host bytes of a second model on a node, while it is loaded and during training."""
+) -> tuple[int, Terms]:
+    """Return the host bytes of a second model on a node: while it is loaded, and by name during training."""
     ranks = hardware.gpus_per_node
     if not second.trained:
-        loading = {"checkpoint_loading": frozen_model_loading_bytes(second, layout, job, ranks)}
-        return loading, frozen_model_host_terms(second, layout, job, ranks)
+        return frozen_model_host_terms(second, layout, job, ranks)
     alone = job.without_second_models()
     parameters = rank_parameters(second.spec, alone, layout)
     loading = loading_terms(layout, second.spec, hardware, alone, parameters)
-    offloaded = terms_of_role(second.role, offload_terms(layout, second.spec, alone, parameters))
-    training = {name: ranks * count for name, count in offloaded.items()}
-    return {"checkpoint_loading": loading["checkpoint_loading"]}, training
+    offloaded = terms_of_role(second.role, offloaded_states(layout, second.spec, alone, parameters).host)
+    return loading["checkpoint_loading"], {name: ranks * count for name, count in offloaded.items()}
 
 
 def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:
@@ -161,63 +156,79 @@ def stock_loading_bytes(layout: Layout, model: ModelSpec, hardware: HardwareSpec
     return hardware.gpus_per_node * (PROCESS_BYTES + width * model.parameter_count)
 
 
-def offload_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
-    """Return host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes per trainable element)."""
+class OffloadedStates(NamedTuple):
+    """Where offload keeps the model states of a rank."""
+
+    accelerator: dict[Moment, Terms] | None
+    """What stays on the accelerator; `None` if everything does, as `model_state_terms` says."""
+    host: Terms
+    nvme_bytes: int
+    """Bytes of the swap files."""
+
+
+def offloaded_states(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> OffloadedStates:
+    """Return what offload leaves on the accelerator of a rank, and what it keeps on the host and on NVMe.
+
+    DeepSpeed was measured to hold 18/N to 22/N bytes per trainable element on the host. `offloaded_step_seconds` and
+    `parameter_copy_seconds` have the time of these bytes; `communication.py` has the copies of gradients that a
+    reduction makes under offload.
+    """
     if layout.offload_optimizer == "none":
-        return {}
-    width = job.compute_bytes
-    shard = parameters.shard(layout)
+        return OffloadedStates(None, {}, 0)
+    width, shard, zero = job.compute_bytes, parameters.shard(layout), layout.zero
     states = parameters.state_shard(optimizer_state_bytes(layout, model, job, parameters.trainable), layout)
     frozen = parameters.frozen_shard_bytes(layout) - parameters.scale_bytes
     if layout.engine == "fsdp2":
-        return {
-            "weights": 4 * shard + frozen,
-            "gradients": 4 * shard,
-            "optimizer_states": states,
-        }
-    if layout.zero_stage == 3:
-        zero = layout.zero
-        pinned = [width * shard]
-        terms: Terms = {"gradients": width * shard}
-        if layout.offload_optimizer == "cpu":
-            # fp32 gradients are pinned per sub-group (stage3.py:1338).
-            sub_group = min(shard, zero.sub_group_size)
-            pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
-            terms["gradients"] += 4 * shard
-            terms |= {"master_weights": 4 * shard, "optimizer_states": states}
-        else:
-            swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
-            pinned.append(swap)
-            terms["nvme_optimizer_buffers"] = swap
-        if layout.offload_param == "cpu":
+        host = {"weights": 4 * shard + frozen, "gradients": 4 * shard, "optimizer_states": states}
+        return OffloadedStates(at_moments({"weights": parameters.scale_bytes}, init=loaded_unit(model, job)), host, 0)
+    if layout.zero_stage != 3:
+        # Complete weights, and a buffer of the largest tensor from initialization on (stage_1_and_2.py:659).
+        staging = width * parameters.largest_trainable
+        always = {"weights": width * parameters.trainable + parameters.frozen_bytes, "offload_staging": staging}
+        # Gradients that stage 1 accumulates are on the host when the step begins.
+        accumulates = layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1
+        growing = growing_gradients(layout, parameters, width * parameters.trainable) if accumulates else {}
+        pinned = [4 * shard, 4 * shard, width * shard]
+        if layout.gradient_accumulation_steps > 1 and layout.zero_stage == 2:
             pinned.append(width * shard)
-            terms["weights"] = width * shard + frozen
-        elif layout.offload_param == "nvme":
-            swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
-            pinned.append(swap)
-            terms["nvme_parameter_buffers"] = swap
-        terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
-        return terms
-    pinned = [4 * shard, 4 * shard, width * shard]
-    if layout.gradient_accumulation_steps > 1 and layout.zero_stage == 2:
+        host = {
+            "master_weights": 4 * shard,
+            "optimizer_states": states,
+            "gradients": sum(pinned) - 4 * shard + staging,
+            "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
+        }
+        return OffloadedStates(at_moments(always, **growing), host, 0)
+    always, nvme = zero3_weights(layout, job, parameters), 0
+    host, pinned = {"gradients": width * shard}, [width * shard]
+    if layout.offload_optimizer == "cpu":
+        # fp32 gradients are pinned per sub-group (stage3.py:1338).
+        sub_group = min(shard, zero.sub_group_size)
+        pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
+        host["gradients"] += 4 * shard
+        host |= {"master_weights": 4 * shard, "optimizer_states": states}
+    else:
+        host["nvme_optimizer_buffers"] = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
+        pinned.append(host["nvme_optimizer_buffers"])
+        nvme += swapped_bytes(shard, states)
+    if layout.offload_param != "none":
+        always["weights"] = parameters.scale_bytes
+    if layout.offload_param == "cpu":
         pinned.append(width * shard)
-    return {
-        "master_weights": 4 * shard,
-        "optimizer_states": states,
-        "gradients": sum(pinned) - 4 * shard + width * parameters.largest_trainable,
-        "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
-    }
+        host["weights"] = width * shard + frozen
+    elif layout.offload_param == "nvme":
+        host["nvme_parameter_buffers"] = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
+        pinned.append(host["nvme_parameter_buffers"])
+        nvme += width * shard + frozen
+    host["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
+    return OffloadedStates(at_moments(always, init=loaded_unit(model, job)), host, nvme)
 
 
-def nvme_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> int:
-    """Return the swap files of one rank: master weights, states and gradients, and with parameter offload weights."""
-    shard, count = parameters.shard(layout), 0
-    if layout.offload_optimizer == "nvme":
-        states = optimizer_state_bytes(layout, model, job, parameters.trainable)
-        count += 4 * shard + parameters.state_shard(states, layout) + 4 * shard
-    if layout.offload_param == "nvme":
-        count += job.compute_bytes * shard + parameters.frozen_shard_bytes(layout) - parameters.scale_bytes
-    return count
+Number = TypeVar("Number", int, float)
+
+
+def swapped_bytes(elements: Number, states: Number) -> Number:
+    """Return the bytes of the optimizer on NVMe: fp32 weights and gradients of a shard, and its states."""
+    return 8 * elements + states
 
 
 HOST_MEMORY_BYTES_PER_S = 20e9
@@ -253,9 +264,9 @@ def offloaded_step_seconds(
         "host_copies": 2 * parameters * job.compute_bytes / host_link_bytes_per_s,
     }
     if layout.offload_optimizer == "nvme":
-        # fp32 weights, moments and gradients are read and written.
-        moments = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-        terms["nvme"] = 2 * parameters * (8 + moments) / (NVME_BYTES_PER_S / ranks)
+        # Everything is read and written.
+        states = parameters * OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+        terms["nvme"] = 2 * swapped_bytes(parameters, states) / (NVME_BYTES_PER_S / ranks)
     return terms
 
 

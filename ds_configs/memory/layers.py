@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 
@@ -16,7 +15,7 @@ from .activations import (
     ActivationEstimate,
     Attention,
     activation_mode,
-    cached_activations,
+    activations_of,
     has_fused_loss,
     mlp_tiles,
     outside_without_norm,
@@ -105,7 +104,7 @@ def rank_step(
     # Tiles of the loss are part of the eager one.
     tiles_loss = job.loss == "chunked" and not has_fused_loss(model, layout, job, gpu=gpu)
     counted = replace(job, loss="eager") if tiles_loss else job
-    traced = cached_activations(model, counted, unmasked=unmasked)(layout.micro_batch_size, mode)
+    traced = activations_of(model, counted, layout.micro_batch_size, mode, unmasked=unmasked)
     if tiles_loss:
         traced = with_tiled_loss(layout, model, job, traced)
     if layout.tiled_mlp:
@@ -146,7 +145,7 @@ def _kept_bytes(step: RankStep, layers: int) -> int:
 
 
 def activation_terms(step: RankStep) -> dict[Moment, Terms]:
-    """Return the named bytes of activations at each moment, without those of the loss.
+    """Return the named bytes of activations at each moment, without those of the loss, also of a pipeline stage.
 
     The activations of all layers exist until the last layer's backward pass; the first layer's is the last to run.
     """
@@ -189,7 +188,7 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         # The loss exists during DeepSpeed's step, and with it the embedding's output and its gradient, which
         # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
         at_step["activations"] = 2 * job.compute_bytes * step.tokens * model.dimensions.hidden_size // ranks
-    return at_moments(
+    moments = at_moments(
         {},
         last_layer_forward=forward,
         forward_end=waiting | dequantized,
@@ -202,29 +201,19 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         after_first_layer=saved(0),
         step=at_step,
     )
-
-
-def stage_terms(step: RankStep, moments: Mapping[Moment, Terms]) -> dict[Moment, Terms]:
-    """Return the activation terms of a pipeline stage.
-
-    Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
-    clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
-    """
-    stage, model, layout = step.share.stage, step.model, step.layout
-    assert stage is not None, "only a pipeline has stages"
-    border = step.job.compute_bytes * step.tokens * model.dimensions.hidden_size
+    if (stage := step.share.stage) is None:
+        return moments
+    # A pipeline stage keeps a received tensor until its gradient is sent, clones it for the forward pass, keeps a sent
+    # tensor until its backward pass, and has one persistent receive buffer (DeepSpeed 0.19.8, runtime/pipe/engine.py).
+    border = job.compute_bytes * step.tokens * model.dimensions.hidden_size
     borders = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
-    own = _kept_bytes(step, model.dimensions.num_layers) + step.traced.outside_layer_bytes
     in_flight = micro_batches_in_flight(layout.pp, stage.index, layout.gradient_accumulation_steps)
-    of_others = (in_flight - 1) * (own + borders)
-    by_moment: dict[Moment, Terms] = {}
-    for moment, terms in moments.items():
-        here = terms | {"stage_borders": border}
-        if PHASES[moment] in ("loss", "backward"):
-            here["stage_borders"] += borders
-            here["activations_in_flight"] = of_others
-        by_moment[moment] = here
-    return by_moment
+    of_others = (in_flight - 1) * (_kept_bytes(step, layers) + traced.outside_layer_bytes + borders)
+    in_passes = {"stage_borders": border + borders, "activations_in_flight": of_others}
+    return {
+        moment: terms | (in_passes if PHASES[moment] in ("loss", "backward") else {"stage_borders": border})
+        for moment, terms in moments.items()
+    }
 
 
 def in_tiles_or_between_modules(step: RankStep, terms: Terms, *, again: bool) -> Terms:

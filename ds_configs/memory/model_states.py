@@ -154,8 +154,13 @@ def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, tr
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
-    if optimizer.package == "torchao" and flat and _matrix_partition(layout, model) % QUANTIZED_BLOCK:
-        per_element = 8
+    if optimizer.package == "torchao" and flat:
+        # Elements of matrices in a partition, with the padding of stages 1 and 2 (`nccl_start_alignment_factor` 2).
+        matrices, ranks = [p for p in model.parameters if len(p.shape) > 1], layout.shard_size
+        partition = 2 * -(-sum(p.total for p in matrices) // (2 * ranks))
+        if layout.zero_stage == 3:
+            partition = sum(-(-p.numel // ranks) * p.count for p in matrices)
+        per_element = 8 if partition % QUANTIZED_BLOCK else per_element
     if optimizer.compensated and job.trained_weight_bytes == 2:
         per_element += 2
     states = per_element * trainable
@@ -173,27 +178,9 @@ def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
 
 
-def _matrix_partition(layout: Layout, model: ModelSpec) -> int:
-    """Return the elements of matrices in a ZeRO partition with its padding (`nccl_start_alignment_factor` 2)."""
-    ranks = layout.shard_size
-    if layout.zero_stage == 3:
-        return sum(-(-p.numel // ranks) * p.count for p in model.parameters if len(p.shape) > 1)
-    matrices = sum(parameter.total for parameter in model.parameters if len(parameter.shape) > 1)
-    return 2 * -(-matrices // (2 * ranks))
-
-
 def muon_elements(model: ModelSpec) -> int:
     """Return the elements of the matrices that Muon steps."""
     return sum(parameter.total for parameter in model.parameters if is_stepped_by_muon(parameter))
-
-
-def _overlapping_by_muon(model: ModelSpec, ranks: int) -> tuple[int, int]:
-    """Return the elements of Muon's matrices and of others that overlap a ZeRO partition; each kind is one group."""
-    by_kind = (
-        [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is kind] for kind in (True, False)
-    )
-    muon, others = (max(_overlapping(kind, model.dimensions.num_layers, ranks)) for kind in by_kind)
-    return muon, others
 
 
 def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
@@ -223,7 +210,7 @@ def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: Tr
 def model_state_terms(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
-    """Return the named bytes of model states on one accelerator at each moment."""
+    """Return the named bytes of model states on one accelerator at each moment, without offload (`host.py`)."""
     states = optimizer_state_bytes(layout, model, job, parameters.trainable)
     optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
     if layout.engine in ("single", "ddp"):
@@ -255,13 +242,12 @@ def model_state_terms(
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
         ranks = layout.shard_size
         shard = -(-parameters.trainable // ranks)
-        init = _loaded_unit(model, job)
-        if layout.offload_param != "none":
-            return at_moments({"weights": parameters.scale_bytes}, init=init)
         weights = width * shard + parameters.frozen_shard_bytes(layout)
         rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
         step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
-        return at_moments(rest, init=init, **growing_gradients(layout, parameters, width * shard), step=step)
+        return at_moments(
+            rest, init=loaded_unit(model, job), **growing_gradients(layout, parameters, width * shard), step=step
+        )
     if layout.zero_stage == 0 and layout.pp > 1:
         return _pipeline_stage0(layout, job, parameters, states, _step_transient(job, parameters, parameters.trainable))
     if layout.zero_stage == 0:
@@ -296,13 +282,6 @@ def _stage1_and_2(
         fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
-    if layout.offload_optimizer != "none":
-        # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
-        rest["offload_staging"] = width * parameters.largest_trainable
-        if layout.zero_stage == 1 and layout.gradient_accumulation_steps > 1:
-            # They are on the host when the step begins.
-            return at_moments(rest, **growing_gradients(layout, parameters, full))
-        return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, layout)}
     group = parameters.largest_group_shard(layout)
     foreach = {"optimizer_transient": _step_transient(job, parameters, group)}
@@ -311,8 +290,12 @@ def _stage1_and_2(
         flattening["flat_gradients"] = 2 * group
     if OPTIMIZERS[job.optimizer].matrix_states:
         # Momentum of the matrices that overlap the partition, a copy that the step fills (stage_1_and_2.py:2831, 3000),
-        # and their updates, in the type of the gradients.
-        matrices, others = _overlapping_by_muon(model, layout.shard_size)
+        # and their updates, in the type of the gradients. Muon's matrices and the others are a group each.
+        kinds = (
+            [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is by_muon]
+            for by_muon in (True, False)
+        )
+        matrices, others = (max(_overlapping(k, model.dimensions.num_layers, layout.shard_size)) for k in kinds)
         adamw = 8 * -(-(trainable - muon_elements(model)) // layout.shard_size)
         rest["optimizer_states"] = adamw + 2 * width * matrices
         flattening["gradients"] = width * (2 * matrices + others)
@@ -389,16 +372,7 @@ def _partition_gradients(
 def _stage3(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
-    trainable, width = parameters.trainable, job.compute_bytes
-    shard = parameters.shard(layout)
-    weights = width * shard + parameters.frozen_shard_bytes(layout)
-    rest = {"weights": weights if layout.offload_param == "none" else parameters.scale_bytes}
-    if layout.zero.hpz_partition_size > 1:
-        secondary = (width * trainable + parameters.frozen_bytes) // layout.zero.hpz_partition_size
-        rest["secondary_weights"] = secondary
-    init = _loaded_unit(model, job)
-    if layout.offload_optimizer != "none":
-        return at_moments(rest, init=init)
+    width, shard, rest = job.compute_bytes, parameters.shard(layout), zero3_weights(layout, job, parameters)
     sub_group = min(shard, layout.zero.sub_group_size)
     if sub_group < shard and job.method == "full" and layout.ep == 1:
         sub_group = min(shard, _fullest_sub_group(model, layout.shard_size, layout.zero.sub_group_size))
@@ -416,10 +390,19 @@ def _stage3(
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
-    return at_moments(rest, init=init, step=step)
+    return at_moments(rest, init=loaded_unit(model, job), step=step)
 
 
-def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
+def zero3_weights(layout: Layout, job: TrainingJob, parameters: RankParameters) -> Terms:
+    """Return the bytes of ZeRO-3's shard of the weights, and of the second one inside a node (ZeRO++ hpZ)."""
+    width, partition = job.compute_bytes, layout.zero.hpz_partition_size
+    weights = {"weights": width * parameters.shard(layout) + parameters.frozen_shard_bytes(layout)}
+    if partition > 1:
+        weights["secondary_weights"] = (width * parameters.trainable + parameters.frozen_bytes) // partition
+    return weights
+
+
+def loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
     """Return the largest unit that a rank holds while it copies 4-bit weights from host memory.
 
     FSDP2 copies a unit at a time, ZeRO-3 a parameter (`plugins/bitsandbytes.py`).

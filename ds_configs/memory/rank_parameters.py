@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
-from .activations import ActivationEstimate, Mode, cached_activations
+from .activations import ActivationEstimate, Mode, activations_of
 from .moments import PHASES, Moment
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
@@ -103,7 +104,7 @@ def _fastest_stages(
     layer = inside / max(1, model.dimensions.num_layers) * per_element
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
-    traced = cached_activations(model, job)(job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
+    traced = activations_of(model, job, job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
     recomputes = job.gradient_checkpointing == "on"
     activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)
@@ -321,6 +322,14 @@ NF4_TABLE_BYTES = 4 * (256 + 16 + 1)
 (bitsandbytes 0.50.2, functional.py:669, 938)."""
 
 
+def shards(layout: Layout, dense: float, experts: float) -> tuple[float, float]:
+    """Return the elements that a rank keeps of those outside and inside experts.
+
+    Experts are sharded over the ranks that hold the same ones.
+    """
+    return dense / layout.shard_size, experts * layout.ep / layout.shard_size
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParameters:
     """Trainable and frozen elements of one rank, before sharding."""
@@ -342,10 +351,8 @@ class RankParameters:
     """Trainable elements of experts, held by `1 / ep` of the data-parallel ranks; 0 without expert parallelism."""
 
     def shard(self, layout: Layout) -> int:
-        """Trainable elements whose states a rank keeps; experts are sharded over the ranks that hold the same ones."""
-        ranks = layout.shard_size
-        dense = self.trainable - self.trainable_experts
-        return -(-dense // ranks) + -(-self.trainable_experts * layout.ep // ranks)
+        """Trainable elements whose states a rank keeps."""
+        return sum(map(ceil, shards(layout, self.trainable - self.trainable_experts, self.trainable_experts)))
 
     def frozen_shard_bytes(self, layout: Layout) -> int:
         """Bytes of frozen elements that a rank keeps if the engine shards parameters."""
@@ -353,8 +360,7 @@ class RankParameters:
 
     def largest_group_shard(self, layout: Layout) -> int:
         """Trainable elements of the shard's largest parameter group; experts are a separate group."""
-        experts = -(-self.trainable_experts * layout.ep // layout.shard_size)
-        return max(experts, self.shard(layout) - experts)
+        return max(map(ceil, shards(layout, self.trainable - self.trainable_experts, self.trainable_experts)))
 
     def state_shard(self, states: int, layout: Layout) -> int:
         """Bytes that one rank keeps of `states`, the optimizer states of all trainable elements."""

@@ -244,36 +244,28 @@ def forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:
     return residual + traced.forward_transient_bytes
 
 
-def frozen_model_loading_bytes(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> int:
-    """Return the host memory of a node with `ranks` ranks while a frozen second model is loaded.
+def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> tuple[int, Terms]:
+    """Return the host memory of a node with `ranks` ranks for a frozen second model: while it is loaded, and by name.
 
     Sharded loading copies from memory-mapped files module by module, and 4-bit loading quantizes on the accelerator.
-    Otherwise every rank holds the complete model.
+    Otherwise every rank loads the complete model. Each rank holds its shard of an offloaded model, in one pinned block
+    per tensor.
     """
-    spec, placement = second.spec, second.planned_placement
-    if placement in ("cached", "shared"):
-        return 0
-    if placement == "quantized":
-        return ranks * _four_bit_bytes(spec, job)
-    shared = placement == "sharded" or (placement == "offloaded" and layout.world_size > 1)
-    if shared and layout.engine != "fsdp2" and not spec.weight_conversion:
-        return 0
-    return ranks * job.compute_bytes * spec.parameter_count
-
-
-def frozen_model_host_terms(second: SecondModel, layout: Layout, job: TrainingJob, ranks: int) -> Terms:
-    """Return the named host bytes of a frozen second model on a node during training.
-
-    Each rank holds its shard of an offloaded model, in one pinned block per tensor.
-    """
-    spec, placement, width = second.spec, second.planned_placement, job.compute_bytes
-    if placement == "offloaded" and layout.world_size == 1:
-        return {f"{second.role}_weights": width * spec.parameter_count}
-    if placement == "offloaded":
-        shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
-        pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
-        return {f"{second.role}_weights": ranks * pinned}
+    role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
+    complete = width * spec.parameter_count
     if placement == "cached":
         tokens = layout.micro_batch_size * job.seq_len_tokens
-        return {f"{second.role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
-    return {}
+        return 0, {f"{role}_cache_reads": ranks * _CACHED_BYTES_PER_TOKEN * tokens}
+    if placement == "shared":
+        return 0, {}
+    if placement == "quantized":
+        return ranks * _four_bit_bytes(spec, job), {}
+    if placement == "offloaded" and layout.world_size == 1:
+        return ranks * complete, {f"{role}_weights": complete}
+    is_read_by_module = placement != "replica" and layout.engine != "fsdp2" and not spec.weight_conversion
+    loaded = 0 if is_read_by_module else ranks * complete
+    if placement != "offloaded":
+        return loaded, {}
+    shares = ((-(-p.numel // layout.world_size), p.count) for p in spec.parameters)
+    pinned = sum(count * pinned_block_bytes(width * share) for share, count in shares)
+    return loaded, {f"{role}_weights": ranks * pinned}

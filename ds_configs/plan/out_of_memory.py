@@ -15,6 +15,7 @@ from ..specs.job import AXIS_FIELDS, HUGGING_FACE_NAMES, PLACEMENT_FIELDS, Train
 from ..specs.layout import Layout
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
+from ..step_time.estimate import term_title
 from .plan import Plan
 
 FIRST_WORDS = "out of memory in phase"
@@ -70,8 +71,8 @@ def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
         lower = max(1, gpu.high_bytes - (gpu.allocated_bytes - allowed))
         hardware = replace(plan.hardware, gpu_bytes=min(plan.hardware.gpu_bytes, lower))
     plans: list[NextPlan] = []
-    for alternatives in _changed_jobs(plan):
-        for job in alternatives:
+    for changes in _smaller_jobs(plan):
+        for job in changes:
             context = SearchContext(model=plan.model, hardware=hardware, job=job)
             if (lean := _chosen(context)) is None:
                 continue
@@ -111,7 +112,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     return replace(job, **changed)
 
 
-def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
+def _smaller_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     """Yield alternatives of each kind of change, the smallest change first."""
     layout, job = plan.chosen.layout, plan.job
     open_fields = ("tiled_mlp", "offload_activations", *PLACEMENT_FIELDS)
@@ -164,7 +165,7 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", opti
         terms = {name: count for name, count in gpu.terms.items() if name not in _OVERHEADS}
     largest = sorted(terms.items(), key=lambda term: -term[1])[:_MOST_TERMS]
     lines += [
-        f"  {name:<24}{_size(count):>12}{'  largest term' if index == 0 else ''}"
+        f"  {term_title(name):<24}{_size(count):>12}{'  largest term' if index == 0 else ''}"
         for index, (name, count) in enumerate(largest)
         if count > 0.001 * largest[0][1]
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..legality.axes import pipeline_warnings
-from ..memory.activations import activation_mode, activations_are_stored, cached_activations
+from ..memory.activations import activation_mode, activations_are_stored, activations_of
 from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
@@ -201,97 +201,93 @@ def make_plan(
     measured_steps: tuple[MeasuredStep, ...] = (),
     versions: tuple[tuple[str, str], ...] = (),
 ) -> Plan:
-    """Choose a layout for a model, hardware and job.
+    """Choose a layout for a model, hardware and job; beside a vLLM server also the split of the GPUs, the fastest one.
 
     Raises:
-        UsageError: the job is invalid, or every layout that it allows breaks a rule.
+        UsageError: the job is invalid, every layout that it allows breaks a rule, or no GPU is left to train.
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
+    splits = [(hardware, job)]
     if job.generation == "vllm-server":
-        further: dict[str, Any] = {"calibration": calibration, "measured_steps": measured_steps, "versions": versions}
-        return _beside_server(model, hardware, job, **further)
-    return _chosen_plan(model, hardware, job, calibration=calibration, measured_steps=measured_steps, versions=versions)
+        splits = _splits_with_server(model, hardware, job)
+    plans: list[Plan] = []
+    failures: list[UsageError | PlanDoesNotFitError] = []
+    for cluster, of_cluster in splits:
+        context = SearchContext(
+            model=model, hardware=cluster, job=of_cluster, calibration=calibration, measured_steps=measured_steps
+        )
+        try:
+            outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
+        except UsageError as error:
+            failures.append(error)
+            continue
+        chosen = outcome.chosen
+        if chosen is None:
+            changes = cheapest_changes(replace(context, job=replace(of_cluster, optimizer=outcome.job.optimizer)))
+            failures.append(
+                PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=cluster, job=of_cluster)
+            )
+            continue
+        if job.generation == "vllm-server":
+            reason = (
+                f"{chosen.reason} Of {hardware.name}, {outcome.job.vllm_gpus} GPU(s) serve completions with `trl "
+                f"vllm-serve --tensor-parallel-size {outcome.job.vllm_tensor_parallel_size}` and {cluster.world_size} "
+                "train, the fastest split that was planned."
+            )
+            chosen = replace(chosen, reason=reason)
+        plans.append(
+            Plan(
+                model=model,
+                hardware=cluster,
+                job=outcome.job,
+                chosen=chosen,
+                rejected=outcome.rejected,
+                versions=versions,
+                activations="stored" if activations_are_stored(model, outcome.job, chosen.layout) else "upper bound",
+                learned_from=comparable_steps(measured_steps, cluster, chosen.layout.engine)[0],
+            )
+        )
+    if not plans:
+        raise failures[0]
+    return max(plans, key=lambda plan: plan.chosen.time.tokens_per_second)
 
 
 SERVED_SHARE = 0.8
 """Share of a GPU's memory that the weights of a vLLM server may fill, beside its cache."""
 
 
-def _beside_server(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, **further: Any) -> Plan:
-    """Return the plan of the GPUs that train beside a vLLM server: the fastest split that fits.
+def _splits_with_server(
+    model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> list[tuple[HardwareSpec, TrainingJob]]:
+    """Return the GPUs that can train beside a vLLM server, each with the job that says how many serve.
 
     A server has whole nodes of several, or 1, 2, 4, ... GPUs of a single one; as few share its weights as hold them.
 
     Raises:
         UsageError: there are too few GPUs for the server and a training rank.
-        PlanDoesNotFitError: no layout fits beside the smallest server.
     """
-    node = hardware.gpus_per_node
+    node, whole = hardware.gpus_per_node, hardware.nodes > 1
     sizes = [size for size in (1, 2, 4, 8, 16) if size <= node]
     held = [size for size in sizes if 2 * model.parameter_count <= SERVED_SHARE * size * hardware.gpu_bytes]
-    servers = [node] if hardware.nodes > 1 else [size for size in held if size < node]
+    servers = [node] if whole else [size for size in held if size < node]
     if job.vllm_gpus is not None:
         servers = [job.vllm_gpus]
-    whole = hardware.nodes > 1
     left = [hardware.world_size - count for count in servers if held and (count % node == 0 if whole else True)]
     if not held or not left or min(left) < 1:
         rule = f"needs {held[0] if held else 'more'} GPUs or more for the server, and others that train"
         rule += f": {hardware.name} has {hardware.world_size}" + (f", in nodes of {node}" if whole else "")
         fix = "use more GPUs, or --generation vllm, whose engine shares them"
         raise UsageError(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
-    plans: list[Plan] = []
-    failure: Exception | None = None
+    splits = []
     for count in servers:
         trained = hardware.world_size - count
         nodes = trained // node if whole else 1
         name = f"{nodes}x{node}x{hardware.gpu}" if nodes > 1 else f"{trained}x{hardware.gpu}"
         rest = replace(hardware, name=name, nodes=nodes, gpus_per_node=trained // nodes)
-        served = replace(job, vllm_gpus=count, vllm_tensor_parallel_size=job.vllm_tensor_parallel_size or held[0])
-        try:
-            plans.append(_chosen_plan(model, rest, served, **further))
-        except (UsageError, PlanDoesNotFitError) as error:
-            failure = failure or error
-    if not plans:
-        assert failure is not None, "every split failed"
-        raise failure
-    best = max(plans, key=lambda plan: plan.chosen.time.tokens_per_second)
-    served_gpus, size = best.job.vllm_gpus, best.job.vllm_tensor_parallel_size
-    reason = (
-        f"{best.chosen.reason} Of {hardware.name}, {served_gpus} GPU(s) serve completions with `trl vllm-serve "
-        f"--tensor-parallel-size {size}` and {best.hardware.world_size} train, the fastest split that was planned."
-    )
-    return replace(best, chosen=replace(best.chosen, reason=reason))
-
-
-def _chosen_plan(
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    *,
-    calibration: Calibration | None,
-    measured_steps: tuple[MeasuredStep, ...],
-    versions: tuple[tuple[str, str], ...],
-) -> Plan:
-    context = SearchContext(
-        model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
-    )
-    outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
-    if outcome.chosen is None:
-        context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
-        changes = cheapest_changes(context)
-        raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
-    runs, _ = comparable_steps(measured_steps, hardware, outcome.chosen.layout.engine)
-    return Plan(
-        model=model,
-        hardware=hardware,
-        job=outcome.job,
-        chosen=outcome.chosen,
-        rejected=outcome.rejected,
-        versions=versions,
-        activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.layout) else "upper bound",
-        learned_from=runs,
-    )
+        size = job.vllm_tensor_parallel_size or held[0]
+        splits.append((rest, replace(job, vllm_gpus=count, vllm_tensor_parallel_size=size)))
+    return splits
 
 
 def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
@@ -655,7 +651,7 @@ def release_difference(plan: Plan, release: str) -> str | None:
     if installed.attention != planned.attention:
         changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     before, after = (
-        cached_activations(model, plan.job)(layout.micro_batch_size, activation_mode(layout, plan.job))
+        activations_of(model, plan.job, layout.micro_batch_size, activation_mode(layout, plan.job))
         for model in (planned, installed)
     )
     kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer

@@ -10,7 +10,7 @@ from ..memory.moments import Terms
 from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
-from ..step_time.estimate import time_term_name
+from ..step_time.estimate import term_title
 from ..step_time.utilization import low_utilization_reason
 from .candidates import Candidate, SearchContext, global_batch_reason, requests_axes
 
@@ -247,7 +247,7 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     )
     more = {term: value * scale - best.time.terms.get(term, 0.0) for term, value in candidate.time.terms.items()}
     shown = ", ".join(
-        f"{time_term_name(term)} {_seconds(value)} s"
+        f"{term_title(term)} {_seconds(value)} s"
         for term, value in sorted(more.items(), key=lambda item: -item[1])[:3]
         if value > 0.2 * max(more.values())
     )
@@ -259,4 +259,4 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
 
 def _largest_terms(terms: Terms) -> str:
     largest = sorted(terms.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name.replace('_', ' ')} {gigabytes(value)}" for name, value in largest)
+    return ", ".join(f"{term_title(name)} {gigabytes(value)}" for name, value in largest)

@@ -46,15 +46,26 @@ _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
 
 
-@dataclass(kw_only=True)
 class Search:
-    """Layouts with their candidates, and what the search has learned about them."""
+    """Layouts with their legal candidates, and what the search has learned about them.
 
-    by_layout: dict[int, list[Candidate]]
-    """All candidates of each layout, by its index."""
-    leanest: dict[int, Candidate] = field(default_factory=dict)
-    """The candidate of each layout that needs the least memory."""
-    _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
+    Attributes:
+        by_layout: All candidates of each layout, by its index.
+        leanest: The candidate of each layout that needs the least memory.
+    """
+
+    def __init__(
+        self, layouts: list[Layout], indices: Iterable[int], context: SearchContext, errors: list[ConfigError]
+    ) -> None:
+        """Find the candidates of the layouts at `indices`; add the errors of layouts that the user's settings allow."""
+        self.by_layout: dict[int, list[Candidate]] = {}
+        self.leanest: dict[int, Candidate] = {}
+        self._ordered: dict[int, list[Candidate]] = {}
+        contexts = losses(context)
+        for index in indices:
+            reported = errors if _has_requested_axes(layouts[index], context.job) else None
+            if legal := list(candidates(layouts[index], contexts, index, reported)):
+                self.by_layout[index] = legal
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
@@ -369,42 +380,45 @@ nothing fits otherwise: tiles have as many tokens as the hidden size, so they sa
 
 
 def search(context: SearchContext, *, compare: bool = True) -> Outcome:
-    """Return the result of `search_one_batch` at the global batch that the plan states.
+    """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
-    Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
-    sequence per accelerator does fit, the batch is that. Mechanisms for long sequences are tried for long sequences,
-    and for others if nothing fits without.
+    The global batch is `planned_global_batch`, unless the user sets it. If it fits only with offload or not at all, but
+    one sequence per accelerator does fit, the batch is that. Without `compare`, the result has no rejected layouts, in
+    half of the time.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
     """
-    if _tries_long_sequences(context.job) and not context.long_sequences:
-        extended = replace(context, long_sequences=True)
-        if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS:
-            return _search_batches(extended, compare=compare)
-        outcome = _search_batches(context, compare=compare)
+    job = context.job
+    if wrong := job_errors(job):
+        # Report broken layout rules together with the wrong values, as if those had their defaults.
+        names = {"seq_len_tokens" if error.where == "seq_len" else error.where for error in wrong}
+        defaults = replace(job, **{name: getattr(TrainingJob(), name) for name in names})
+        usual, errors = replace(context, job=defaults), list[ConfigError]()
+        layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
+        legal = [Search(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
+        raise UsageError(wrong + ([] if any(legal) else list(dict.fromkeys(errors))))
+    for attempt in _attempts(context):
+        outcome = _search_batch(attempt, compare=compare)
+        chosen, smallest = outcome.chosen, _with_smallest_batch(attempt)
+        offloads = chosen is not None and chosen.layout.offload_optimizer != "none" and job.offload == "auto"
+        if smallest is not None and (chosen is None or offloads):
+            tried = job
+            if offloads:
+                tried = replace(job, offload="none", pipeline_parallel_size=job.pipeline_parallel_size or 1)
+            if _anything_fits(replace(smallest, job=tried)):
+                outcome = _search_batch(smallest, compare=compare)
         if outcome.chosen is not None:
-            return outcome
-        context = extended
-    return _search_batches(context, compare=compare)
+            break
+    return outcome
 
 
-def _tries_long_sequences(job: TrainingJob) -> bool:
-    return "auto" in (job.tiled_mlp, job.offload_activations)
-
-
-def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
-    outcome = search_one_batch(context, compare=compare)
-    smallest, job = _with_smallest_batch(context), context.job
-    if smallest is None:
-        return outcome
-    offloads = outcome.chosen is not None and outcome.chosen.layout.offload_optimizer != "none"
-    if offloads and job.offload == "auto":
-        inside = replace(job, offload="none", pipeline_parallel_size=job.pipeline_parallel_size or 1)
-        smaller_fits = _anything_fits(replace(smallest, job=inside))
-    else:
-        smaller_fits = outcome.chosen is None and _anything_fits(smallest)
-    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
+def _attempts(context: SearchContext) -> list[SearchContext]:
+    """Return what to try until something fits: with mechanisms for long sequences only these, else them last."""
+    if context.long_sequences or "auto" not in (context.job.tiled_mlp, context.job.offload_activations):
+        return [context]
+    extended = replace(context, long_sequences=True)
+    return [extended] if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS else [context, extended]
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
@@ -416,31 +430,18 @@ def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
     return replace(context, smallest_batch=True)
 
 
-def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
-    """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
+def _search_batch(context: SearchContext, *, compare: bool) -> Outcome:
+    """Return the outcome for one global batch.
 
     Second models are tried as replicas on every rank, then sharded, then in host memory. Each placement is tried under
-    all layouts without offload before the states of the trained model leave the accelerator. Without `compare`, the
-    result has no rejected layouts, in half of the time.
-
-    Raises:
-        UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
+    all layouts without offload before the states of the trained model leave the accelerator.
     """
-    job = context.job
-    errors: list[ConfigError] = []
-    if wrong := job_errors(job):
-        # Report broken layout rules together with the wrong values, as if those had their defaults.
-        names = {"seq_len_tokens" if error.where == "seq_len" else error.where for error in wrong}
-        defaults = replace(job, **{name: getattr(TrainingJob(), name) for name in names})
-        usual = replace(context, job=defaults)
-        layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
-        legal = [_legal(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
-        raise UsageError(wrong + ([] if any(legal) else list(dict.fromkeys(errors))))
+    job, errors = context.job, list[ConfigError]()
     layouts = layouts_to_search(context.model, context.hardware, job)
     best: Candidate | None = None
     searches: list[Search] = []
     for part, indices in _rounds(layouts, context):
-        explored = _legal(layouts, indices, part, errors)
+        explored = Search(layouts, indices, part, errors)
         searches.append(explored)
         requested = job.pipeline_parallel_size is not None
         trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
@@ -469,12 +470,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
         if job.offload_activations == "auto":
             best = fewest_offloaded(best)
         others = _for_comparison(searches[-1], best) if compare else []
-        reason = chosen_reason(
-            best,
-            context,
-            rows=_fewer_of_each_axis(others),
-            others=others,
-        )
+        reason = chosen_reason(best, context, rows=_fewer_of_each_axis(others), others=others)
         placements = {
             second.role: _placement_choice(best, second, requested=requested.placement != "auto")
             for requested, second in zip(job.second_models, best.job.second_models, strict=True)
@@ -530,10 +526,9 @@ def anything_fits(context: SearchContext) -> bool:
     job = context.job
     if wrong := job_errors(job):
         raise UsageError(wrong)
-    extended = [replace(context, long_sequences=True)] if _tries_long_sequences(job) else []
-    for tried in (context, *extended):
-        smallest = _with_smallest_batch(tried)
-        if _anything_fits(tried) or (smallest is not None and _anything_fits(smallest)):
+    for attempt in _attempts(context):
+        smallest = _with_smallest_batch(attempt)
+        if _anything_fits(attempt) or (smallest is not None and _anything_fits(smallest)):
             return True
     return False
 
@@ -555,7 +550,7 @@ def _anything_fits(context: SearchContext) -> bool:
                 loading = loading_terms(layout, model, hardware, part.job, parameters)
                 if sum(loading.values()) > hardware.host_bytes_per_node:
                     continue
-            explored = _legal(layouts, [index], part, [])
+            explored = Search(layouts, [index], part, [])
             if explored.by_layout and explored.possible(index):
                 return True
     return False
@@ -610,16 +605,3 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
 
 def _has_requested_axes(layout: Layout, job: TrainingJob) -> bool:
     return all((job.axis_sizes[axis] or 1) == size for axis, size in layout.axes.items())
-
-
-def _legal(layouts: list[Layout], indices: list[int], context: SearchContext, errors: list[ConfigError]) -> Search:
-    """Return a search of all legal candidates; adds the errors of layouts that the user's settings allow."""
-    contexts = losses(context)
-    by_layout: dict[int, list[Candidate]] = {}
-    for index in indices:
-        layout = layouts[index]
-        reported = errors if _has_requested_axes(layout, context.job) else None
-        legal = list(candidates(layout, contexts, index, reported))
-        if legal:
-            by_layout[index] = legal
-    return Search(by_layout=by_layout)

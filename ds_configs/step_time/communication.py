@@ -7,19 +7,9 @@ from math import ceil
 from typing import NamedTuple
 
 from ..memory.communication import Gathered
-from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
-from ..specs.layout import Layout
 from ..specs.terms import StepTerm
-from .model_work import ModelWork
-from .rates import (
-    GpuConstants,
-    Software,
-    exchange_seconds,
-    gather_seconds,
-    group_of,
-    reduction_seconds,
-)
+from .inputs import StepInputs
+from .rates import exchange_seconds, gather_seconds, group_of, reduction_seconds
 
 TERMS = (
     StepTerm("waiting_for_ranks", "waiting for the slowest rank in collectives inside the layers"),
@@ -95,26 +85,12 @@ class Calls:
 
 
 def data_traffic(
-    layout: Layout,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    software: Software,
-    constants: GpuConstants,
-    *,
-    trainable: float,
-    frozen_bytes: float,
-    calls: Calls,
-    ranks: int,
-    stride: int,
+    step: StepInputs, *, trainable: float, frozen_bytes: float, calls: Calls, ranks: int, stride: int
 ) -> DataTraffic:
     """Return the collectives of a group of parameters.
 
     Args:
-        layout: The layout.
-        hardware: The accelerators and links.
-        job: The job.
-        software: What runs the step.
-        constants: Rates of the accelerators.
+        step: The step.
         trainable: Elements with gradients, before sharding.
         frozen_bytes: Bytes of frozen elements, before sharding.
         calls: Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them.
@@ -123,9 +99,10 @@ def data_traffic(
     """
     if ranks == 1:
         return DataTraffic()
-    width, zero = job.compute_bytes, layout.zero
+    layout, hardware, software, constants = step.layout, step.hardware, step.software, step.constants
+    width, zero = step.job.compute_bytes, layout.zero
     reduces_fp32 = layout.engine in ("single", "ddp") or layout.sp > 1
-    reduced_width = software.reduction_bytes or (4 if reduces_fp32 else job.compute_bytes)
+    reduced_width = software.reduction_bytes or (4 if reduces_fp32 else width)
     group = group_of(hardware, constants, ranks=ranks, stride=stride)
     gradients = trainable * reduced_width
     if layout.engine == "fsdp2" or layout.zero_stage == 3:
@@ -164,19 +141,10 @@ def data_traffic(
     return DataTraffic(reductions_once=reduction, updates_once=update)
 
 
-def exchanges(
-    layout: Layout,
-    work: ModelWork,
-    hardware: HardwareSpec,
-    constants: GpuConstants,
-    *,
-    tokens: float,
-    layers: float,
-    recomputed: float,
-    with_head: bool,
-    element_bytes: int,
-) -> tuple[dict[str, float], float]:
+def exchanges(step: StepInputs, *, layers: float, recomputed: float, with_head: bool) -> tuple[dict[str, float], float]:
     """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
+    layout, work, hardware, constants = step.layout, step.work, step.hardware, step.constants
+    tokens, element_bytes = step.tokens, step.job.compute_bytes
     terms: dict[str, float] = {}
     waiting = 0.0
     hidden = tokens * work.whole.hidden_size * element_bytes
@@ -220,15 +188,15 @@ def exchanges(
     return terms, waiting
 
 
-def transfer_seconds(
-    hardware: HardwareSpec, constants: GpuConstants, *, tokens: float, hidden_size: int, element_bytes: int
-) -> float:
+def transfer_seconds(step: StepInputs) -> float:
     """Return the seconds in which a stage sends one micro-batch: hidden states forward, their gradients backward.
 
     The slowest boundary limits the pipeline; with several nodes it is between two nodes. Each tensor-parallel rank
-    sends the complete tensor over its own network adapter.
+    sends the complete tensor over its own network adapter, unless the software scatters it.
     """
-    volume = 2 * int(tokens) * hidden_size * element_bytes
+    hardware, constants = step.hardware, step.constants
+    tokens = int(step.tokens / (step.layout.tp if step.software.scatters_transfers else 1))
+    volume = 2 * tokens * step.work.whole.hidden_size * step.job.compute_bytes
     if hardware.nodes == 1:
         return volume / (hardware.link_bytes_per_s * constants.link_efficiency) + 2 * constants.link_latency_seconds
     rate = hardware.network_bytes_per_s * constants.network_efficiency

@@ -13,7 +13,7 @@ from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
 from ..memory.host import offloaded_step_seconds, parameter_copy_seconds
 from ..memory.model_states import is_stepped_by_muon
-from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages
+from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages, shards
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
@@ -23,24 +23,10 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import StepTerm, Term
 from . import communication, generation
-from .communication import (
-    Calls,
-    DataTraffic,
-    data_traffic,
-    exchanges,
-    transfer_seconds,
-)
+from .communication import Calls, DataTraffic, data_traffic, exchanges, transfer_seconds
 from .generation import GENERATION_ERROR, generation_seconds
 from .inputs import StepInputs
-from .model_work import (
-    Pass,
-    device_of,
-    head_passes,
-    layer_passes,
-    model_work,
-    product_seconds,
-    with_host,
-)
+from .model_work import Pass, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
 from .rates import GpuConstants, Software, constants_of, software_of
 
 COMPUTATION = (
@@ -101,26 +87,27 @@ TERMS: Mapping[str, Term] = {
 def valued_terms(memory: MemoryEstimate, time: StepTime) -> tuple[Term, ...]:
     """Return the terms of a layout with their values: bytes of an accelerator and of a host, then seconds of a step."""
 
-    def declared(name: str) -> Term:
-        return TERMS.get(name, Term(name, "unknown to this version"))
-
     return (
-        *(replace(declared(name), bytes=count) for name, count in memory.gpu.terms.items()),
-        *(replace(declared(name), lives_on="host", bytes=count) for name, count in memory.host.terms.items()),
-        *(replace(declared(name), seconds=seconds) for name, seconds in time.terms.items()),
+        *(replace(_declared(name), bytes=count) for name, count in memory.gpu.terms.items()),
+        *(replace(_declared(name), lives_on="host", bytes=count) for name, count in memory.host.terms.items()),
+        *(replace(_declared(name), seconds=seconds) for name, seconds in time.terms.items()),
     )
 
 
-def time_term_name(term: str) -> str:
+def _declared(name: str) -> Term:
+    return TERMS.get(name, Term(name, "unknown to this version"))
+
+
+def term_title(term: str) -> str:
     """Return the name of a term in tables.
 
-    >>> time_term_name("pipeline_bubble"), time_term_name("head_and_loss")
+    >>> term_title("pipeline_bubble"), term_title("head_and_loss")
     ('idle stages', 'head and loss')
     """
-    return TERMS[term].title if term in TERMS else term.replace("_", " ")
+    return _declared(term).title
 
 
-def stage_terms(
+def stage_seconds(
     step: StepInputs, stage: PipelineStage, parameters: StageParameters, traffic: DataTraffic
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
@@ -168,17 +155,7 @@ def stage_terms(
             seconds = _second_model_seconds(step, second)
             terms[f"{second.role}_forward"] = seconds
             ahead += seconds
-    inside, waiting = exchanges(
-        layout,
-        step.work,
-        step.hardware,
-        step.constants,
-        tokens=step.tokens,
-        layers=layers,
-        recomputed=recomputed,
-        with_head=stage.has_head,
-        element_bytes=element,
-    )
+    inside, waiting = exchanges(step, layers=layers, recomputed=recomputed, with_head=stage.has_head)
     slowed = 0.0
     if layout.tp > 1:
         overlapped = software.overlapped_tensor_parallel
@@ -196,13 +173,7 @@ def stage_terms(
     terms["kernel_launches"] = busy - device + software.micro_batch_seconds
     terms["waiting_for_ranks"] = waiting
     if layout.pp > 1 and not software.overlaps_transfers:
-        terms["pipeline_transfers"] = transfer_seconds(
-            step.hardware,
-            step.constants,
-            tokens=step.tokens / (layout.tp if software.scatters_transfers else 1),
-            hidden_size=step.work.whole.hidden_size,
-            element_bytes=element,
-        )
+        terms["pipeline_transfers"] = transfer_seconds(step)
     ahead *= busy / device if device else 1.0
     in_forward, slowed_forward = exposed(step, traffic.gathers_forward, ahead)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(step) else 0.0)
@@ -215,8 +186,7 @@ def stage_terms(
     terms["host_copies"] = copies * parameter_copy_seconds(
         layout,
         step.hardware,
-        size_bytes=stepped_parameters(step, parameters) * job.compute_bytes
-        + parameters.frozen_bytes / layout.shard_size,
+        size_bytes=parameters.stepped * job.compute_bytes + parameters.frozen_bytes / layout.shard_size,
         host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
     )
     return terms
@@ -318,23 +288,30 @@ class StageParameters(NamedTuple):
     experts: float
     """Trainable elements of experts."""
     frozen_bytes: float
+    stepped: float
+    """Trainable elements that the optimizer updates, after sharding."""
 
 
 def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
-    work, job, model = step.work, step.job, step.model
+    work, job, model, layout = step.work, step.job, step.model, step.layout
     outside = float(work.outside_parameters)
-    if step.layout.pp > 1:
+    if layout.pp > 1:
         embedding = float(model.embedding_parameters)
         if step.software.vocabulary_parallel:
-            embedding /= step.layout.tp
+            embedding /= layout.tp
         outside = embedding * (int(stage.has_embedding) + int(stage.has_head))
     dense = stage.num_layers * (work.layer_parameters - work.expert_parameters) + outside
-    experts = stage.num_layers * work.expert_parameters
-    if job.method == "full":
-        return StageParameters(dense, experts, 0.0)
-    adapters = _adapters(model, job) / (step.layout.tp * step.layout.pp)
-    width = NF4_BYTES if job.method == "qlora" else job.compute_bytes
-    return StageParameters(adapters, 0.0, (dense + experts) * width)
+    experts, frozen_bytes = stage.num_layers * work.expert_parameters, 0.0
+    if job.method != "full":
+        frozen_bytes = (dense + experts) * (NF4_BYTES if job.method == "qlora" else job.compute_bytes)
+        dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
+    stepped = dense + experts
+    if layout.engine not in ("ddp", "single") and layout.zero_stage != 0:
+        of_dense, of_experts = shards(layout, dense, experts)
+        if ranks := step.software.optimizer_ranks:
+            of_dense = dense / ranks
+        stepped = of_dense + of_experts
+    return StageParameters(dense, experts, frozen_bytes, stepped)
 
 
 @lru_cache(maxsize=64)
@@ -346,9 +323,8 @@ def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParam
     layout = step.layout
     ranks = layout.data_parallel_size * layout.sp * layout.cp
     separate = layout.ep > 1 and parameters.experts
-    shared = (layout, step.hardware, step.job, step.software, step.constants)
     dense = data_traffic(
-        *shared,
+        step,
         trainable=parameters.dense if separate else parameters.dense + parameters.experts,
         frozen_bytes=parameters.frozen_bytes,
         calls=_sharded_calls(step, stage, "dense" if separate else "all"),
@@ -358,7 +334,7 @@ def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParam
     if not separate:
         return dense
     experts = data_traffic(
-        *shared,
+        step,
         trainable=parameters.experts,
         frozen_bytes=0.0,
         calls=_sharded_calls(step, stage, "experts"),
@@ -408,15 +384,6 @@ def _zero3_calls(
         reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
     gradients = sum(parameter.count for parameter in trained)
     return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
-
-
-def stepped_parameters(step: StepInputs, parameters: StageParameters) -> float:
-    """Return the parameters that the optimizer updates on a rank of a stage."""
-    layout = step.layout
-    if layout.engine in ("ddp", "single") or layout.zero_stage == 0:
-        return parameters.dense + parameters.experts
-    shards = step.software.optimizer_ranks or layout.shard_size
-    return parameters.dense / shards + parameters.experts * layout.ep / layout.shard_size
 
 
 def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
@@ -525,7 +492,7 @@ def estimate_step_time(
     of_kind = {_kind(stage): stage for stage in stages}
     parameters = {kind: stage_parameters(step, stage) for kind, stage in of_kind.items()}
     traffic = {kind: stage_traffic(step, stage, parameters[kind]) for kind, stage in of_kind.items()}
-    kinds = {kind: stage_terms(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
+    kinds = {kind: stage_seconds(step, stage, parameters[kind], traffic[kind]) for kind, stage in of_kind.items()}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = layout.gradient_accumulation_steps
@@ -533,8 +500,35 @@ def estimate_step_time(
     if layout.pp > 1:
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
-    first = _kind(stages[0])
-    for name, value in _once(step, parameters[first], traffic[first], kinds[first]).items():
+    # What occurs once per step, on the first stage, which has the most parameters.
+    first, optimizer = _kind(stages[0]), OPTIMIZERS[job.optimizer]
+    stepped, once = parameters[first].stepped, traffic[first]
+    if layout.offload_optimizer != "none":
+        link = constants.host_link_bytes_per_s
+        step_terms = offloaded_step_seconds(layout, hardware, job, parameters=stepped, host_link_bytes_per_s=link)
+    else:
+        # The memory bandwidth limits the step, so smaller states are faster. `optimizer_bytes` includes Adam's two
+        # moments in fp32, which are read and written.
+        moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
+        step_terms = {"optimizer": stepped * moved / step.device.memory_bytes_per_s}
+        if optimizer.matrix_states:
+            step_terms["optimizer"] += _orthogonalization_seconds(step)
+    reduction, updates, slowed, slowed_updates = once.reductions_once, once.updates_once, 0.0, 0.0
+    # Computation of a micro-batch that can hide reductions of gradients and gathers of updates.
+    hiding = (*(term.name for term in COMPUTATION), "tensor_parallel")
+    computed = sum(kinds[first].get(name, 0.0) for name in hiding)
+    # A pipeline reduces after its last micro-batch, without overlap.
+    if overlaps_reductions(step) and whole:
+        reduction, slowed = exposed(step, reduction, computed * 2 / 3)
+    if software.overlaps_updates:
+        updates, slowed_updates = exposed(step, updates, computed / 3)
+    step_terms |= {
+        "gradient_reduction": reduction,
+        "overlap_slowdown": slowed + slowed_updates,
+        "parameter_updates": updates,
+        "step_overhead": software.step_seconds,
+    }
+    for name, value in step_terms.items():
         terms[name] = terms.get(name, 0.0) + value
     for second in job.second_models:
         if second.trained:
@@ -562,25 +556,6 @@ def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
 
 
-def optimizer_seconds(step: StepInputs, parameters: float) -> dict[str, float]:
-    """Return the seconds of the optimizer step for `parameters` per rank, by term.
-
-    On the accelerator the step is limited by memory bandwidth, so smaller states are faster.
-    """
-    if step.layout.offload_optimizer != "none":
-        return offloaded_step_seconds(
-            step.layout,
-            step.hardware,
-            step.job,
-            parameters=parameters,
-            host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
-        )
-    # `optimizer_bytes` includes Adam's two moments in fp32, which are read and written.
-    moments = OPTIMIZERS[step.job.optimizer].state_bytes_per_parameter
-    traffic = step.software.optimizer_bytes + 2 * (moments - 8)
-    return {"optimizer": parameters * traffic / step.device.memory_bytes_per_s}
-
-
 def _orthogonalization_seconds(step: StepInputs) -> float:
     """Return the seconds of Muon's Newton-Schulz iterations, whose matrices FSDP2 and ZeRO divide over ranks.
 
@@ -594,29 +569,3 @@ def _orthogonalization_seconds(step: StepInputs) -> float:
             flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
     ranks = step.layout.shard_size if step.layout.engine == "fsdp2" or step.layout.zero_stage else 1
     return flops / ranks / (step.hardware.flops_per_s * step.constants.matrix_efficiency)
-
-
-def _once(
-    step: StepInputs, parameters: StageParameters, traffic: DataTraffic, micro_batch: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the terms that occur once per step, on the first stage, which has the most parameters.
-
-    `micro_batch` has the stage's terms of one micro-batch.
-    """
-    layout, software = step.layout, step.software
-    terms = optimizer_seconds(step, stepped_parameters(step, parameters))
-    if OPTIMIZERS[step.job.optimizer].matrix_states and "optimizer" in terms:
-        terms["optimizer"] += _orthogonalization_seconds(step)
-    reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
-    # Computation that can hide reductions of gradients and gathers of updates.
-    computed = sum(micro_batch.get(term.name, 0.0) for term in COMPUTATION) + micro_batch.get("tensor_parallel", 0.0)
-    # A pipeline reduces after its last micro-batch, without overlap.
-    if overlaps_reductions(step) and layout.pp == 1:
-        reduction, slowed = exposed(step, reduction, computed * 2 / 3)
-    if software.overlaps_updates:
-        updates, slowed_updates = exposed(step, updates, computed / 3)
-    terms["gradient_reduction"] = reduction
-    terms["overlap_slowdown"] = slowed + slowed_updates
-    terms["parameter_updates"] = updates
-    terms["step_overhead"] = software.step_seconds
-    return terms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from .estimate import StepTime, time_term_name
+from .estimate import StepTime, term_title
 from .model_work import model_work
 from .rates import constants_of
 
@@ -63,7 +63,7 @@ def low_utilization_reason(time: StepTime, model: ModelSpec, hardware: HardwareS
     lost = {term: max(0.0, seconds - needed.get(term, 0.0)) for term, seconds in time.terms.items()}
     most = sorted(lost.items(), key=lambda term: -term[1])[:_MOST_CAUSES]
     shares = [
-        f"{time_term_name(term)} ({seconds / time.seconds:.0%})"
+        f"{term_title(term)} ({seconds / time.seconds:.0%})"
         for term, seconds in most
         if seconds >= _NAMED_SHARE * time.seconds
     ]

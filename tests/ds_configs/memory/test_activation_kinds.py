@@ -11,8 +11,8 @@ from shardwright.ds_configs.memory.activations import (
     Adapter,
     Mode,
     activations_are_stored,
+    activations_of,
     bounded_activations,
-    cached_activations,
     estimate_kinds,
     layer_counts,
     load_kind_families,
@@ -93,7 +93,7 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     spec, job = asked(architecture, depths), TrainingJob(seq_len_tokens=48)
     family = load_kind_families(RELEASE)["families"][architecture]
     assert layer_counts(spec, family["kinds"]) == depths
-    stored = cached_activations(spec, job)(2, "bf16")
+    stored = activations_of(spec, job, 2, "bf16")
     assert not stored.is_bound
     bound = bounded_activations(spec, job, micro_batch_size=2, mode="bf16")
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
@@ -102,4 +102,4 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
 def test_untraced_operators_use_the_upper_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
     assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
-    assert cached_activations(spec, TrainingJob(seq_len_tokens=48))(1, "bf16").is_bound
+    assert activations_of(spec, TrainingJob(seq_len_tokens=48), 1, "bf16").is_bound

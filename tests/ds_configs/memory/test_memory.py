@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.memory.communication import buffer_terms, default_zero_options
 from shardwright.ds_configs.memory.estimate import estimate_memory, share_moment_terms
-from shardwright.ds_configs.memory.host import estimate_host_memory, offload_terms
+from shardwright.ds_configs.memory.host import estimate_host_memory, offloaded_states
 from shardwright.ds_configs.memory.model_states import model_state_terms, whole_tensors_of_partitions
 from shardwright.ds_configs.memory.moments import fullest_by_phase
 from shardwright.ds_configs.memory.rank_parameters import (
@@ -101,7 +101,7 @@ def test_offloaded_states_on_the_host(stage, ranks):
     parameters = rank_parameters(MODEL, job)
 
     def offloaded(layout: Layout) -> float:
-        terms = offload_terms(layout, MODEL, job, parameters)
+        terms = offloaded_states(layout, MODEL, job, parameters).host
         staging = 2 * parameters.largest_trainable if stage == 2 else 0
         return (sum(terms.values()) - terms["pinned_rounding"] - staging) * ranks / PARAMETERS
 
@@ -188,8 +188,10 @@ def test_states_and_buffers_of_a_batch_are_those_computed_for_exactly_it(model, 
                 share = rank_shares(changed, spec, job)[0]
                 parameters = share_parameters(share.model, job, ep=changed.ep)
                 found = share_moment_terms(changed, share, job)
-                for terms in (model_state_terms, buffer_terms):
-                    for moment, exact in terms(changed, share.model, job, parameters).items():
+                inputs = (changed, share.model, job, parameters)
+                states = offloaded_states(*inputs).accelerator or model_state_terms(*inputs)
+                for terms in (states, buffer_terms(*inputs)):
+                    for moment, exact in terms.items():
                         assert {name: found[moment].get(name, 0) for name in exact} == exact
 
 
@@ -272,7 +274,7 @@ def test_fp32_gradients_of_zero3_are_pinned_by_sub_group():
     assert shard > 2 * size
     rounded = [2 * shard, 4 * (shard % size)]
     rounding = sum(2 ** (block - 1).bit_length() - block for block in rounded)
-    assert offload_terms(layout, MODEL, job, parameters)["pinned_rounding"] == rounding
+    assert offloaded_states(layout, MODEL, job, parameters).host["pinned_rounding"] == rounding
 
 
 @pytest.mark.parametrize("stage", [2, 3])

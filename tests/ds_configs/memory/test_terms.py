@@ -59,17 +59,17 @@ def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place
     term = Term("dummy_copies", "copies that a test adds", lives_on=place, label="copies of a test")
     monkeypatch.setitem(TERMS, term.name, term)
 
-    bytes_of, host_of, seconds_of = memory_estimate.loss_terms, host.offload_terms, estimate.offloaded_step_seconds
+    bytes_of, host_of, seconds_of = memory_estimate.loss_terms, host.offloaded_states, estimate.offloaded_step_seconds
     formulas = {
         "accelerator": lambda step: {
             moment: summed(each, {term.name: 8 * 10**9}) for moment, each in bytes_of(step).items()
         },
-        "host": lambda *inputs: host_of(*inputs) | {term.name: 10**9},
+        "host": lambda *inputs: (each := host_of(*inputs))._replace(host=each.host | {term.name: 10**9}),
         "step": lambda *inputs, **rates: seconds_of(*inputs, **rates) | {term.name: 1.0},
     }
     module, name = {
         "accelerator": (memory_estimate, "loss_terms"),
-        "host": (host, "offload_terms"),
+        "host": (host, "offloaded_states"),
         "step": (estimate, "offloaded_step_seconds"),
     }[place]
     monkeypatch.setattr(module, name, formulas[place])
@@ -99,7 +99,7 @@ def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place
     assert run(["explain", "dummy copies"]) == 0 and term.meaning in capsys.readouterr().out
     if place != "step":
         failure = OutOfMemory(phase="backward", error="out of memory", on_host=place == "host")
-        assert term.name in out_of_memory_text(plan, failure)
+        assert term.title in out_of_memory_text(plan, failure)
 
 
 def test_worked_example_of_the_docstring_has_every_term_of_its_plan():

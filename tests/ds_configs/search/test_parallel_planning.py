@@ -11,7 +11,7 @@ from commands import Shell, shell_in
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import CONFIGS
-from planning import public_model
+from planning import public_model, step_inputs
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_to_dict, render_files
 from shardwright.ds_configs.search.candidates import (
     global_batch_reason,
@@ -23,7 +23,6 @@ from shardwright.ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.step_time.estimate import exchanges
-from shardwright.ds_configs.step_time.model_work import model_work
 from shardwright.ds_configs.step_time.rates import constants_of
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -59,8 +58,8 @@ def moved_bytes(layout: Layout, model: ModelSpec, *, tokens: float, with_head: b
     """What a rank moves for one micro-batch of one layer: seconds on links of one byte per second, without latency."""
     hardware = replace(parse_hardware("32xH100-80GB"), link_bytes_per_s=1.0)
     ideal = replace(constants_of(hardware.gpu), link_efficiency=1.0, link_latency_seconds=0.0)
-    given_once = {"layers": 1, "recomputed": 0, "with_head": with_head, "element_bytes": 2}
-    terms, _ = exchanges(layout, model_work(model), hardware, ideal, tokens=tokens, **given_once)
+    step = replace(step_inputs(layout, model, hardware), constants=ideal, tokens=tokens)
+    terms, _ = exchanges(step, layers=1, recomputed=0, with_head=with_head)
     (found,) = terms.values()
     return found
 

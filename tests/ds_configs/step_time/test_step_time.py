@@ -8,7 +8,7 @@ from statistics import mean, median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import llama, public_model
+from planning import llama, public_model, step_inputs
 from published_steps import gpt, published_steps
 from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
@@ -154,7 +154,7 @@ def test_a_ring_over_many_nodes_costs_its_hops_in_every_layer():
     zero = replace(ZERO3, dp_shard=16_384)
     cluster = parse_hardware("2048x8xH100-80GB")
     held = {"trainable": 405e9, "frozen_bytes": 0.0, "calls": calls(127), "ranks": 16_384, "stride": 1}
-    traffic = data_traffic(zero, cluster, TrainingJob(), TRANSFORMERS, constants_of(cluster.gpu), **held)
+    traffic = data_traffic(step_inputs(zero, LLAMA_8B, cluster), **held)
     volume = 405e9 * 2 / (8 * cluster.network_bytes_per_s)
     assert traffic.gathers_forward > volume + 1.0
 
@@ -220,7 +220,7 @@ def test_zero3_hooks_cost_host_time_that_long_micro_batches_hide():
 
 def traffic_of(layout, **job):
     held = {"trainable": 8e9, "frozen_bytes": 0.0, "calls": calls(160, reductions=80), "ranks": 8, "stride": 1}
-    return data_traffic(layout, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"), **held)
+    return data_traffic(step_inputs(layout, LLAMA_8B, A100, **job), **held)
 
 
 def test_engine_volumes_match_their_papers():

@@ -103,7 +103,7 @@ def test_blocks_of_a_window_need_the_planned_bytes(window: int, monkeypatch: pyt
         metered.append((kept[False], kept[True], peak))
         spec = model_spec_from_config(model.config.to_dict(), name="mistral")
         job = TrainingJob(seq_len_tokens=tokens, precision="fp32")
-        own = activations.cached_activations(spec, job, unmasked="fused")(1, "fp32")
+        own = activations.activations_of(spec, job, 1, "fp32", unmasked="fused")
         layers, outside = spec.dimensions.num_layers, own.outside_layer_bytes
         recomputed = outside + own.recompute_backward_transient_bytes
         planned.append((outside + layers * own.saved_bytes_per_layer, outside, recomputed))
