@@ -14,17 +14,17 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ..ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from .launching.background import BackgroundTask
 from .safetensors import StoredTensor, check_names, checkpoint_files, read_checkpoint
 
 Result = TypeVar("Result")
@@ -49,28 +49,14 @@ def within_limit(work: Callable[[], Result], what: str) -> Result:
     from huggingface_hub import constants
 
     limit = _LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT
-    response: list[Result] = []
-    failure: list[BaseException] = []
-
-    def request() -> None:
-        try:
-            response.append(work())
-        except BaseException as error:
-            failure.append(error)
-
     # A daemon, so that the process can exit without it.
-    thread = threading.Thread(target=request, name="hub", daemon=True)
-    thread.start()
-    thread.join(min(_NOTICE_SECONDS, limit))
-    if thread.is_alive():
+    request = BackgroundTask(work, "hub", daemon=True)
+    if not request.ended(min(_NOTICE_SECONDS, limit)):
         logger.warning(f"waiting for the Hub: {what}")
-        thread.join(max(0, limit - _NOTICE_SECONDS))
-    if failure:
-        raise failure[0]
-    if not response:
-        fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
-        raise ShardwrightError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
-    return response[0]
+        if not request.ended(max(0, limit - _NOTICE_SECONDS)):
+            fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
+            raise ShardwrightError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
+    return cast("Result", request.result())
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)

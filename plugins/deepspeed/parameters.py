@@ -32,9 +32,22 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | 
                 yield name, tensor
         return
     for name, tensor in saved_tensors(model):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, _gathered(tensor, keep=first)
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if hasattr(tensor, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                # Copied, because the gathered tensor is freed when the block ends, also on the host.
+                value = tensor.detach().to("cpu", copy=True) if first else None
+            yield name, value
+            continue
+        value = tensor.detach()
+        if hasattr(value, "full_tensor"):
+            value = value.to(value.device_mesh.device_type).full_tensor()
+        value = with_all_columns_and_rows(tensor, value)
+        yield name, value.cpu() if first else None
 
 
 def training_device(model: PreTrainedModel) -> Any:
@@ -54,20 +67,6 @@ def training_device(model: PreTrainedModel) -> Any:
                 return torch.device("cuda", torch.cuda.current_device())
             return device
     return torch.device("cpu")
-
-
-def _gathered(tensor: torch.Tensor, *, keep: bool) -> Tensor | None:
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            # Copied, because the gathered tensor is freed when the block ends, also on the host.
-            return tensor.detach().to("cpu", copy=True) if keep else None
-    value = tensor.detach()
-    if hasattr(value, "full_tensor"):
-        value = value.to(value.device_mesh.device_type).full_tensor()
-    value = with_all_columns_and_rows(tensor, value)
-    return value.cpu() if keep else None
 
 
 if TYPE_CHECKING:
@@ -146,7 +145,20 @@ class WeightEditor:
         weight = self.weights[name]
         with torch.no_grad():
             if hasattr(weight, "ds_id"):
-                self._edit_zero3(name, weight, change, survives_rounding=survives_rounding)
+                from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+                from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+                start, length = _partition(weight)
+                master = safe_get_local_fp32_param(weight)
+                change(name, master[:length], start)
+                safe_set_local_fp32_param(weight, master)
+                weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
+                if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
+                    return
+                if survives_rounding or weight.dtype == torch.float32:
+                    change(name, weight.data.view(-1), 0)
+                else:
+                    weight.data.copy_(self.whole(name))
             elif hasattr(weight, "_hp_mapping"):
                 if (mapping := weight._hp_mapping) is not None:
                     change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
@@ -165,23 +177,6 @@ class WeightEditor:
         if self._stale:
             self._optimizer.update_lp_params()
         self._stale = False
-
-    def _edit_zero3(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
-        import torch
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-
-        start, length = _partition(weight)
-        master = safe_get_local_fp32_param(weight)
-        change(name, master[:length], start)
-        safe_set_local_fp32_param(weight, master)
-        weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
-        if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
-            return
-        if survives_rounding or weight.dtype == torch.float32:
-            change(name, weight.data.view(-1), 0)
-        else:
-            weight.data.copy_(self.whole(name))
 
 
 def edit_errors(

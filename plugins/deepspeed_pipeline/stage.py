@@ -305,23 +305,6 @@ def divide_layer(layer: nn.Module, group: ProcessGroup) -> None:
             module.weight.register_hook(summed)
 
 
-def whole_tensor(owner: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Gather the `weight` or `bias` of a module from all ranks; every rank of the group must call it."""
-    kind = type(owner).__name__
-    if kind == "LinearLayer":
-        dimension = 0
-    elif kind == "LinearAllreduce" and name == "weight":
-        dimension = 1
-    else:
-        return tensor
-    parts = [
-        tensor.new_empty([size if axis == dimension else length for axis, length in enumerate(tensor.shape)])
-        for size in owner._partition_sizes
-    ]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=owner.mp_group)
-    return torch.cat(parts, dim=dimension)
-
-
 def stage_inputs(
     first: Tensor, attention_mask_BS: Tensor | None = None, position_ids_BS: Tensor | None = None
 ) -> tuple[Tensor, ...]:

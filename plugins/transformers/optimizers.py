@@ -304,38 +304,30 @@ class OwnOptimizer:
             rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
             name = type(self._optimizer).__name__
             raise UsageError(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
-        return _engine_optimizer(self._optimizer)
+        # A separate list of the same groups, without groups in which nothing trains. Engines drop and add groups, but a
+        # scheduler keeps one learning rate for each group that it was created with. The group objects are shared, so
+        # the engine's optimizer uses the values that the scheduler sets.
+        optimizer = self._optimizer
+        engines: Any = object.__new__(type(optimizer))
+        # A scheduler replaces `step` by a function that steps the original, and checks whether it has stepped.
+        vars(engines).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        for name in _HOOKS:
+            setattr(engines, name, OrderedDict(getattr(optimizer, name)))
+        trains = [any(weight.requires_grad for weight in group["params"]) for group in optimizer.param_groups]
+        kept = [index for index, any_trains in enumerate(trains) if any_trains]
+        engines.param_groups = [optimizer.param_groups[index] for index in kept]
 
+        def note_step(*_: object) -> None:
+            optimizer._opt_called = True
 
-def _engine_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer with a separate list of the same groups, without groups in which nothing trains.
+        def share_groups(loaded: Any) -> None:
+            # Loading states creates new groups; Accelerate also does this when it wraps an optimizer.
+            for index, group in zip(kept, loaded.param_groups, strict=False):
+                optimizer.param_groups[index] = group
 
-    Engines drop and add groups, but a scheduler keeps one learning rate for each group that it was created with. The
-    group objects are shared, so the engine's optimizer uses the values that the scheduler sets.
-    """
-    engines = object.__new__(type(optimizer))
-    # A scheduler replaces `step` by a function that steps the original, and checks whether the original has stepped.
-    vars(engines).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name in _HOOKS:
-        setattr(engines, name, OrderedDict(getattr(optimizer, name)))
-    kept = [
-        index
-        for index, group in enumerate(optimizer.param_groups)
-        if any(weight.requires_grad for weight in group["params"])
-    ]
-    engines.param_groups = [optimizer.param_groups[index] for index in kept]
-
-    def note_step(*_: object) -> None:
-        optimizer._opt_called = True
-
-    def share_groups(loaded: Any) -> None:
-        # Loading states creates new groups; Accelerate also does this when it wraps an optimizer.
-        for index, group in zip(kept, loaded.param_groups, strict=False):
-            optimizer.param_groups[index] = group
-
-    engines.register_step_post_hook(note_step)
-    engines.register_load_state_dict_post_hook(share_groups)
-    return engines
+        engines.register_step_post_hook(note_step)
+        engines.register_load_state_dict_post_hook(share_groups)
+        return engines
 
 
 def _engine_errors(

@@ -485,6 +485,7 @@ class EqualForwards:
         """Run the modules that only other ranks run until all ranks reach the same one."""
         import torch
         import torch.distributed as distributed
+        from torch.utils._pytree import tree_map
 
         while True:
             own = torch.tensor([number, self._is_recomputed_later()])
@@ -498,13 +499,17 @@ class EqualForwards:
             self.differing[first] = f"the rows of rank {ranks[0]} use it and those of rank {ranks[1]} do not"
             if any(int(other[1]) for other in reached):
                 raise self._error(first)
-            sent = [_packed(inputs) if distributed.get_rank() == numbers.index(first) else None]
+            sent: list[Any] = [_packed(inputs) if distributed.get_rank() == numbers.index(first) else None]
             distributed.broadcast_object_list(sent, src=numbers.index(first), group=self.group)
             if isinstance(sent[0], str):
                 raise self._error(first, sent[0])
             if number == first:
                 return
-            args, kwargs, has_gradients = _unpacked(sent[0], self.device)
+            received = torch.load(io.BytesIO(sent[0]), map_location=self.device, weights_only=True)
+            # A module may change its inputs in place, which leaves of a graph do not permit.
+            args, kwargs, has_gradients = tree_map(
+                lambda value: value.clone() if _is_differentiable(value) else value, received
+            )
             self.joined = first
             with torch.set_grad_enabled(has_gradients):
                 self.modules[first](*args, **kwargs)
@@ -553,15 +558,6 @@ def _packed(inputs: Any) -> bytes | str:
     except Exception as error:
         return f"and its inputs cannot be sent: {error}"
     return buffer.getvalue()
-
-
-def _unpacked(sent: Any, device: Any) -> Any:
-    import torch
-    from torch.utils._pytree import tree_map
-
-    received = torch.load(io.BytesIO(sent), map_location=device, weights_only=True)
-    # A module may change its inputs in place, which leaves of a graph do not permit.
-    return tree_map(lambda value: value.clone() if _is_differentiable(value) else value, received)
 
 
 @cache
