@@ -26,16 +26,6 @@ MeterPhase = Literal["init", "generate", "score", "forward", "loss", "backward",
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 
-_ROLE_OF_PHASE: Mapping[MeterPhase, Role] = {
-    "init": "other",
-    "generate": "activations",
-    "score": "activations",
-    "forward": "activations",
-    "loss": "activations",
-    "backward": "activations",
-    "step": "optimizer",
-    "other": "other",
-}
 _SHARDING_CODE = ("/deepspeed/runtime/zero/", "/deepspeed/runtime/utils.py", "/deepspeed/utils/", "/fsdp/_fully_shard/")
 _MODEL_CODE = ("/torch/nn/modules/module.py", "/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 
@@ -232,7 +222,9 @@ class ByteMeter(TorchDispatchMode):
     def _role_of_new_storage(self) -> Role:
         """Sharding code that runs inside a module or the backward pass fills buckets; else the phase decides."""
         if self._phase in ("init", "other"):
-            return _ROLE_OF_PHASE[self._phase]
+            return "other"
+        if self._phase == "step":
+            return "optimizer"
         frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             code = frame.f_code
@@ -244,9 +236,9 @@ class ByteMeter(TorchDispatchMode):
                     self._code_kinds[code] = "sharding"
             kind = self._code_kinds[code]
             if kind is not None:
-                return "buckets" if kind == "sharding" and self._phase != "step" else _ROLE_OF_PHASE[self._phase]
+                return "buckets" if kind == "sharding" else "activations"
             frame = frame.f_back
-        return _ROLE_OF_PHASE[self._phase]
+        return "activations"
 
 
 class AcceleratorMeter:

@@ -205,8 +205,26 @@ def edit_errors(
     if (kind := type(inner).__name__) in _HIDDEN_MASTERS:
         rule = "keeps fp32 copies that cannot be accessed and would undo every change"
         errors.append(ConfigError(where="optimizer", value=kind, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
-    weight_errors = (_weight_error(name, weight) for name, weight in weights.items())
-    errors += [error for error in weight_errors if error is not None][:8]
+    unchangeable = []
+    for name, weight in weights.items():
+        shape = getattr(weight, "ds_shape", weight.shape)
+        shards = (
+            [placement for placement in weight.placements if not placement.is_replicate()]
+            if _is_dtensor(weight)
+            else []
+        )
+        if not weight.requires_grad:
+            rule, fix = "is frozen, and merging an adapter would fill its zeros", "train all weights, or exclude it"
+        elif len(shape) != 2:
+            rule = f"has shape {tuple(shape)} on this rank, because FSDP version 1 flattens matrices"
+            fix = "use FSDP version 2 or ZeRO"
+        elif len(shards) > 1 or any(type(shard).__name__ != "Shard" or shard.dim != 0 for shard in shards):
+            rule = f"is sharded as {tuple(weight.placements)}; only weights sharded by rows can be changed"
+            fix = "train without tensor parallelism"
+        else:
+            continue
+        unchangeable.append(ConfigError(where="targets", value=name, rule=rule, fix=fix))
+    errors += unchangeable[:8]
     if tiny_changes and not errors:
         small = [name for name, weight in weights.items() if _master_dtype(weight, inner).itemsize < 4]
         if small:
@@ -214,22 +232,6 @@ def edit_errors(
             fix = "load the model in float32 and train with bf16=True"
             errors.append(ConfigError(where="precision", value=str(weights[small[0]].dtype), rule=rule, fix=fix))
     return errors
-
-
-def _weight_error(name: str, weight: torch.Tensor) -> ConfigError | None:
-    if not weight.requires_grad:
-        rule = "is frozen, and merging an adapter would fill its zeros"
-        return ConfigError(where="targets", value=name, rule=rule, fix="train all weights, or exclude it")
-    shape = getattr(weight, "ds_shape", weight.shape)
-    if len(shape) != 2:
-        rule = f"has shape {tuple(shape)} on this rank, because FSDP version 1 flattens matrices"
-        return ConfigError(where="targets", value=name, rule=rule, fix="use FSDP version 2 or ZeRO")
-    if _is_dtensor(weight):
-        sharded = [placement for placement in weight.placements if not placement.is_replicate()]
-        if len(sharded) > 1 or any(type(shard).__name__ != "Shard" or shard.dim != 0 for shard in sharded):
-            rule = f"is sharded as {tuple(weight.placements)}; only weights sharded by rows can be changed"
-            return ConfigError(where="targets", value=name, rule=rule, fix="train without tensor parallelism")
-    return None
 
 
 def _has_masters(weight: torch.Tensor) -> bool:
