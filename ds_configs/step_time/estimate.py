@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
-from ..memory.host import offloaded_step_seconds, parameter_copy_seconds
+from ..memory.host import offload_seconds
 from ..memory.model_states import is_stepped_by_muon
 from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages, shards
 from ..specs.hardware import HardwareSpec
@@ -182,13 +182,6 @@ def stage_seconds(
     terms["parameter_gathers"] = in_forward + in_backward + alone
     terms["overlap_slowdown"] = slowed + slowed_forward + slowed_backward
     terms["checkpoint_copies"] = _checkpoint_copies(step, stage, ahead, busy - ahead)
-    copies = 2 + (1 if recomputed else 0)
-    terms["host_copies"] = copies * parameter_copy_seconds(
-        layout,
-        step.hardware,
-        size_bytes=parameters.stepped * job.compute_bytes + parameters.frozen_bytes / layout.shard_size,
-        host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
-    )
     return terms
 
 
@@ -503,14 +496,20 @@ def estimate_step_time(
     # What occurs once per step, on the first stage, which has the most parameters.
     first, optimizer = _kind(stages[0]), OPTIMIZERS[job.optimizer]
     stepped, once = parameters[first].stepped, traffic[first]
-    if layout.offload_optimizer != "none":
-        link = constants.host_link_bytes_per_s
-        step_terms = offloaded_step_seconds(layout, hardware, job, parameters=stepped, host_link_bytes_per_s=link)
-    else:
+    step_terms = offload_seconds(
+        layout,
+        hardware,
+        job,
+        parameters=stepped,
+        frozen_bytes=parameters[first].frozen_bytes / layout.shard_size,
+        passes=micro_batches * (3 if layout.recomputed_layers(layers) else 2),
+        host_link_bytes_per_s=constants.host_link_bytes_per_s,
+    )
+    if not step_terms:
         # The memory bandwidth limits the step, so smaller states are faster. `optimizer_bytes` includes Adam's two
         # moments in fp32, which are read and written.
         moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
-        step_terms = {"optimizer": stepped * moved / step.device.memory_bytes_per_s}
+        step_terms["optimizer"] = stepped * moved / step.device.memory_bytes_per_s
         if optimizer.matrix_states:
             step_terms["optimizer"] += _orthogonalization_seconds(step)
     reduction, updates, slowed, slowed_updates = once.reductions_once, once.updates_once, 0.0, 0.0
