@@ -100,18 +100,14 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
     """
     from ...trainers.qat.command import prepare_qat
 
-    return _launched(partial(prepare_qat, settings, model), options, show_qat, _qat_layers)
+    def describe(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
+        scheme = prepared.config.rounded_scheme
+        if as_json:
+            layers = [layer.name for layer in prepared.layers]
+            return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers}
+        return {"scheme": f"{scheme.name}, {scheme.format}", "layers": f"{len(prepared.layers)} quantized"}
 
-
-def _qat_layers(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
-    scheme = prepared.config.rounded_scheme
-    if as_json:
-        layers = [layer.name for layer in prepared.layers]
-        return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers}
-    return {
-        "scheme": f"{scheme.name}, {scheme.format}",
-        "layers": f"{len(prepared.layers)} quantized",
-    }
+    return _launched(partial(prepare_qat, settings, model), options, show_qat, describe)
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:

@@ -53,8 +53,15 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     if len(text) > LARGEST_CONFIG_BYTES:
         rule, fix = f"must be at most {LARGEST_CONFIG_BYTES} bytes", "pass the config.json of a model"
         raise RefusedInputError(ConfigError(where=source, value=len(text), rule=rule, fix=fix))
+
+    def number(name: str) -> float:
+        """Return infinity, which limits the time steps of Mamba-2 although JSON does not have it; NaN is an error."""
+        if name == "NaN":
+            raise ValueError("a number is NaN")
+        return float(name)
+
     try:
-        config = json.loads(text, parse_constant=_number)
+        config = json.loads(text, parse_constant=number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         rule, fix = f"is not valid JSON ({error})", "pass the config.json of a model"
         raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix)) from None
@@ -65,13 +72,6 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     if errors:
         raise RefusedInputError(errors)
     return config
-
-
-def _number(text: str) -> float:
-    """Return infinity, which limits the time steps of Mamba-2 although JSON does not have it; NaN is an error."""
-    if text == "NaN":
-        raise ValueError("a number is NaN")
-    return float(text)
 
 
 def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:

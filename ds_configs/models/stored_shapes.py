@@ -292,7 +292,7 @@ def spec_of(
         buffer_bytes += text.buffer_bytes
         if text.model_type == texts["types"][text.model_type][0]:
             layer_classes |= {*text.layer_classes}
-    top, fields = (_Fields(values, stored, part) for part in ("", part))
+    top, fields = (_Fields(values, stored, name) for name in ("", part))
     heads = getattr(fields, "num_attention_heads", 1)
     if not getattr(fields, "head_dim", 0) and getattr(fields, "hidden_size", 0) % heads:
         return None
