@@ -8,6 +8,7 @@ the script's limit says.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class Published:
     gib: float
     reserved: bool
     """Whether nvidia-smi was read; else the allocator's peak of tensors."""
+    longest: int | None = None
+    """Longest sequence that trained, in steps of 1,024 tokens on 79 GiB; `gib` is for 8,192 tokens."""
+    fp32_reference: bool = False
+    """Whether TRL loaded the reference in fp32, as `create_model_from_path` does without `dtype`: RLOO's figure is 3.72
+    GiB above GRPO's, and a reference has 1.86 GiB in 16 bits."""
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -83,23 +89,38 @@ ONE = Layout(engine="single", gradient_checkpointing=True)
 SHARDED = Layout(engine="deepspeed", zero_stage=3, dp_shard=4, gradient_checkpointing=True, micro_batch_size=4)
 
 
-def of_trl(name: str, gib: float, rows: int = 1, **fields: Any) -> Published:
+def of_trl(name: str, gib: float, longest: int, rows: int = 1, **fields: Any) -> Published:
     layout = ONE.changed(micro_batch_size=rows)
     fields = {"seq_len_tokens": 8192, "weights_dtype": "bf16", "vllm_sleep": "auto", **fields}
+    task = fields.get("task")
+    if task in ("grpo", "rloo"):
+        # Two completions of a prompt, one per micro-batch; scoring alone was measured, without generation.
+        layout = layout.changed(gradient_accumulation_steps=2)
+        fields["generation"] = "vllm-server"
     return Published(
-        name=f"TRL, {name}", model=GEMMA, hardware="1xH100-80GB", layout=layout, gib=gib, reserved=False, fields=fields
+        name=f"TRL, {name}",
+        model=GEMMA,
+        hardware="1xH100-80GB",
+        layout=layout,
+        gib=gib,
+        reserved=False,
+        fields=fields,
+        longest=longest,
+        fp32_reference=task == "rloo",
     )
 
 
 CASES = (
-    of_trl("sft, complete logits", 30.33, loss="eager"),
-    of_trl("sft, fused head", 8.87, loss="chunked"),
-    of_trl("dpo, fused head", 12.0, task="dpo"),
-    of_trl("dpo, complete logits (1.14)", 48.97, task="dpo", loss="eager"),
-    of_trl("kto, fused head", 11.98, 2, task="kto"),
-    of_trl("kto, complete logits (1.14)", 64.91, 2, task="kto", loss="eager"),
-    of_trl("grpo update, fused head", 10.3, task="grpo", generation="vllm-server"),
-    of_trl("rloo update, fused head", 14.02, task="rloo", generation="vllm-server"),
+    of_trl("sft, complete logits", 30.33, 20480, loss="eager"),
+    of_trl("sft, fused head", 8.87, 107520, loss="chunked"),
+    of_trl("dpo, complete logits (1.14)", 48.97, 10240, task="dpo", loss="eager"),
+    of_trl("dpo, fused head", 12.0, 59392, task="dpo"),
+    of_trl("kto, complete logits (1.14)", 64.91, 9216, 2, task="kto", loss="eager"),
+    of_trl("kto, fused head", 11.98, 63488, 2, task="kto"),
+    of_trl("grpo, complete logits (1.14)", 24.15, 28672, task="grpo", loss="eager"),
+    of_trl("grpo, fused head", 10.3, 114688, task="grpo"),
+    of_trl("rloo, complete logits (1.14)", 29.28, 23552, task="rloo", loss="eager"),
+    of_trl("rloo, fused head", 14.02, 100352, task="rloo"),
     Published(
         name="ms-swift, dpo 7B, ZeRO-3, padded",
         model=QWEN7,
@@ -145,14 +166,34 @@ CASES = (
 )
 
 
+def predicted_gib(case: Published, seq_len_tokens: int | None = None, *, reserved: bool) -> float:
+    """Return the predicted GiB per GPU: what the allocator reserves with its context, or what tensors take."""
+    fields = case.fields if seq_len_tokens is None else case.fields | {"seq_len_tokens": seq_len_tokens}
+    job = TrainingJob(**fields).completed(case.model)
+    memory = estimate_memory(case.layout, case.model, parse_hardware(case.hardware), job).gpu
+    reference = 2 * case.model.parameter_count if case.fp32_reference else 0
+    return ((memory.peak_bytes if reserved else memory.allocated_bytes) + reference) / 2**30
+
+
+def predicted_longest(case: Published) -> int:
+    """Return the longest sequence whose reserved bytes fit 79 GiB, in steps of 1,024 tokens."""
+    lengths = range(1024, 2**19, 1024)
+    return lengths[bisect_right(lengths, 79, key=lambda tokens: predicted_gib(case, tokens, reserved=True)) - 1]
+
+
 def table() -> str:
     """Return one markdown line for each published figure."""
-    lines = ["| published | GiB | predicted GiB | error |", "|---|---|---|---|"]
+    lines = [
+        "| published | GiB | predicted GiB | error | longest | predicted | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for case in CASES:
-        job = TrainingJob(**case.fields).completed(case.model)
-        memory = estimate_memory(case.layout, case.model, parse_hardware(case.hardware), job).gpu
-        predicted = (memory.peak_bytes if case.reserved else memory.allocated_bytes) / 2**30
-        lines.append(f"| {case.name} | {case.gib:.2f} | {predicted:.2f} | {predicted / case.gib - 1:+.1%} |")
+        predicted = predicted_gib(case, reserved=case.reserved)
+        cells = [case.name, f"{case.gib:.2f}", f"{predicted:.2f}", f"{predicted / case.gib - 1:+.1%}", "", "", ""]
+        if case.longest is not None:
+            longest = predicted_longest(case)
+            cells[4:] = f"{case.longest:,}", f"{longest:,}", f"{longest / case.longest - 1:+.1%}"
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -21,8 +21,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from threading import Timer
 from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ..ds_configs.specs.errors import ShardwrightError
 from . import patches
@@ -54,6 +59,16 @@ def pairs_of_a_micro_step(trainer_class: Any, data_ranks: int) -> Iterator[None]
 
     with patches.applied("pairs-of-a-micro-step", pairing):
         yield
+
+
+def vllm_releases() -> tuple[SpecifierSet, str | None]:
+    """Return the releases of vLLM that the installed TRL generates with, and the installed one, without its build."""
+    requirements = map(Requirement, metadata.requires("trl") or ())
+    supported = next((each.specifier for each in requirements if each.name == "vllm"), SpecifierSet())
+    try:
+        return supported, Version(metadata.version("vllm")).base_version
+    except metadata.PackageNotFoundError:
+        return supported, None
 
 
 def classes_of_trl(kind: type) -> set[str]:

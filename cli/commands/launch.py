@@ -142,7 +142,7 @@ def _launch_on_cluster(plan_directory: Path, script: str | None, arguments: tupl
     if script is None:
         # Reject before machines start what each of them would reject.
         _, bound = _resolved(train_words(plan_directory, arguments))
-        errors = train_settings_errors(bound.arguments["settings"])
+        errors = train_settings_errors(bound.arguments["settings"], plan.job.task)
     else:
         errors = script_errors(Path(script))
     if errors:

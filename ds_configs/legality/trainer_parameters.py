@@ -18,6 +18,7 @@ SINGLE = "single"
 LAYOUTS = (SINGLE, *COLUMNS)
 
 
+PREFERENCES = "tests/distributed/test_preferences.py"
 _EVERY = " ".join(LAYOUTS)
 _WHOLE = "single ddp zero0 zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload"
 
@@ -32,6 +33,7 @@ _HONORED: tuple[tuple[str, str, str], ...] = (
     (TRAINED, "formatting_func", "tp ep"),
     (TRAINED, "ref_model", f"{_WHOLE} tp ep"),
     (TRAINED, "teacher_model", f"{_WHOLE} tp ep"),
+    (PREFERENCES, "reward_funcs", _WHOLE),
     (EQUIVALENT, "quantization_config", SINGLE),
 )
 """Tests, parameters and layouts."""
@@ -39,6 +41,7 @@ _HONORED: tuple[tuple[str, str, str], ...] = (
 _ONE_STAGE = "it needs logits, which only the last stage of a pipeline has"
 _PARTS = "it needs full sequences, but a rank of context parallelism has parts that are not adjacent"
 _STAGES = "it belongs to TRL's trainers, whose losses pipeline stages do not compute"
+_GENERATED = "it scores completions, which trainers generate on data-parallel ranks only"
 _SECOND = "it is a second model, which the layout of the trained model does not shard"
 
 _REJECTED: tuple[tuple[str, str, str, str], ...] = (
@@ -68,6 +71,7 @@ _REJECTED: tuple[tuple[str, str, str, str], ...] = (
     (_STAGES, "use ZeRO or FSDP2", "peft_config formatting_func", "pp"),
     (_SECOND, "use ZeRO, FSDP2, tp or ep", "ref_model", "sp cp pp"),
     (_SECOND, "use ZeRO, FSDP2, tp or ep", "teacher_model", "sp cp pp"),
+    (_GENERATED, "use ZeRO or FSDP2", "reward_funcs", "sp cp tp pp ep"),
     (
         "the trainer would load the full model on every rank, before the engine can shard it",
         "load the model with quantization_config and pass it as model",

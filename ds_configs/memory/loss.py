@@ -182,6 +182,11 @@ def head_bytes(
     half, `2.5 a N V` with `a` bytes of a logit, which autocast makes fp32. With the gradients `3.5 a N V` with Triton;
     elsewhere, as metered, `3 a N V` in 16 bit and `4.5 a N V` in fp32, which another function computes.
 
+    logits of trl 1.14.2, which `eager` asks for in a task with a fused head: Accelerate makes the logits fp32 unless
+    DeepSpeed runs the model, `2 N V` before and `4 N V` after, and Triton keeps them alone for their gradient. In the
+    forward pass DPO copies half of them for a metric, KTO all and then half; the reference's pass does so while those
+    of the trained model exist.
+
     divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
     of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
 
@@ -194,6 +199,11 @@ def head_bytes(
     width = job.compute_bytes
     if head == "score":
         return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
+    if head == "logits" and TASKS[job.task].head == "fused":
+        final = 2 if layout.engine == "deepspeed" and width == 2 else 4
+        logits, converted = final * tokens * columns, (width if width < final else 0) * tokens * columns
+        copied = {"dpo": logits // 2, "kto": 3 * logits // 2}.get(job.task, 0)
+        return logits + max(converted, copied), logits, HeadBackward(max(2 * logits, norm), 0)
     if head in ("logits", "divergence"):
         logits = element * tokens * columns
         converted = width * tokens * columns if width < element else 0

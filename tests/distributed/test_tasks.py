@@ -48,18 +48,24 @@ def run(inputs: Path) -> Any:
         if (name, layout) not in found:
             monkeypatch.chdir(inputs)
             alone = layout == "single"
+            planned = {
+                "hardware": "1xCPU" if alone else "2xCPU",
+                "strategy": layout,
+                "global_batch_size": 8,
+                "micro_batch_size": 4 if alone else 2,
+            } | SETTINGS[name]
+            if (name, layout) in _BY_PLAN:
+                own = {key: planned.pop(key) for key in ("dataset", "reward") if key in planned}
+                shardwright.plan("model", planned.pop("hardware"), precision="fp32", **planned).write("plan")
+                planned = own | {"plan": "plan"}
             outcome = shardwright.train(
                 "model",
                 f"{name}-{layout}",
-                hardware="1xCPU" if alone else "2xCPU",
-                strategy=layout,
-                global_batch_size=8,
-                micro_batch_size=4 if alone else 2,
                 max_steps=3,
                 logging_steps=1,
                 learning_rate=1e-3,
                 evaluation_fraction=0.2,
-                **SETTINGS[name],
+                **planned,
             )
             losses = [entry["loss"] for entry in outcome.metrics if "loss" in entry]
             found[name, layout] = losses, outcome.result.evaluations, outcome
@@ -69,6 +75,8 @@ def run(inputs: Path) -> Any:
 
 
 _CELLS = [("dpo", "zero3"), ("grpo", "zero2")]
+_BY_PLAN = _CELLS[1:]
+"""Trained from a directory that `plan` wrote."""
 
 
 @pytest.mark.parametrize(

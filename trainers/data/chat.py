@@ -58,6 +58,33 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
     return [*first, *second], [IGNORED_LABEL] * len(first) + second
 
 
+def turns_of(messages: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
+    """Return messages with `role` and `content`, as chat templates read them.
+
+    Args:
+        messages: Each with `role` and `content`, or `from` and `value`; the assistant's may have `tool_calls` instead.
+        where: Name of the conversation in errors.
+
+    Raises:
+        UsageError: a message has no role, or neither a content nor tool calls.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            rule, fix = "each message must be an object", 'for example {"role": "user", "content": …}'
+            raise UsageError(ConfigError(where=where, value=message, rule=rule, fix=fix))
+        role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
+        content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
+        further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
+        if role is None or (content is None and not further.get("tool_calls")):
+            rule, fix = "each message needs a role and a content", 'for example {"role": "user", "content": …}'
+            raise UsageError(ConfigError(where=where, value=dict(message), rule=rule, fix=fix))
+        if calls := further.get("tool_calls"):
+            further["tool_calls"] = [_with_arguments(call) for call in calls]
+        turns.append({"role": _ROLES.get(str(role), str(role)), "content": content or "", **further})
+    return turns
+
+
 def encode_chat(
     tokenizer: Any,
     messages: Sequence[Any],
@@ -99,20 +126,7 @@ def encode_chat(
         rule = "conversations need a chat template, which the tokenizer does not have"
         fix = "pass --chat-template, such as chatml, or use the tokenizer of a chat model"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
-    turns: list[dict[str, Any]] = []
-    for message in messages:
-        if not isinstance(message, Mapping):
-            rule, fix = "each message must be an object", 'for example {"role": "user", "content": …}'
-            raise UsageError(ConfigError(where=where, value=message, rule=rule, fix=fix))
-        role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
-        content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
-        further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
-        if role is None or (content is None and not further.get("tool_calls")):
-            rule, fix = "each message needs a role and a content", 'for example {"role": "user", "content": …}'
-            raise UsageError(ConfigError(where=where, value=dict(message), rule=rule, fix=fix))
-        if calls := further.get("tool_calls"):
-            further["tool_calls"] = [_with_arguments(call) for call in calls]
-        turns.append({"role": _ROLES.get(str(role), str(role)), "content": content or "", **further})
+    turns = turns_of(messages, where=where)
     counts, text = Counter() if counts is None else counts, str(render(turns))
     counts["rendered"] += 1
     source = template if isinstance(template, str) else tokenizer.get_chat_template()

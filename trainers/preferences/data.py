@@ -15,6 +15,7 @@ from typing import Any
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TaskName
+from ..data.chat import turns_of
 from ..data.samples import Kind, Samples, SampleStatistics, split_rows
 from ..data.sources import DataSettings, Row, parse_source, read_rows
 
@@ -34,7 +35,8 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     - kto: `prompt`, `completion` and `label` (true or false, also as 1 or 0, or words). A pair makes two rows.
     - grpo, rloo: `prompt`; the reward function gets all other columns.
 
-    Skipped and counted in the log are rows without an answer, with equal answers, or whose prompt has `seq_len` tokens.
+    Skipped and counted in the log are rows without an answer, with equal answers, or whose prompt is too long for
+    `seq_len` tokens with one token of an answer, or with the longest completion that is generated.
 
     Args:
         task: The task.
@@ -44,8 +46,8 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
         completion_tokens: Longest completion that a task generates.
 
     Raises:
-        UsageError: the dataset does not exist, lacks a column, or has no row to train on; or the tokenizer has no
-            end-of-sequence token, or no chat template for messages.
+        UsageError: the dataset does not exist, lacks a column, has a row of other types, labels of one kind, or no row
+            to train on; or the tokenizer has no end-of-sequence token, or no chat template for messages.
     """
     source = settings.dataset
     rows: list[Row] = list(
@@ -67,9 +69,13 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     if any(isinstance(row.get("prompt"), list) for row in made) and not tokenizer.chat_template:
         rule = "has messages, and the tokenizer has no chat template"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="pass --chat-template chatml"))
-    counted = [(row, _lengths(row, tokenizer, kind)) for row in made]
-    fitting = [(row, lengths) for row, lengths in counted if lengths[0] < settings.seq_len]
-    skipped["whose prompt alone has --seq-len tokens"] = len(counted) - len(fitting)
+    counted = [(row, _lengths(row, tokenizer, kind, source)) for row in made]
+    longest, why_long = settings.seq_len - 1, "whose prompt alone has --seq-len tokens"
+    if kind == "prompts":
+        longest = settings.seq_len - completion_tokens
+        why_long = f"whose prompt and the {completion_tokens} of --completion-tokens exceed --seq-len"
+    fitting = [(row, lengths) for row, lengths in counted if lengths[0] <= longest]
+    skipped[why_long] = len(counted) - len(fitting)
     for why, count in skipped.items():
         if count:
             logger.info(f"{count:,} of {len(rows):,} rows of {source} are skipped: rows {why}")
@@ -80,6 +86,10 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
     numbered: list[tuple[int, Row]] = [(index, row) for index, (row, _) in enumerate(fitting)]
     train, evaluation = split_rows(numbered, kind, settings.seed, settings.evaluation_fraction)
+    if kind == "labelled answers" and len(labels := {row["label"] for _, row in train}) == 1:
+        rule = f"has only answers with the label {str(labels.pop()).lower()}, and KTO learns from their difference"
+        fix = "add answers with the other label, or use --task sft with the good ones"
+        raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
     counts = [_tokens(fitting[index][1], settings.seq_len, completion_tokens, kind) for index, _ in train]
     return Samples(
         train=[dict(row) for _, row in train],
@@ -120,14 +130,35 @@ def in_complete_batches(samples: Samples, batch_rows: int) -> Samples:
     return replace(samples, train=samples.train[:kept], statistics=statistics)
 
 
-def _prompt_of(row: Row) -> Any:
-    return next((row[name] for name in _PROMPTS if row.get(name)), None)
+def _prompt_of(row: Row, where: str) -> Any:
+    return next((_text_or_messages(row, name, where) for name in _PROMPTS if row.get(name)), None)
+
+
+def _text_or_messages(row: Row, name: str, where: str) -> Any:
+    value = row[name]
+    if isinstance(value, list):
+        return turns_of(value, where=f"{where}: {name}")
+    if isinstance(value, str):
+        return value
+    rule, fix = "must be text, or a list of messages", "correct or remove this row"
+    raise UsageError(ConfigError(where=f"{where}: {name}", value=value, rule=rule, fix=fix))
+
+
+def _as_messages(prompt: Any, *answers: Any) -> tuple[Any, ...]:
+    """Return the prompt and its answers, all as messages if one of them is."""
+    if not any(isinstance(part, list) for part in (prompt, *answers)):
+        return (prompt, *answers)
+    return tuple(
+        [{"role": role, "content": part}] if isinstance(part, str) else part
+        for role, part in zip(("user", *["assistant"] * len(answers)), (prompt, *answers), strict=True)
+    )
 
 
 def _pairs(row: Row, where: str, skipped: Counter[str]) -> list[dict[str, Any]]:
     _require(row, ("chosen", "rejected"), where)
-    prompt, chosen, rejected = _prompt_of(row), row["chosen"], row["rejected"]
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+    prompt = _prompt_of(row, where)
+    chosen, rejected = (_text_or_messages(row, name, where) for name in ("chosen", "rejected"))
+    if type(chosen) is not type(rejected):
         rule = f"chosen is a {type(chosen).__name__} and rejected a {type(rejected).__name__}"
         fix = "write both as text, or both as lists of messages"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
@@ -137,8 +168,7 @@ def _pairs(row: Row, where: str, skipped: Counter[str]) -> list[dict[str, Any]]:
     if prompt is None or (isinstance(chosen, list) and chosen[:1] == rejected[:1] and len(chosen) > 1):
         # The prompt is the common beginning, as in the datasets of Anthropic and of Argilla.
         prompt, chosen, rejected = _common_beginning(chosen, rejected)
-    elif isinstance(prompt, str) and isinstance(chosen, list):
-        prompt = [{"role": "user", "content": prompt}]
+    prompt, chosen, rejected = _as_messages(prompt, chosen, rejected)
     if not (prompt and _said(chosen) and _said(rejected)):
         skipped["without a prompt or an answer"] += 1
         return []
@@ -168,13 +198,12 @@ def _labelled(row: Row, where: str, skipped: Counter[str]) -> list[dict[str, Any
             for name in ("chosen", "rejected")
         ]
     _require(row, ("completion", "label"), where)
-    prompt, completion, stated = _prompt_of(row), row["completion"], row["label"]
+    prompt, completion = _as_messages(_prompt_of(row, where), _text_or_messages(row, "completion", where))
+    stated = row["label"]
     word = str(stated).strip().lower()
     if word not in (*_TRUE, *_FALSE):
         rule, fix = "must be true for a desirable answer, or false", "write true or false, or 1 or 0"
         raise UsageError(ConfigError(where=f"{where}: label", value=stated, rule=rule, fix=fix))
-    if isinstance(prompt, str) and isinstance(completion, list):
-        prompt = [{"role": "user", "content": prompt}]
     if not (prompt and _said(completion)):
         skipped["without a prompt or an answer"] += 1
         return []
@@ -182,11 +211,11 @@ def _labelled(row: Row, where: str, skipped: Counter[str]) -> list[dict[str, Any
 
 
 def _prompts(row: Row, where: str, skipped: Counter[str]) -> list[dict[str, Any]]:
-    prompt = _prompt_of(row)
+    prompt = _prompt_of(row, where)
     if prompt is None and isinstance(row.get("messages"), list):
         # Everything before the answer of the assistant.
-        messages = row["messages"]
-        end = next((index for index, message in enumerate(messages) if message.get("role") == "assistant"), None)
+        messages = _text_or_messages(row, "messages", where)
+        end = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), None)
         prompt = messages[:end]
     if prompt is None and not row.keys() & {*_PROMPTS, "messages"}:
         _require(row, ("prompt",), where)
@@ -206,17 +235,25 @@ def _require(row: Row, names: Sequence[str], where: str) -> None:
 def _said(answer: Any) -> bool:
     if isinstance(answer, str):
         return bool(answer.strip())
-    contents = [message.get("content") or message.get("tool_calls") or "" for message in answer]
+    contents = [message["content"] or message.get("tool_calls") or "" for message in answer]
     return bool(contents) and all(str(content).strip() for content in contents)
 
 
-def _lengths(row: dict[str, Any], tokenizer: Any, kind: Kind) -> list[int]:
-    """Return the tokens of the prompt, and of the prompt with each answer."""
+def _lengths(row: dict[str, Any], tokenizer: Any, kind: Kind, source: str) -> list[int]:
+    """Return the tokens of the prompt, and of the prompt with each answer.
+
+    Raises:
+        UsageError: the chat template rejects the messages.
+    """
 
     def tokens(text: Any, *, asks: bool) -> int:
         if isinstance(text, str):
             return len(tokenizer(text)["input_ids"])
-        return len(tokenizer.apply_chat_template(text, add_generation_prompt=asks, return_dict=False))
+        try:
+            return len(tokenizer.apply_chat_template(text, add_generation_prompt=asks, return_dict=False))
+        except Exception as error:
+            rule = f"the chat template rejects {str(text)[:200]}: {' '.join(str(error).split())}"
+            raise UsageError(ConfigError(where="dataset", value=source, rule=rule)) from None
 
     prompt = row["prompt"]
     answers = {"pairs": ("chosen", "rejected"), "labelled answers": ("completion",)}.get(kind, ())

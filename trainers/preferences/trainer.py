@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS, TaskName
 from ...plugins.transformers.loading import load_causal_lm
 from ...plugins.transformers.second_model import load_second_model, shard_by_layer
 from ...plugins.transformers.training_arguments import class_of_task
-from ..parallel.trainer_for import planned_parallelism
+from ...plugins.trl import vllm_releases
+from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer
+from ..parallel.planned import planned_parallelism
+from ..runs.inputs import is_without
 from ..runs.ranks import RankContext, trained_model
 from ..runs.settings import LaunchedSettings
+
+logger = logging.getLogger(__name__)
 
 
 def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *, reward: str | None) -> Any:
@@ -94,7 +105,8 @@ def reward_function(name: str) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with _limited(f"The import of {file}"):
+            spec.loader.exec_module(module)
     except Exception as failure:
         rule = f"fails when it is imported ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule)) from failure
@@ -104,6 +116,35 @@ def reward_function(name: str) -> Callable[..., Any]:
         rule = f"has no function {attribute}"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule, fix=f"it has {known}" if known else ""))
     return function
+
+
+IMPORT_SECONDS = 120.0
+"""Longest import of a file with a reward function."""
+
+
+@contextmanager
+def _limited(what: str) -> Iterator[None]:
+    """Raise a TimeoutError in the block after `IMPORT_SECONDS`, and log after a tenth of them that it takes long."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        # Only the main thread gets signals, and Windows has no alarm.
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"not done after {IMPORT_SECONDS:g} s; move slow work into the function")
+
+    slow = IMPORT_SECONDS / 10
+    timer = threading.Timer(slow, logger.warning, [f"{what} takes more than {slow:g} s"])
+    timer.daemon = True
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, IMPORT_SECONDS)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 _OF_SPEED = ("runtime", "per_second", "num_tokens", "step_time")
@@ -135,8 +176,63 @@ def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
         rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"
         errors.append(ConfigError(where="reward", rule=rule, fix=fix))
     elif reward is not None and is_reward_function(reward):
+        if task not in GROUPED_TASKS:
+            rule, fix = f"is not used by task {task}", "use --task grpo or rloo, or omit it"
+            errors.append(ConfigError(where="reward", value=reward, rule=rule, fix=fix))
         try:
             reward_function(reward)
         except UsageError as error:
             errors += error.errors
+    elif reward is not None and reward.endswith(".py"):
+        rule, fix = "names a file without a function", f"pass {reward}:FUNCTION"
+        errors.append(ConfigError(where="reward", value=reward, rule=rule, fix=fix))
     return errors
+
+
+def scores_sequences(config: Mapping[str, Any]) -> bool:
+    """Return whether a model returns scores of a sequence, as reward models do."""
+    return str(next(iter(config.get("architectures") or ()), "")).endswith("ForSequenceClassification")
+
+
+def second_model_errors(role: str, name: str, config: Mapping[str, Any], tokenizer: Any) -> list[ConfigError]:
+    """Return the errors of a reference or reward model for a task whose model has this tokenizer."""
+    errors = []
+    if is_without(Path(name), ["*.safetensors"]):
+        errors.append(ConfigError(where=role, value=name, rule="has no weights", fix="pass a trained model"))
+    scores = scores_sequences(config)
+    labels = int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
+    if role == "reward" and not (scores and labels == 1):
+        rule = f"returns {labels} classes" if scores else "returns no score of a sequence"
+        fix = "train one with --task reward, or pass --reward FILE.py:FUNCTION"
+        errors.append(ConfigError(where=role, value=name, rule=rule, fix=fix))
+    if role == "reference":
+        if scores:
+            rule, fix = "returns a score of a sequence instead of tokens", "pass a causal language model"
+            errors.append(ConfigError(where=role, value=name, rule=rule, fix=fix))
+        try:
+            vocab_size = config.get("vocab_size") or (config.get("text_config") or {})["vocab_size"]
+            own = load_tokenizer(StartingModel(model=name), vocab_size)
+            fix = "use a reference with the tokenizer of the model, such as the model before training"
+            agreed_vocab_size(tokenizer, own, roles=("model", "reference"), fix=fix)
+        except UsageError as error:
+            errors += [replace(each, where=role, value=name) for each in error.errors]
+    return errors
+
+
+def generation_errors(plan: Plan) -> list[ConfigError]:
+    """Return an error if this environment cannot generate completions as planned."""
+    if plan.job.generation not in ("vllm", "vllm-server"):
+        return []
+    value = plan.job.generation
+    if plan.hardware.gpu == "CPU":
+        rule, fix = "needs an accelerator", "use --generation transformers"
+        return [ConfigError(where="generation", value=value, rule=rule, fix=fix)]
+    supported, version = vllm_releases()
+    fix = f"pip install 'vllm{supported}'"
+    if version is None:
+        rule, fix = "needs the package vllm, which is not installed", f"{fix}, or use --generation transformers"
+        return [ConfigError(where="generation", value=value, rule=rule, fix=fix)]
+    if not supported.contains(version, prereleases=True):
+        rule = f"needs vllm{supported}, which the installed trl supports, but {version} is installed"
+        return [ConfigError(where="generation", value=value, rule=rule, fix=fix)]
+    return []

@@ -21,6 +21,7 @@ from ...ds_configs.plan.rendering import (
     train_arguments,
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.planning import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
@@ -83,11 +84,12 @@ def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of `shardwright` that train with a plan; `arguments` are the user's flags of `train`.
 
     Raises:
-        UsageError: the plan cannot be read or has a second model, or there are no flags.
+        UsageError: the plan cannot be read or has a second model without a task that uses it, or there are no flags.
     """
     plan = Plan.load(plan_directory)
     words = train_arguments(plan, directory=str(plan_directory))
-    for second in plan.job.second_models:
+    trains = plan.job.task not in ("sft", "gkd") and TASKS[plan.job.task].trainer is not None
+    for second in () if trains else plan.job.second_models:
         rule = f"has the {second.role} {second.spec.name}, but train uses none"
         fix = "pass your script" + (f", or use {shlex.join(words)}" if words[1] != "train" else "")
         raise UsageError(ConfigError(where="plan", value=str(plan_directory), rule=rule, fix=fix))

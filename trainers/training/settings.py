@@ -13,7 +13,7 @@ from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, collecting
 from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, TaskFields, adapter_errors
 from ...ds_configs.specs.settings import NamedValues
-from ...ds_configs.specs.tasks import TASKS
+from ...ds_configs.specs.tasks import TASKS, TaskName
 from ...plugins.transformers.training_arguments import class_of_task, package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
@@ -49,8 +49,8 @@ class TrainSettings(LaunchedSettings, KernelFields, LayoutFields, TaskFields):
 
     group = "Training"
 
-    loss: Literal["eager", "chunked"] = Field(
-        "eager", description="Loss computation; chunked never stores the logits of all tokens"
+    loss: Literal["auto", "eager", "chunked"] = Field(
+        "eager", description="Loss computation; chunked stores no logits of all tokens; auto: planned"
     )
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
@@ -76,8 +76,8 @@ class ScriptJob(RankJob):
     arguments: list[str] = Field(description="of the script")
 
 
-def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
-    """Return the settings that cannot be combined, before anything is read."""
+def train_settings_errors(settings: TrainSettings, task: TaskName) -> list[ConfigError]:
+    """Return the settings that cannot be combined, before data and model are read; a plan decides the task."""
     errors = launched_errors(settings)
     if settings.plan is None:
         errors += adapter_errors(settings.stated(), settings.method)
@@ -89,7 +89,7 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
         ]
     kind = None
     with collecting(errors):
-        kind = class_of_task(TASKS[settings.task].config or "transformers.TrainingArguments")
+        kind = class_of_task(TASKS[task].config or "transformers.TrainingArguments")
     errors += unknown_argument_errors(settings.arg, kind)
     for name, value in settings.arg.items():
         if option := _OPTIONS_OF_ARGUMENTS.get(name):

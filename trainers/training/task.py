@@ -15,10 +15,10 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
-from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
+from ...plugins.huggingface_hub import shown_name, title_of
+from ...plugins.planning import installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
 from ..counting.counts import Estimate
@@ -27,21 +27,27 @@ from ..data.models import StartingModel, load_config, load_tokenizer, with_posit
 from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
 from ..preferences.data import in_complete_batches, task_samples
-from ..preferences.trainer import is_reward_function, task_errors
+from ..preferences.trainer import (
+    generation_errors,
+    is_reward_function,
+    scores_sequences,
+    second_model_errors,
+    task_errors,
+)
 from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
-    as_planned,
     chosen_hardware,
     is_without,
+    job_options,
     launch_errors,
     named_samples,
     run_output_errors,
     training_job,
 )
-from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_training, with_spreads
-from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, model_file_names, run_training, with_spreads
+from ..runs.settings import RunRequest
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 logger = logging.getLogger(__name__)
@@ -120,14 +126,6 @@ class TrainOutcome(LaunchedOutcome):
         )
 
 
-def train_file_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Return the files that a run writes into its output directory, in addition to the plan's."""
-    adapter = settings.method != "full"
-    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-    config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
-
-
 def train(
     model: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
 ) -> TrainOutcome:
@@ -172,7 +170,7 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
-        return train_file_names(self.settings)
+        return model_file_names(self.settings)
 
     @property
     def own_arguments(self) -> dict[str, Any]:
@@ -194,13 +192,20 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         RefusedInputError: files of a model are corrupt or unsafe.
         PlanDoesNotFitError: no layout fits.
     """
-    errors = train_settings_errors(settings) + task_errors(settings.task, reward=settings.reward)
-    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
-    errors += run_output_errors(request, sources)
+    errors: list[ConfigError] = []
     written_plan = loaded = hardware = tokenizer = samples = None
     if settings.plan is not None:
         with collecting(errors):
             written_plan = Plan.load(settings.plan)
+    task, reward = settings.task, settings.reward
+    if written_plan is not None:
+        task = written_plan.job.task
+        reward = reward or (written_plan.job.reward.name if written_plan.job.reward else None)
+    errors += train_settings_errors(settings, task) + task_errors(task, reward=reward)
+    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
+    errors += run_output_errors(request, sources)
+    if settings.plan is not None and written_plan is not None:
+        with collecting(errors):
             directory = Path(settings.plan) if Path(settings.plan).is_dir() else Path(settings.plan).parent
             rule = "was edited, but train runs the original plan"
             fix = "plan again with other options, or run your file with accelerate launch and a script"
@@ -217,10 +222,23 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     with collecting(errors):
         loaded = load_model_spec(model, revision=settings.revision)
         refuse_other_formats(Path(model), where="model", fix=CONVERTED)
-        errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
+        spec = loaded.spec
+        same: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+        if written_plan is not None and written_plan.model.release != spec.release:
+            # These depend on the release of Transformers rather than on the model.
+            changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
+            same |= {field: getattr(spec, field) for field in changing}
+        # The location of a model does not matter.
+        if written_plan is not None and replace(written_plan.model, **same) != spec:
+            rule = f"is not the model of the plan, {written_plan.model.name}"
+            fix = "plan for this model, or omit --plan"
+            errors.append(ConfigError(where="model", value=spec.name, rule=rule, fix=fix))
         if settings.task != "sft" and is_without(Path(model), ["*.safetensors"]):
             # The reference is what the model was before training.
             rule, fix = f"has no weights, from which task {settings.task} starts", "pass a trained model"
+            errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
+        if settings.task not in ("sft", "reward") and scores_sequences(loaded.config):
+            rule, fix = "returns a score of a sequence instead of tokens", "pass a causal language model"
             errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
     if loaded is not None:
         with collecting(errors):
@@ -240,9 +258,12 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     seconds: dict[str, Any] = {}
     for role in ("reference", "reward") if written_plan is None else ():
         name = getattr(settings, role)
-        if name is not None and not is_reward_function(name):
+        # A file without a function is among the errors already.
+        if name is not None and not is_reward_function(name) and not name.endswith(".py"):
             with collecting(errors):
-                seconds[role] = load_model_spec(name).spec
+                second = load_model_spec(name)
+                seconds[role] = second.spec
+                errors += [] if tokenizer is None else second_model_errors(role, name, second.config, tokenizer)
     if errors:
         raise UsageError(errors)
     assert loaded and hardware and tokenizer and samples, "each failure added an error"
@@ -255,7 +276,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
+    errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
+    errors += planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"
@@ -265,30 +287,19 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if settings.task != "sft":
         layout = plan.chosen.layout
         samples = in_complete_batches(samples, layout.micro_batch_size * layout.data_parallel_size)
-        return PreparedTrain(
-            model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
-        )
-    with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
-    samples = packed_if_possible(
-        samples,
-        settings,
-        plan,
-        [(loaded.config, plan.model.attention)],
-        obstacle=with_cache if settings.arg.get("use_cache") else None,
-    )
+    else:
+        with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
+        obstacle = with_cache if settings.arg.get("use_cache") else None
+        models = [(loaded.config, plan.model.attention)]
+        samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedTrain(
-        model=model,
-        settings=settings,
-        plan=plan,
-        samples=samples,
-        tokenizer=tokenizer,
-        request=request,
+        model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
     )
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
     """Return the settings with the plan's values and the planned commit of the model."""
-    if settings.reward is not None and not is_reward_function(settings.reward):
+    if settings.reward is not None and (plan.job.reward is not None or not is_reward_function(settings.reward)):
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         raise UsageError(ConfigError(where="reward", value=settings.reward, rule=rule, fix=fix))
     if (seconds := plan.job.second_models) and plan.job.task == "sft":
@@ -298,18 +309,10 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
     models = {role: spec.name for role in ("reference", "reward") if (spec := getattr(plan.job, role)) is not None}
-    return as_planned(settings, plan).model_copy(update={"revision": revision} | models)
-
-
-def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:
-    """Return an error if a plan was made for a model of another shape; its location does not matter."""
-    spec = loaded.spec
-    same: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
-    if plan.model.release != spec.release:
-        # These depend on the release of Transformers rather than on the model.
-        changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
-        same |= {field: getattr(spec, field) for field in changing}
-    if replace(plan.model, **same) == spec:
-        return []
-    rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this model, or omit --plan"
-    return [ConfigError(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
+    # Reports show the values of the plan.
+    options, layout = plan.job.options(), plan.chosen.layout
+    options |= {"micro_batch_size": layout.micro_batch_size}
+    options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
+    planned = {name: options[name] for name in job_options(settings)}
+    planned |= {name: plan.hardware.options().get(name) for name in ("host_memory", "nvme")}
+    return settings.model_copy(update=planned | {"hardware": plan.hardware.name, "revision": revision} | models)

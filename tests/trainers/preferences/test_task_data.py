@@ -65,6 +65,18 @@ PAIRS = {
         {"prompt": "How many?", "chosen": QUESTION + said("4"), "rejected": QUESTION + said("5")},
         {"prompt": QUESTION, "chosen": said("4"), "rejected": said("5")},
     ),
+    "messages, answers as text": (
+        {"prompt": QUESTION, "chosen": "4", "rejected": "5"},
+        {"prompt": QUESTION, "chosen": said("4"), "rejected": said("5")},
+    ),
+    "messages of another form": (
+        {
+            "prompt": [{"from": "human", "value": "How many?"}],
+            "chosen": [{"from": "gpt", "value": "4"}],
+            "rejected": [{"from": "gpt", "value": "5"}],
+        },
+        {"prompt": QUESTION, "chosen": said("4"), "rejected": said("5")},
+    ),
     "text prompt, answers as messages": (
         {"prompt": "How many?", "chosen": said("4"), "rejected": said("5")},
         {"prompt": QUESTION, "chosen": said("4"), "rejected": said("5")},
@@ -97,7 +109,7 @@ def test_prompts_keep_what_the_reward_reads(tmp_path: Path) -> None:
     made = rows_of(samples_of("grpo", rows, tmp_path))
     assert made == [{"answer": str(index + 1), "prompt": f"{index}+1="} for index in range(3)]
     chats = [{"messages": QUESTION + said(str(index)), "answer": str(index)} for index in range(2)]
-    made = rows_of(samples_of("rloo", chats, tmp_path, template="chatml"))
+    made = rows_of(samples_of("rloo", chats, tmp_path, template="chatml", seq_len=96))
     assert [row["prompt"] for row in made] == [QUESTION] * 2
 
 
@@ -135,11 +147,45 @@ def test_rows_that_teach_nothing_are_skipped_and_counted(tmp_path: Path, caplog:
         ("kto", {"prompt": "a", "completion": "b"}, "needs the column label"),
         ("dpo", {"prompt": "a", "chosen": "b", "rejected": said("c")}, "chosen is a str and rejected a list"),
         ("dpo", {"prompt": QUESTION, "chosen": said("a"), "rejected": said("b")}, "has no chat template; pass --chat"),
+        (
+            "dpo",
+            {"prompt": "a", "chosen": None, "rejected": "b"},
+            r"\[0\]: chosen: must be text, or a list of messages",
+        ),
+        ("dpo", {"prompt": 5, "chosen": "a", "rejected": "b"}, r"\[0\]: prompt = 5: must be text, or a list"),
+        ("dpo", {"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, r"chosen = 'b': each message must be an object"),
+        ("reward", {"prompt": "a", "chosen": [{"content": "b"}], "rejected": said("c")}, "needs a role and a content"),
+        ("kto", {"prompt": "a", "completion": 5, "label": True}, r"\[0\]: completion = 5: must be text"),
+        ("grpo", {"prompt": 7}, r"\[0\]: prompt = 7: must be text"),
+        ("grpo", {"messages": [{"role": "user"}]}, r"\[0\]: messages = .* each message needs a role and a content"),
     ],
 )
 def test_rows_that_cannot_be_read_name_the_column(task: str, row: dict[str, Any], rule: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rule):
         samples_of(task, [row], tmp_path)
+
+
+def test_kto_needs_good_and_bad_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{index}?", "completion": "yes", "label": "good"} for index in range(6)]
+    with pytest.raises(UsageError, match="has only answers with the label true, and KTO learns from their difference"):
+        samples_of("kto", rows, tmp_path)
+
+
+def test_prompts_leave_room_for_the_longest_completion(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    rows = [{"prompt": str(index) * length} for index, length in enumerate([48, 49, 48, 63])]
+    samples = samples_of("grpo", rows, tmp_path)
+    assert [row["prompt"][0] for row in rows_of(samples)] == ["0", "2"]
+    assert "2 of 4 rows" in caplog.text and "the 16 of --completion-tokens exceed --seq-len" in caplog.text
+
+
+def test_a_template_that_rejects_a_conversation_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": QUESTION, "chosen": said("a"), "rejected": said("b")}]
+    template = tmp_path / "template.jinja"
+    only_one = "{% if messages[0]['content'] == 'How many?' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text(only_one + "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    with pytest.raises(UsageError, match=r"rows.jsonl': the chat template rejects .*How many.*: no system"):
+        samples_of("dpo", rows, tmp_path, template=str(template))
 
 
 def test_equal_rows_are_in_one_set_and_tokens_are_counted(tmp_path: Path) -> None:
