@@ -117,7 +117,15 @@ def frozen_model_terms(
     tokens, task = layout.micro_batch_size * job.seq_len_tokens, TASKS[job.task]
     always: Terms = {}
     if placement not in ("shared", "cached"):
-        always = {f"{role}_weights": _weight_bytes(second, layout, job)}
+        shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
+        element = width
+        if role == "reference" and layout.engine in ("single", "ddp") and job.method == "full":
+            # TRL loads it with the type of the trained weights (trl 1.16.0, dpo_trainer.py:924).
+            element = 4 if job.precision == "fp32" else job.trained_weight_bytes
+        weights = element * shares.get(placement, spec.parameter_count)
+        if placement == "quantized":
+            weights = _four_bit_bytes(spec, job)
+        always = {f"{role}_weights": weights + spec.buffer_bytes}
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
@@ -162,18 +170,6 @@ def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: 
     head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu, scores=True)
     unit = spec.parameters_outside_layers if layout.engine == "fsdp2" else spec.embedding_parameters
     return hidden + head, job.compute_bytes * unit if is_divided else 0
-
-
-def _weight_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
-    """Bytes of a frozen model's weights and buffers on an accelerator while it does not run."""
-    spec, width = second.spec, job.compute_bytes
-    if second.planned_placement == "quantized":
-        return _four_bit_bytes(spec, job) + spec.buffer_bytes
-    if second.role == "reference" and layout.engine in ("single", "ddp") and job.method == "full":
-        # TRL loads it with the type of the trained weights (trl 1.16.0, dpo_trainer.py:924).
-        width = 4 if job.precision == "fp32" else job.trained_weight_bytes
-    shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
-    return width * shares.get(second.planned_placement, spec.parameter_count) + spec.buffer_bytes
 
 
 def runs_after_forward(second: SecondModel, job: TrainingJob) -> bool:
