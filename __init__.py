@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
     from .trainers.formats.merge import merge
     from .trainers.qat.command import qat
-    from .trainers.quantization.run import quantize
+    from .trainers.quantization import quantize
     from .trainers.rehearsal.rehearse import rehearse
     from .trainers.training.rank import trainer_for
     from .trainers.training.task import train
@@ -55,7 +55,7 @@ _HOMES = {
     "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning",
     "qat": ".trainers.qat.command",
-    "quantize": ".trainers.quantization.run",
+    "quantize": ".trainers.quantization",
     "rehearse": ".trainers.rehearsal.rehearse",
     "student": ".trainers.distillation.student",
     "train": ".trainers.training.task",

@@ -14,7 +14,7 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments
-from shardwright.trainers.parallel.trainer_for import planned_parallelism
+from shardwright.trainers.parallel.planned import planned_parallelism
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
 

@@ -24,7 +24,7 @@ from shardwright.plugins.transformers.gradient_checkpointing import (
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
-from shardwright.trainers.parallel.trainer_for import attach_long_sequences
+from shardwright.trainers.parallel.planned import attach_long_sequences
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -13,8 +13,7 @@ from shardwright.ds_configs.quantization.settings import QuantizeSettings
 from shardwright.plugins.compressed_tensors import restore_expert_names
 from shardwright.plugins.llm_compressor import without_bars
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.quantization.inputs import prepare
-from shardwright.trainers.quantization.run import quantize_in_memory
+from shardwright.trainers.quantization import prepare, quantize_in_memory
 
 VOCAB_SIZE, SEQ_LEN, ROWS, ANSWER_TOKENS = 512, 64, 8, 12
 _SIZES: Mapping[str, Any] = {

@@ -18,7 +18,7 @@ import torch
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
-from shardwright.trainers.parallel.trainer_for import parallelism_of
+from shardwright.trainers.parallel.planned import parallelism_of
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, set_seed
 
 TURNS, STEPS, WARM, ALLOWED = 10, 16, 3, 1.01

@@ -35,8 +35,6 @@ NOT_SETTINGS = frozenset(
 )
 """Environment variables that are no setting of a command; the last two are for tests."""
 
-_TOKEN_COUNTS = frozenset({"seq_len", "max_length", "max_seq_length", "max_model_len"})
-"""Options with the length of a sequence, which may be written as 16k (16,384) or 1M."""
 _SWITCH = re.compile(r"--(?:(?P<precision>bf16|fp16)(?:=true)?|(?P<name>[\w-]+)=(?P<word>on|off))", re.IGNORECASE)
 """Switches of `TrainingArguments` for two values of --precision, and words that Cyclopts 5.4.0 does not accept."""
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
@@ -148,7 +146,8 @@ class Sources(Env):
         if options["config"].tokens:
             self._read_file(options)
         for name, argument in options.items():
-            if name in _TOKEN_COUNTS:
+            # Lengths of sequences may be written as 16k (16,384) or 1M.
+            if name in ("seq_len", "max_model_len"):
                 argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
             if get_origin(argument.hint) is not dict:
                 continue
@@ -375,18 +374,13 @@ def _unused_errors(
     errors = []
     for flag in flags:
         rule, fix = "is not an option", meant(flag, known, flag=True)
-        if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
-            rule = f"is not an option of {tokens[0]}"
+        if not fix:
+            # The commands that have the option, by its name or by one with its meaning.
+            others = {name: _options_of(app[name]) for name in app if not name.startswith("-") and name != tokens[0]}
+            owners = {name: [other for other in others if name in others[other]] for name in meanings(flag)}
+            if name := next((name for name in owners if owners[name]), ""):
+                listed = " or ".join(filter(None, (", ".join(owners[name][:-1]), owners[name][-1])))
+                rule, fix = f"is not an option of {tokens[0]}", f"pass --{name.replace('_', '-')} to {listed}"
         fix = fix or suggested(flag, known, flag=True) or "see --help"
         errors.append(ConfigError(where=flag, rule=rule, fix=fix))
     return errors
-
-
-def _for_other_commands(app: App, command: str, flag: str) -> str:
-    """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
-    options = {name: _options_of(app[name]) for name in app if not name.startswith("-") and name != command}
-    for name in meanings(flag):
-        if owners := [other for other in options if name in options[other]]:
-            listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
-            return f"pass --{name.replace('_', '-')} to {listed}"
-    return ""

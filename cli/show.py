@@ -139,12 +139,24 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
-    alternatives = _alternatives(plan)[: _BRIEF_ROWS if brief else None]
     if not brief:
         _show_costs(out, plan)
+    rows: list[tuple[str, ...]] = []
+    for candidate in plan.rejected[: _BRIEF_ROWS if brief else None]:
+        layout, memory = candidate.layout, candidate.memory
+        layers = -(-model.dimensions.num_layers // layout.pp)
+        recomputed = layout.recomputed_layers(layers)
+        recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
+        change = 100 * (candidate.time.tokens_per_second / chosen.time.tokens_per_second - 1)
+        # A layout that is too large has no speed, but a memory that is too small.
+        speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
+        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
+        size = gigabytes(memory.gpu.high_bytes)
+        rows.append((display_name(layout), str(layout.micro_batch_size), recomputation, size, speed, verdict))
     out.print()
     headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
-    print_rows(out, headings, alternatives, title="Alternatives", figures=headings[1:], folded={"layout": 20})
+    # `explain` prints their reasons.
+    print_rows(out, headings, rows, title="Alternatives", figures=headings[1:], folded={"layout": 20})
     if brief:
         return
     if directory is not None or output_dir_hint:
@@ -251,24 +263,6 @@ def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
         for index, (name, count) in ranked
     ]
     return [*rows, (Text("total", style="bold"), Text(gigabytes(sum(terms.values())), style="bold"))]
-
-
-def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row for each rejected layout; their reasons are printed by `explain`."""
-    rows: list[tuple[str, ...]] = []
-    for candidate in plan.rejected:
-        layout, memory = candidate.layout, candidate.memory
-        layers = -(-plan.model.dimensions.num_layers // layout.pp)
-        recomputed = layout.recomputed_layers(layers)
-        recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
-        change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
-        # A layout that is too large has no speed, but a memory that is too small.
-        speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
-        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
-        name = display_name(layout)
-        gb = gigabytes(memory.gpu.high_bytes)
-        rows.append((name, str(layout.micro_batch_size), recomputation, gb, speed, verdict))
-    return rows
 
 
 def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:

@@ -19,7 +19,7 @@ from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest
-from shardwright.trainers.quantization.run import quantize
+from shardwright.trainers.quantization import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 128

@@ -21,7 +21,7 @@ from shardwright.trainers import QATCallback
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest
-from shardwright.trainers.quantization.run import quantize
+from shardwright.trainers.quantization import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 128

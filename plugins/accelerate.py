@@ -382,6 +382,8 @@ class SamplesOnce:
 
     def step(self, batch: Any) -> EvaluationStep:
         """Return which samples of the next batch count; call it once for each batch of the loader."""
+        import torch
+
         index, self._steps = self._steps, self._steps + 1
         if self._shard is not None:
             rows, full, share, rest = _deal(self._shard)
@@ -393,7 +395,10 @@ class SamplesOnce:
             if share and index == full:
                 return EvaluationStep(batch=batch, rows=share, samples=None)
             counts = self._shard.process_index < rest
-            return EvaluationStep(batch=batch if counts else _unlabelled(batch), rows=1, samples=int(counts))
+            labels = _labels_of(batch)
+            if labels and not counts and not any(values.is_floating_point() for values in labels.values()):
+                batch = {**batch, **{name: torch.full_like(values, _IGNORED) for name, values in labels.items()}}
+            return EvaluationStep(batch=batch, rows=1, samples=int(counts))
         last = _last_samples(self._loader, self._state) if self._state.end_of_dataloader else None
         if last is None:
             return EvaluationStep(batch=batch, rows=None, samples=None)
@@ -668,11 +673,3 @@ def _joined_tokens(batch: Any, loader: DataLoader, kept: int, first: int) -> int
         if own is None or not bool((own == labels[:, : own.shape[1]].to(own.device)).all()):
             return None
     return int(next(iter(alone.values())).shape[1])
-
-
-def _unlabelled(batch: Any) -> Any:
-    """Return a batch without token or class labels; a batch with other labels is returned unchanged."""
-    labels = _labels_of(batch)
-    if not labels or any(values.is_floating_point() for values in labels.values()):
-        return batch
-    return {**batch, **{name: values.new_full(values.shape, _IGNORED) for name, values in labels.items()}}

@@ -14,17 +14,17 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ..ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from .launching.background import BackgroundTask
 from .safetensors import StoredTensor, check_names, checkpoint_files, read_checkpoint
 
 Result = TypeVar("Result")
@@ -49,28 +49,14 @@ def within_limit(work: Callable[[], Result], what: str) -> Result:
     from huggingface_hub import constants
 
     limit = _LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT
-    response: list[Result] = []
-    failure: list[BaseException] = []
-
-    def request() -> None:
-        try:
-            response.append(work())
-        except BaseException as error:
-            failure.append(error)
-
     # A daemon, so that the process can exit without it.
-    thread = threading.Thread(target=request, name="hub", daemon=True)
-    thread.start()
-    thread.join(min(_NOTICE_SECONDS, limit))
-    if thread.is_alive():
+    request = BackgroundTask(work, "hub", daemon=True)
+    if not request.ended(min(_NOTICE_SECONDS, limit)):
         logger.warning(f"waiting for the Hub: {what}")
-        thread.join(max(0, limit - _NOTICE_SECONDS))
-    if failure:
-        raise failure[0]
-    if not response:
-        fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
-        raise ShardwrightError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
-    return response[0]
+        if not request.ended(max(0, limit - _NOTICE_SECONDS)):
+            fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
+            raise ShardwrightError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
+    return cast("Result", request.result())
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -109,13 +95,30 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
             path = Path(model).expanduser() if model and Path(model).expanduser().exists() else None
     except OSError as error:
         raise UsageError(ConfigError(where="model", value=model, rule=f"cannot be read ({error.strerror})")) from None
-    if path is not None:
-        if revision is not None:
-            rule, fix = "only a Hub model has revisions", "omit it for a local path"
-            raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
-        return _read_local(path)
-    refuse_no_hub_id(model)
-    return _read_hub(model, revision)
+    if path is None:
+        refuse_no_hub_id(model)
+        return _read_hub(model, revision)
+    if revision is not None:
+        rule, fix = "only a Hub model has revisions", "omit it for a local path"
+        raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix in WEIGHT_SUFFIXES:
+        fix = f"pass its directory, {file.parent}"
+        raise UsageError(ConfigError(where="model", value=str(path), rule="is a file of weights", fix=fix))
+    if not file.is_file():
+        adapter = path.is_dir() and (path / _ADAPTER_CONFIG).is_file()
+        fix = (
+            "it is an adapter: merge it with shardwright merge, or pass its base model"
+            if adapter
+            else f"pass {inner[0].parent}"
+            if (inner := sorted(path.glob("*/config.json")))
+            else "pass a model directory or a config.json"
+        )
+        raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
+    config, count = read_config(file, source=str(path)), None
+    if path.is_dir() and checkpoint_files(path):
+        count = sum(tensor.elements for tensor in read_checkpoint(path).values())
+    return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
 
 
 def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
@@ -157,27 +160,6 @@ def refuse_no_hub_id(model: str) -> None:
         near = near_path(model)
         rule, fix = "no such file or directory, and not a Hub id", f"did you mean {near}?" if near else "write ORG/NAME"
         raise UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))
-
-
-def _read_local(path: Path) -> ModelSource:
-    file = path / "config.json" if path.is_dir() else path
-    if file.suffix in WEIGHT_SUFFIXES:
-        fix = f"pass its directory, {file.parent}"
-        raise UsageError(ConfigError(where="model", value=str(path), rule="is a file of weights", fix=fix))
-    if not file.is_file():
-        adapter = path.is_dir() and (path / _ADAPTER_CONFIG).is_file()
-        fix = (
-            "it is an adapter: merge it with shardwright merge, or pass its base model"
-            if adapter
-            else f"pass {inner[0].parent}"
-            if (inner := sorted(path.glob("*/config.json")))
-            else "pass a model directory or a config.json"
-        )
-        raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
-    config, count = read_config(file, source=str(path)), None
-    if path.is_dir() and checkpoint_files(path):
-        count = sum(tensor.elements for tensor in read_checkpoint(path).values())
-    return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
 
 
 def read_config(file: Path, *, source: str) -> dict[str, Any]:

@@ -340,12 +340,9 @@ def quantize_with_llm_compressor(
     import_upstream()
     modifiers = build_modifiers(scheme, method, method_options or {})
     reads = [modifier.requires_calibration_data for modifier in modifiers]
-    errors = []
     if any(reads) and not calibration:
         rule = f"{method} with {scheme.name} needs text for calibration"
-        errors.append(ConfigError(where="dataset", rule=rule, fix="pass --dataset, such as python-help"))
-    if errors:
-        raise UsageError(errors)
+        raise UsageError(ConfigError(where="dataset", rule=rule, fix="pass --dataset, such as python-help"))
     steps = Steps(model, reads)
     for modifier in modifiers:
         modifier._steps = steps

@@ -20,22 +20,12 @@ from ..ds_configs.specs.terms import Role
 from . import patches
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
 MeterPhase = Literal["init", "generate", "score", "forward", "loss", "backward", "step", "other"]
 
 ROLES: tuple[Role, ...] = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 
-_ROLE_OF_PHASE: Mapping[MeterPhase, Role] = {
-    "init": "other",
-    "generate": "activations",
-    "score": "activations",
-    "forward": "activations",
-    "loss": "activations",
-    "backward": "activations",
-    "step": "optimizer",
-    "other": "other",
-}
 _SHARDING_CODE = ("/deepspeed/runtime/zero/", "/deepspeed/runtime/utils.py", "/deepspeed/utils/", "/fsdp/_fully_shard/")
 _MODEL_CODE = ("/torch/nn/modules/module.py", "/torch/autograd/graph.py", "/torch/autograd/__init__.py")
 
@@ -115,7 +105,16 @@ class ByteMeter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         # FSDP2 frees and refills gathered parameters through the storage, which no operator sees.
-        followed = patches.applied("metered-storages", self._following)
+        def following(original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+            def resize(storage: torch.UntypedStorage, size: int) -> Any:
+                result = original(storage, size)
+                if storage.device.type == "cpu":
+                    self._resized(storage)
+                return result
+
+            return resize
+
+        followed = patches.applied("metered-storages", following)
         followed.__enter__()
         self._followed_resizes.append(followed)
         super().__enter__()
@@ -124,15 +123,6 @@ class ByteMeter(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._followed_resizes.pop().__exit__(None, None, None)
-
-    def _following(self, original: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            if storage.device.type == "cpu":
-                self._resized(storage)
-            return result
-
-        return resize
 
     def enter(self, phase: MeterPhase) -> None:
         """Begin a phase; bytes that are already live count for it."""
@@ -232,17 +222,23 @@ class ByteMeter(TorchDispatchMode):
     def _role_of_new_storage(self) -> Role:
         """Sharding code that runs inside a module or the backward pass fills buckets; else the phase decides."""
         if self._phase in ("init", "other"):
-            return _ROLE_OF_PHASE[self._phase]
+            return "other"
+        if self._phase == "step":
+            return "optimizer"
         frame: FrameType | None = sys._getframe(3)
         while frame is not None:
             code = frame.f_code
             if code not in self._code_kinds:
-                self._code_kinds[code] = _code_kind(code.co_filename)
+                filename, self._code_kinds[code] = code.co_filename, None
+                if filename.endswith((*_MODEL_CODE, "/deepspeed/runtime/zero/linear.py")):
+                    self._code_kinds[code] = "model"
+                elif any(part in filename for part in _SHARDING_CODE):
+                    self._code_kinds[code] = "sharding"
             kind = self._code_kinds[code]
             if kind is not None:
-                return "buckets" if kind == "sharding" and self._phase != "step" else _ROLE_OF_PHASE[self._phase]
+                return "buckets" if kind == "sharding" else "activations"
             frame = frame.f_back
-        return _ROLE_OF_PHASE[self._phase]
+        return "activations"
 
 
 class AcceleratorMeter:
@@ -301,14 +297,6 @@ def _plain(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return ()
     return () if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else (tensor,)
-
-
-def _code_kind(filename: str) -> Literal["sharding", "model"] | None:
-    if filename.endswith("/deepspeed/runtime/zero/linear.py"):
-        return "model"
-    if any(part in filename for part in _SHARDING_CODE):
-        return "sharding"
-    return "model" if filename.endswith(_MODEL_CODE) else None
 
 
 WARM_UP_STEPS = 2
@@ -381,7 +369,10 @@ class _PhaseCallback(TrainerCallback):
         if not self._wrapped:
             self._wrapped = True
             # Tensor parallelism replaces the output head when the engine is made.
-            _mark_loss(self._trainer.model, self._meter)
+            model = self._trainer.model
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            if head is not None:
+                head.register_forward_pre_hook(self._enter_loss)
             self._wrap_step()
             self._follow_instructions()
         self._label()
@@ -390,6 +381,11 @@ class _PhaseCallback(TrainerCallback):
         self._meter.enter("other")
         if state.global_step == self._warm_up_steps:
             self._meter.reset_peaks()
+
+    def _enter_loss(self, _: Any, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].requires_grad and torch.is_grad_enabled():
+            self._meter.enter("loss")
+            inputs[0].register_hook(lambda _: self._meter.enter("backward"))
 
     def _wrap_step(self) -> None:
         """DeepSpeed steps inside `accelerator.backward`; elsewhere the step begins when that returns."""
@@ -469,19 +465,6 @@ class _PhaseCallback(TrainerCallback):
                 if isinstance(buckets, dict):
                     buckets = [getattr(bucket, "buffer", None) for bucket in buckets.values()]
                 self._meter.label(_tensors(buckets), "buckets")
-
-
-def _mark_loss(model: PreTrainedModel, meter: Meter) -> None:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is None:
-        return
-
-    def enter_loss(_: Any, inputs: tuple[Any, ...]) -> None:
-        if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].requires_grad and torch.is_grad_enabled():
-            meter.enter("loss")
-            inputs[0].register_hook(lambda _: meter.enter("backward"))
-
-    head.register_forward_pre_hook(enter_loss)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -896,8 +896,17 @@ def patch_state(patch: Patch) -> str:
 @cache
 def target_error(patch: Patch) -> ConfigError | None:
     """Return an error if the installed release lacks the target or defines it with other parameters; imports it."""
+    problem = None
     try:
-        problem = _mismatch(patch)
+        owner, attribute = _owner(patch)
+        # Attributes of objects are not attributes of their class: its methods set them on each object.
+        if patch.scope == "instance" and inspect.isclass(owner) and not hasattr(owner, attribute):
+            if not _mentions(owner, attribute):
+                problem = (
+                    f"which this release does not have (no method of {owner.__name__} reads or sets {attribute!r})"
+                )
+        else:
+            problem = _parameter_difference(patch, upstream_value(patch))
     except (ImportError, AttributeError) as error:
         problem = f"which this release does not have ({error})"
     if problem is None:
@@ -913,20 +922,8 @@ def target_error(patch: Patch) -> ConfigError | None:
     )
 
 
-def _mismatch(patch: Patch) -> str | None:
-    """Return how the target differs from what the patch was written for.
-
-    Raises:
-        ImportError: its module does not exist.
-        AttributeError: the attribute does not exist.
-    """
-    owner, attribute = _owner(patch)
-    if patch.scope == "instance" and inspect.isclass(owner) and not hasattr(owner, attribute):
-        # Not an attribute of the class: its methods set it on each object.
-        if _mentions(owner, attribute):
-            return None
-        raise AttributeError(f"no method of {owner.__name__} reads or sets {attribute!r}")
-    value = upstream_value(patch)
+def _parameter_difference(patch: Patch, value: Any) -> str | None:
+    """Return how the parameters of a target differ from those that the patch was written for."""
     # A replacement by another package may name its parameters differently.
     module = (getattr(value, "__module__", None) or patch.target).replace(":", ".")
     if module.partition(".")[0].replace("_", "-") != patch.package:

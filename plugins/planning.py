@@ -146,7 +146,22 @@ def plan(
         activations_of(loaded.spec, job, 1, "fp32" if job.precision == "fp32" else "bf16")
     measured_steps: tuple[MeasuredStep, ...] = ()
     if calibration == "user":
-        calibration, measured_steps = _stored_measurements(cluster.gpu, tell)
+        calibration = None
+        try:
+            calibration, steps = CalibrationStore().calibration(), CalibrationStore().steps()
+        except ShardwrightError as error:
+            tell(f"planning without measured runs: {error}")
+            steps = ()
+        gpu, release = cluster.gpu, own_release()
+        steps = tuple(step for step in steps if step.gpu == gpu)
+        # Steps correct only the plans of the release that predicted them.
+        measured_steps = tuple(step for step in steps if step.release == release)
+        if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
+            tell(
+                f"stored step times on {gpu} that Shardwright {', '.join(others)} predicted stay stored "
+                f"({len(steps) - len(measured_steps)}), but do not correct plans of {release}: measure again with "
+                "`shardwright tune`, or `train` and `calibrate`"
+            )
     return make_plan(
         loaded.spec,
         cluster,
@@ -193,29 +208,6 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
 
 _UNPLANNED = ("lora_alpha", "lora_dropout")
 """Options of a training's adapters that no plan has."""
-
-
-def _stored_measurements(gpu: str, tell: Callable[[str], None]) -> tuple[Calibration | None, tuple[MeasuredStep, ...]]:
-    """Return this user's measured runs, and step times on an accelerator whose predictions this release made.
-
-    Names step times of other releases, and a store that cannot be read.
-    """
-
-    try:
-        calibration, steps = CalibrationStore().calibration(), CalibrationStore().steps()
-    except ShardwrightError as error:
-        tell(f"planning without measured runs: {error}")
-        return None, ()
-    steps = tuple(step for step in steps if step.gpu == gpu)
-    release = own_release()
-    comparable = tuple(step for step in steps if step.release == release)
-    if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
-        tell(
-            f"stored step times on {gpu} that Shardwright {', '.join(others)} predicted stay stored "
-            f"({len(steps) - len(comparable)}), but do not correct plans of {release}: measure again with "
-            "`shardwright tune`, or `train` and `calibrate`"
-        )
-    return calibration, comparable
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:

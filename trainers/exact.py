@@ -42,12 +42,14 @@ from ..plugins.transformers.prepared_model import (
     prepare_before_training,
 )
 from ..plugins.trl import weigh_evaluated_batches
-from .counting import own_losses
 from .counting.counts import (
     Counting,
     Evaluation,
+    accepts_count,
     at_least_one,
+    checked_loss,
     evaluated_mean,
+    multiplies_by_ranks,
     shifts_labels,
     with_values,
     without_balance_loss,
@@ -372,8 +374,8 @@ class ExactTrainer(_Trainer):
         """Return this micro-batch's and rank's share of the loss of a step: what the Trainer returns, weighed.
 
         `Trainer.compute_loss` (line 2048) divides a sum by the labels of all ranks. Three kinds of losses are none:
-        means of a model that ignores the number of labels; losses of a subclass, see `own_losses`; and the balance loss
-        of a mixture, which is added once per micro-batch and multiplied by the ranks.
+        means of a model that ignores the number of labels; losses of a subclass, see `counting/counts.py`; and the
+        balance loss of a mixture, which is added once per micro-batch and multiplied by the ranks.
         Canary: `test_classifiers_still_ignore_the_number_of_labels`.
         Canary: `test_the_trainer_still_multiplies_own_means_by_the_micro_batches`.
         """
@@ -402,7 +404,7 @@ class ExactTrainer(_Trainer):
                     inputs, weight = counting.next_mean(inputs)
                 items = self._label_share(num_items_in_batch)
                 inputs, keywords = self.shared_axis.loss_inputs(self, inputs, {**keywords, "num_items_in_batch": items})
-                if items is None and not own_losses.accepts_count(super().compute_loss):
+                if items is None and not accepts_count(super().compute_loss):
                     # A class with a `training_step` of its own may not need the number.
                     keywords.pop("num_items_in_batch", None)
                 result = super().compute_loss(model, inputs, **keywords)
@@ -428,15 +430,15 @@ class ExactTrainer(_Trainer):
         """Return the loss of the user's class or function, before it is weighed."""
         assert self.step_counting is not None and self.step_counting.own_loss is not None
         # A loss that multiplies by all ranks must also divide by all labels as often.
-        extra = self.args.world_size if own_losses.multiplies_by_ranks(self.step_counting.own_loss) else 1
+        extra = self.args.world_size if multiplies_by_ranks(self.step_counting.own_loss) else 1
         # The weights include the number of ranks.
         with with_values(self.args, average_tokens_across_devices=extra > 1):
-            if self.compute_loss_func is not None or own_losses.accepts_count(self.step_counting.own_loss):
+            if self.compute_loss_func is not None or accepts_count(self.step_counting.own_loss):
                 items = None if items is None else items * extra
                 keywords = {**keywords, "num_items_in_batch": self._label_share(items)}
             result = super().compute_loss(model, inputs, **keywords)
         return_outputs = bool(keywords.get("return_outputs"))
-        loss, outputs = own_losses.checked_loss(result, self, return_outputs=return_outputs)
+        loss, outputs = checked_loss(result, self, return_outputs=return_outputs)
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:

@@ -284,11 +284,25 @@ class GuardCallback(StepEvents, TrainerCallback):
         Raises:
             NonFiniteError: too many consecutive steps are not finite.
         """
+        import torch
+        import torch.distributed as distributed
+
         if self._trainer.is_deepspeed_enabled:
             self._norm = self._trainer.model_wrapped.get_global_grad_norm()
         # With the loss scale of fp16, gradients may overflow, and the optimizer skips such steps.
         norm = None if args.mixed_precision == "fp16" else self._norm
-        self._signal, bad = _agreed(self._request.number, self._loss_is_bad, norm, args.device)
+        if norm is None:
+            norm_is_bad = torch.zeros((), dtype=torch.bool, device=args.device)
+        elif isinstance(norm, torch.Tensor):
+            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            norm_is_bad = ~whole.detach().isfinite().all().to(args.device)
+        else:
+            norm_is_bad = torch.tensor(not math.isfinite(norm), device=args.device)
+        is_bad = norm_is_bad if self._loss_is_bad is None else norm_is_bad | self._loss_is_bad.to(args.device)
+        flags = torch.stack([torch.tensor(self._request.number, device=args.device), is_bad.long()])
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
+        self._signal, bad = flags.tolist()
         own_loss_is_bad, self._loss_is_bad = self._loss_is_bad, None
         if not bad:
             self._in_a_row = 0
@@ -371,25 +385,3 @@ class GuardCallback(StepEvents, TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"the checkpoint of step {state.global_step}")
-
-
-def _agreed(
-    number: int, loss_is_bad: torch.Tensor | None, norm: torch.Tensor | float | None, device: torch.device
-) -> tuple[int, bool]:
-    """Return the signal that any rank received, and whether the loss or norm of any rank is not finite."""
-    import torch
-    import torch.distributed as distributed
-
-    if norm is None:
-        norm_is_bad = torch.zeros((), dtype=torch.bool, device=device)
-    elif isinstance(norm, torch.Tensor):
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        norm_is_bad = ~whole.detach().isfinite().all().to(device)
-    else:
-        norm_is_bad = torch.tensor(not math.isfinite(norm), device=device)
-    bad = norm_is_bad if loss_is_bad is None else norm_is_bad | loss_is_bad.to(device)
-    flags = torch.stack([torch.tensor(number, device=device), bad.long()])
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.all_reduce(flags, op=distributed.ReduceOp.MAX)
-    agreed_number, agreed_bad = flags.tolist()
-    return int(agreed_number), bool(agreed_bad)

@@ -15,7 +15,7 @@ from ..plugins.deepspeed.parameters import WeightEditor, edit_errors
 from ..plugins.deepspeed_pipeline.stage import add_over_stages
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.training_arguments import run_errors
-from .formats.bit_packing import pack_bits
+from .formats.spqr import pack_bits
 
 if TYPE_CHECKING:
     from torch import Tensor

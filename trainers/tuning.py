@@ -7,7 +7,6 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,14 +31,13 @@ from ..ds_configs.search.tuning import (
     spread,
 )
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ..ds_configs.specs.hardware import HardwareSpec
 from ..ds_configs.step_time.learning import MeasuredStep, published_time
 from ..plugins.launching.launch import LaunchFailedError
 from ..plugins.launching.messages import Message, Progress, log_message
-from ..plugins.metering import Meter, start_meter
+from ..plugins.metering import start_meter
 from ..plugins.planning import CalibrationStore, detect_hardware, own_release
 from ..plugins.transformers.loading import gathered
-from .reports.make import REPORT_FILE, write_html
+from .reports.runs import REPORT_FILE, write_html
 from .runs.inputs import PLANNED_DEVICE_FIX, launch_errors
 from .runs.plan_callback import PlanCallback, RunOutOfMemoryError, memory_errors
 from .runs.ranks import rank_arguments, synthetic_trainer, write_json
@@ -78,12 +76,37 @@ class TrialTask(RankTask):
         """Train on this rank; the first one writes the step times and the largest peak of all ranks."""
         import torch
 
-        plan = Plan.load(self.plan)
-        meter = start_meter()
-        with memory_errors(plan), ExitStack() as metered:
+        plan, trial = Plan.load(self.plan), self
+        meter, metered = start_meter(), ExitStack()
+
+        class TrialClock(PlanCallback):
+            """Ends a training that cannot win: ranks wait for the accelerator at the end of each step, and agree."""
+
+            slowest: list[float]
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                super().on_train_begin(args, state, control, **kwargs)
+                self.slowest = []
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                super().on_step_end(args, state, control, **kwargs)
+                self.slowest.append(max(gathered(self.steps.read(waits=True)[-1])))
+                timed = self.slowest[WARM_UP_STEPS:]
+                if len(self.slowest) == WARM_UP_STEPS:
+                    # Counting the tensors of CPU ranks slows every operator.
+                    metered.close()
+                elif cannot_win(timed, steps=trial.steps, best_seconds=trial.best_seconds):
+                    control.should_training_stop = True
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                peak = max(gathered(self.peak_bytes()))
+                if args.process_index == 0:
+                    result = {"step_seconds": self.slowest[WARM_UP_STEPS:], "peak_allocated_bytes": peak}
+                    write_json(result, work / RESULT_FILE)
+
+        with memory_errors(plan), metered:
             metered.enter_context(meter)
-            # Counting the tensors of CPU ranks slows every operator, so it ends before the first timed step.
-            clock = self._clock(work, plan, meter, metered.close)
+            clock = TrialClock(plan, meter=meter)
             job, steps = plan.job, WARM_UP_STEPS + self.steps
             settings = planned_training_arguments(plan) | _NO_OUTPUT
             settings |= {"output_dir": str(work / "output"), "max_steps": steps}
@@ -110,36 +133,6 @@ class TrialTask(RankTask):
             # A rank that exits while others communicate makes gloo abort them.
             trainer.accelerator.wait_for_everyone()
             trainer.accelerator.end_training()
-
-    def _clock(self, work: Path, plan: Plan, meter: Meter, warmed_up: Callable[[], None]) -> PlanCallback:
-        """Return the clock that ends a training that cannot win; it calls `warmed_up` before the first timed step."""
-        trial = self
-
-        class TrialClock(PlanCallback):
-            """Waits for the accelerator at the end of each step, after which ranks agree whether to continue."""
-
-            slowest: list[float]
-
-            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                super().on_train_begin(args, state, control, **kwargs)
-                self.slowest = []
-
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                super().on_step_end(args, state, control, **kwargs)
-                self.slowest.append(max(gathered(self.steps.read(waits=True)[-1])))
-                timed = self.slowest[WARM_UP_STEPS:]
-                if len(self.slowest) == WARM_UP_STEPS:
-                    warmed_up()
-                elif cannot_win(timed, steps=trial.steps, best_seconds=trial.best_seconds):
-                    control.should_training_stop = True
-
-            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                peak = max(gathered(self.peak_bytes()))
-                if args.process_index == 0:
-                    result = {"step_seconds": self.slowest[WARM_UP_STEPS:], "peak_allocated_bytes": peak}
-                    write_json(result, work / RESULT_FILE)
-
-        return TrialClock(plan, meter=meter)
 
 
 DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0
@@ -191,15 +184,21 @@ def tune(
     if errors:
         raise UsageError(errors)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    errors = _device_errors(plan.hardware)
+    hardware = plan.hardware
+    if hardware.nodes > 1:
+        rule, fix = "trials run on one machine", "tune a plan for one of them (--hardware local)"
+        errors.append(ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix))
+    elif unfit := launch_errors(hardware, device_fix=PLANNED_DEVICE_FIX):
+        errors += unfit
+    elif hardware.gpu != "CPU" and (here := detect_hardware().gpu) != hardware.gpu:
+        rule, fix = f"this machine has {here}", "plan again with --hardware local"
+        errors.append(ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix))
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
     if plan.job.task != "sft":
-        rule, fix = (
-            "is not what trials run, which are supervised steps",
-            "measure a short `shardwright train --max-steps`",
-        )
+        rule = "is not what trials run, which are supervised steps"
+        fix = "measure a short `shardwright train --max-steps`"
         errors.append(ConfigError(where="task", value=plan.job.task, rule=rule, fix=fix))
     for second in plan.job.second_models:
         rule = "is not loaded by trials"
@@ -225,19 +224,6 @@ def tune(
     return tuned
 
 
-def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
-    """Return why this machine cannot run the trials of a plan for some hardware."""
-    if hardware.nodes > 1:
-        rule, fix = "trials run on one machine", "tune a plan for one of them (--hardware local)"
-        return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
-    if (errors := launch_errors(hardware, device_fix=PLANNED_DEVICE_FIX)) or hardware.gpu == "CPU":
-        return errors
-    here = detect_hardware().gpu
-    rule = f"this machine has {here}"
-    fix = "plan again with --hardware local"
-    return [] if here == hardware.gpu else [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
-
-
 def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
     """Run the trials.
 
@@ -261,8 +247,26 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
             raise
         logger.info(f"{trial.name}: {_result(trial)}")
         trials.append(trial)
-        if trial.outcome == "measured":
-            _learn(plan, trial)
+        if trial.outcome != "measured" or trial.step_seconds is None:
+            continue
+        # The step time corrects later plans.
+        content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
+        step = MeasuredStep(
+            identifier=hashlib.sha256(content.encode()).hexdigest(),
+            gpu=plan.hardware.gpu,
+            engine=trial.layout.engine,
+            model=plan.model.name,
+            layout=trial.layout.label,
+            ranks=plan.hardware.world_size,
+            predicted_seconds=published_time(layout.time).seconds,
+            measured_seconds=trial.step_seconds,
+            flops_per_s=plan.hardware.flops_per_s,
+            release=own_release(),
+        )
+        try:
+            CalibrationStore().add(step)
+        except ShardwrightError as error:
+            logger.info(f"the step time does not correct later plans: {error}")
     complete = measured(trials)
     if not complete:
         reasons = "\n".join(f"{trial.name}: {_result(trial)}" for trial in trials)
@@ -341,27 +345,3 @@ def _result(trial: Trial) -> str:
         return f"{trial.outcome}: {trial.detail}"
     early = ", ended early because it is slower" if trial.outcome == "slower" else ""
     return f"{trial.step_seconds:.3g} s per step, {trial.predicted_seconds:.3g} s predicted{early}"
-
-
-def _learn(plan: Plan, trial: Trial) -> None:
-    """Store the step time for later plans; a store that cannot be written does not end the trials."""
-    layouts = (plan.chosen, *plan.rejected)
-    predicted = published_time(next(each.time for each in layouts if (each.layout, each.loss) == trial.key))
-    assert trial.step_seconds is not None, "it was measured"
-    content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
-    step = MeasuredStep(
-        identifier=hashlib.sha256(content.encode()).hexdigest(),
-        gpu=plan.hardware.gpu,
-        engine=trial.layout.engine,
-        model=plan.model.name,
-        layout=trial.layout.label,
-        ranks=plan.hardware.world_size,
-        predicted_seconds=predicted.seconds,
-        measured_seconds=trial.step_seconds,
-        flops_per_s=plan.hardware.flops_per_s,
-        release=own_release(),
-    )
-    try:
-        CalibrationStore().add(step)
-    except ShardwrightError as error:
-        logger.info(f"the step time does not correct later plans: {error}")

@@ -155,12 +155,26 @@ class ReferenceLogits:
             timeout_seconds: Time limit of the fresh process.
         """
         import torch
+        from safetensors.torch import save_file
 
         errors = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
         packed = 0 if scheme is None or errors else len(layers)
         difference = None
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
-            failure = _reload(directory, Path(work), self, timeout_seconds)
+            probe = {str(index): torch.tensor(row) for index, row in enumerate(self.tokens)}
+            save_file(probe, str(Path(work) / "probe.safetensors"))
+            command = [interpreter(), "-m", __name__, str(directory), work, self.device]
+            failure = ""
+            try:
+                process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+                if process.returncode < 0:
+                    failure = f"the process that loads it was ended by {signal_name(-process.returncode)}"
+                elif process.returncode:
+                    lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
+                    reason = lines[-1] if lines else f"exit code {process.returncode}"
+                    failure = f"it cannot be loaded and run: {reason}"
+            except subprocess.TimeoutExpired:
+                failure = f"it was not loaded and run within {timeout_seconds:.0f} s"
             if failure:
                 errors.append(failure)
             else:
@@ -194,26 +208,6 @@ def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> Referen
             ids_1S = torch.tensor([list(row)], device=device)
             logits.append(model(input_ids=ids_1S).logits[0].float().cpu().contiguous())
     return ReferenceLogits(tokens=tuple(map(tuple, token_rows)), logits=tuple(logits), device=str(device))
-
-
-def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_seconds: float) -> str | None:
-    """Load and run a checkpoint in a fresh process; return the error if it fails."""
-    import torch
-    from safetensors.torch import save_file
-
-    probe = {str(index): torch.tensor(row) for index, row in enumerate(reference.tokens)}
-    save_file(probe, str(work / "probe.safetensors"))
-    command = [interpreter(), "-m", __name__, str(directory), str(work), reference.device]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return f"it was not loaded and run within {timeout_seconds:.0f} s"
-    if process.returncode == 0:
-        return None
-    if process.returncode < 0:
-        return f"the process that loads it was ended by {signal_name(-process.returncode)}"
-    lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
-    return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {process.returncode}'}"
 
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:

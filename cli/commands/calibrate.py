@@ -62,6 +62,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Options[Flags] = 
 def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
     from ...ds_configs.plan.measurement import measured_run, measured_step, printable, report_lines
+    from ...plugins.planning import own_release
 
     measurement = read_measurement(run_dir)
     step = measured_step(measurement)
@@ -85,24 +86,20 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
         lines.append(f"interval of plans for {plans}: {low:.3f} to {high:.3f} ({len(ratios)} measured)")
     if step is not None:
         answer |= {"step": _with_ratio(step)}
-        lines.append(_step_line(store, step))
+        measured = f"measured over predicted step: {step.ratio:.2f}"
+        if step.release != own_release():
+            predicted = f"predicted by Shardwright {step.release or 'of an unknown release'}, not by {own_release()}"
+            lines.append(f"{measured}; {printable(predicted)}: it does not correct later plans")
+        else:
+            like = (step.gpu, step.engine, step.flops_per_s, step.release)
+            kept = [
+                each.ratio for each in store.steps() if (each.gpu, each.engine, each.flops_per_s, each.release) == like
+            ]
+            runs = printable(f"{len(kept)} run{'' if len(kept) == 1 else 's'} of {step.engine} on {step.gpu}")
+            lines.append(f"{measured}; later plans use {runs}: {min(kept):.2f} to {max(kept):.2f} times the prediction")
     answer = {"schema_version": 1, **answer, "database": str(store.path)}
     print(json.dumps(answer, indent=2) if as_json else "\n".join(lines))
     return 0
-
-
-def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
-    from ...ds_configs.plan.measurement import printable
-    from ...plugins.planning import own_release
-
-    measured = f"measured over predicted step: {step.ratio:.2f}"
-    if step.release != own_release():
-        predicted = f"predicted by Shardwright {step.release or 'of an unknown release'}, not by {own_release()}"
-        return f"{measured}; {printable(predicted)}: it does not correct later plans"
-    like = (step.gpu, step.engine, step.flops_per_s, step.release)
-    ratios = [run.ratio for run in store.steps() if (run.gpu, run.engine, run.flops_per_s, run.release) == like]
-    runs = f"{len(ratios)} run{'' if len(ratios) == 1 else 's'} of {step.engine} on {step.gpu}"
-    return f"{measured}; later plans use {printable(runs)}: {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
 
 
 def read_measurement(run_dir: Path) -> RunMeasurement:

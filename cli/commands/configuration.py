@@ -14,7 +14,7 @@ from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.synonyms import REMOVED
-from ..help import shown_examples
+from ..main import shown_examples
 from ..options import CheckedFor, ConfigFile, Output, PlanSettings
 from ..settings import FILLED, Options
 

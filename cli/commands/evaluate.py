@@ -64,8 +64,7 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
     from ...trainers.data.sources import PYTHON_HELP, local_place
     from ...trainers.evaluation.evaluate import evaluate_model
     from ...trainers.evaluation.measures import TextRequest
-    from ...trainers.reports.make import write_html
-    from ...trainers.reports.runs import evaluation_files
+    from ...trainers.reports.runs import evaluation_files, write_html
 
     errors: list[ConfigError] = []
     if options.chat_template is not None and options.dataset is None:
@@ -129,7 +128,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable
-    from ...trainers.reports.make import REPORT_FILE as HTML_FILE
+    from ...trainers.reports.runs import REPORT_FILE as HTML_FILE
     from ...trainers.reports.runs import evaluation_table, verdict
     from ..show import console, print_figures
 

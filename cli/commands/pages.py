@@ -35,7 +35,7 @@ def report_command(
         Output directory of plan, train, distill, qat, quantize or evaluate.
     """
     from ...ds_configs.plan.output import write_files
-    from ...trainers.reports.make import REPORT_FILE, report_html
+    from ...trainers.reports.runs import REPORT_FILE, report_html
 
     run, *others = runs
     errors = []

@@ -85,7 +85,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
     run = None if tokens is None else run_estimate(plan.chosen.time, plan.hardware, tokens=tokens)
     written: list[Path] = []
     if output_dir is not None and not options.dry_run:
-        from ...trainers.reports.make import write_html
+        from ...trainers.reports.runs import write_html
 
         written = replace(plan, command=command_line()).write(output_dir, force=options.force)
         written = [*written, write_html(output_dir)]

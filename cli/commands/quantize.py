@@ -19,8 +19,7 @@ from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
 if TYPE_CHECKING:
-    from ...trainers.quantization.inputs import Prepared
-    from ...trainers.quantization.run import QuantizationOutcome
+    from ...trainers.quantization import Prepared, QuantizationOutcome
 
 
 class Flags(ResultDirectory, HubFields, RevisionFields):
@@ -41,7 +40,7 @@ def quantize_command(
         Hub id or directory of a model with safetensors weights.
     """
     from ...plugins.huggingface_hub import check_push, pushed
-    from ...trainers.quantization.inputs import prepare
+    from ...trainers.quantization import prepare
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
@@ -61,7 +60,7 @@ def quantize_command(
     if not options.as_json:
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
-    from ...trainers.quantization.run import run_prepared
+    from ...trainers.quantization import run_prepared
 
     with (
         pushed(output_dir, options.push_to_hub, private=options.private),
@@ -145,7 +144,7 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.quantization.scheme import METHODS
-    from ...trainers.quantization.run import QUANTIZATION_FILES
+    from ...trainers.quantization import QUANTIZATION_FILES
     from ...trainers.reports.runs import evaluation_table, verdict
     from ..show import console, print_figures, show_next
 

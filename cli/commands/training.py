@@ -46,7 +46,7 @@ def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, opti
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
-    from ...trainers.quantization.inputs import suggested_command
+    from ...trainers.quantization import suggested_command
     from ..show import show_next
 
     made = f"on {outcome.statistics.source}"
@@ -81,7 +81,7 @@ def distill_command(
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
-    from ...trainers.quantization.inputs import suggested_command
+    from ...trainers.quantization import suggested_command
     from ..show import show_next
 
     made = f"distilled from {outcome.teacher}"
@@ -100,18 +100,14 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
     """
     from ...trainers.qat.command import prepare_qat
 
-    return _launched(partial(prepare_qat, settings, model), options, show_qat, _qat_layers)
+    def describe(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
+        scheme = prepared.config.rounded_scheme
+        if as_json:
+            layers = [layer.name for layer in prepared.layers]
+            return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers}
+        return {"scheme": f"{scheme.name}, {scheme.format}", "layers": f"{len(prepared.layers)} quantized"}
 
-
-def _qat_layers(prepared: PreparedQAT, *, as_json: bool) -> dict[str, object]:
-    scheme = prepared.config.rounded_scheme
-    if as_json:
-        layers = [layer.name for layer in prepared.layers]
-        return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers}
-    return {
-        "scheme": f"{scheme.name}, {scheme.format}",
-        "layers": f"{len(prepared.layers)} quantized",
-    }
+    return _launched(partial(prepare_qat, settings, model), options, show_qat, describe)
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
@@ -146,7 +142,7 @@ def _launched(
 
     `describe` returns what a dry run prints in addition to settings, plan and data.
     """
-    from ...trainers.reports.make import REPORT_FILE as HTML_FILE
+    from ...trainers.reports.runs import REPORT_FILE as HTML_FILE
     from ...trainers.runs.run import run_part, run_training
     from ...trainers.runs.settings import RunRequest
 

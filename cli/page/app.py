@@ -116,17 +116,6 @@ def _named(name: str, revision: str | None) -> LoadedModel:
     return model_from_source(read_hub_source(name, revision=revision), by_structure=True)
 
 
-def _model(settings: PageSettings, config: str) -> LoadedModel:
-    if bool(config) == bool(settings.model):
-        rule, fix = "must be a Hub id or a config.json", "enter one of them, and clear the other"
-        raise UsageError(ConfigError(where="model", value=settings.model, rule=rule, fix=fix))
-    if not config:
-        return _named(settings.model, settings.revision)
-    parsed = parse_config_json(config.encode("utf-8", "surrogatepass"), source=CONFIG_FILE)
-    source = ModelSource(name=CONFIG_FILE, revision=None, config=parsed, checkpoint_parameters=None)
-    return model_from_source(source, by_structure=True)
-
-
 def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, ...]]:
     """Return the plan that `shardwright plan` makes of the same settings, and its notes.
 
@@ -141,7 +130,15 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         memory = parse_overrides(host_memory=settings.host_memory, nvme=settings.nvme)
         hardware = hardware_from_mapping(counted | memory, name=settings.hardware or "")
     with collecting(errors):
-        model = _model(settings, config)
+        if bool(config) == bool(settings.model):
+            rule, fix = "must be a Hub id or a config.json", "enter one of them, and clear the other"
+            raise UsageError(ConfigError(where="model", value=settings.model, rule=rule, fix=fix))
+        if config:
+            parsed = parse_config_json(config.encode("utf-8", "surrogatepass"), source=CONFIG_FILE)
+            source = ModelSource(name=CONFIG_FILE, revision=None, config=parsed, checkpoint_parameters=None)
+            model = model_from_source(source, by_structure=True)
+        else:
+            model = _named(settings.model, settings.revision)
     if errors:
         raise UsageError(errors)
     fields = settings.job_fields()

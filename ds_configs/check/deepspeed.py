@@ -360,7 +360,14 @@ def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None
         effect = "rejects it" if parent["strict"] else "ignores it silently"
         fix = nearest_key(key, list(parent["keys"]))
         if not fix:
-            paths = [known for known in _paths(schema["root"]) if known.rpartition(".")[2] == key]
+            # All known keys down to the third level, those of outer levels first.
+            levels = [[("", schema["root"])]]
+            for _ in range(3):
+                levels.append(
+                    [(f"{at}.{name}", node) for at, part in levels[-1] for name, node in part.get("keys", {}).items()]
+                )
+            known = [at.lstrip(".") for level in levels[1:] for at, _ in level]
+            paths = [at for at in known if at.rpartition(".")[2] == key]
             fix = f"the key belongs at {paths[0]}" if len(paths) in (1, 2) and paths[0] != path else ""
         report.error(path, f"unknown key; DeepSpeed {effect}", fix, line=line)
 
@@ -375,16 +382,6 @@ def _check_keys(report: Report, schema: Schema, uses_transformers: bool) -> None
             report.error(path, f"Transformers does not fill this 'auto', so that DeepSpeed {outcome}", "write a value")
 
     KeyWalker(report, unknown=unknown, auto=auto).walk(report.root, schema["root"])
-
-
-def _paths(schema: Schema) -> list[str]:
-    """Return the paths of all known keys down to the third level, those of outer levels first."""
-    levels = [[("", schema)]]
-    for _ in range(3):
-        levels.append(
-            [(f"{path}.{key}", node) for path, parent in levels[-1] for key, node in parent.get("keys", {}).items()]
-        )
-    return [path.lstrip(".") for level in levels[1:] for path, _ in level]
 
 
 def bf16_section(report: Report) -> str:
@@ -408,9 +405,6 @@ def _check_precision(report: Report) -> None:
     if report.true(master) and not report.true(states) and not offloaded:
         rule = "requires offload_optimizer: fp32 optimizer states are supported on the host only"
         report.error(master, rule, "add offload_optimizer, or set bf16_optimizer_states to true")
-    _check_data_types(report, stage, bf16=bf16, fp16=fp16)
-    if not report.has("fp16"):
-        return
     scale = report.number("fp16.loss_scale")
     if scale is not None and scale < 0:
         report.error("fp16.loss_scale", "must be at least 0", "write 0 for dynamic loss scaling")
@@ -419,9 +413,6 @@ def _check_precision(report: Report) -> None:
             value = report.number(f"fp16.{key}")
             if value is not None and value <= 0:
                 report.error(f"fp16.{key}", "must be greater than 0 with dynamic loss scaling", "omit it")
-
-
-def _check_data_types(report: Report, stage: int, *, bf16: bool, fp16: bool) -> None:
     names = {"fp16": {"fp16", "float16", "half"}, "bf16": {"bf16", "bfloat16"}, "fp32": {"fp32", "float32", "float"}}
     mode = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if "auto" in (report.value(f"{bf16_section(report)}.enabled"), report.value("fp16.enabled")):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -53,21 +53,22 @@ def check_text(
 
     `task` is that of a TRL file whose keys fit several.
     """
-    return _checked(parse(text, filename), world_size, uses_transformers, task)
+    report = parse(text, filename)
+    if report.is_readable and detect_kind(report) == "trl" and report.root.entries:
+        check_trl(report, world_size=world_size, task=task)
+    else:
+        _check_engine_file(report, world_size, uses_transformers)
+    return report.in_order()
 
 
-def _checked(
-    report: Report, world_size: int | None, uses_transformers: bool, task: TrlTask | None = None
-) -> tuple[Finding, ...]:
+def _check_engine_file(report: Report, world_size: int | None, uses_transformers: bool) -> None:
+    """Check a DeepSpeed JSON or an Accelerate YAML."""
     if report.is_readable and not report.root.entries:
         report.error("", "the file has no keys")
-    elif report.is_readable and (kind := detect_kind(report)) == "accelerate":
+    elif report.is_readable and detect_kind(report) == "accelerate":
         check_accelerate(report, world_size=world_size)
-    elif report.is_readable and kind == "trl":
-        check_trl(report, world_size=world_size, task=task)
     elif report.is_readable:
         check_deepspeed(report, world_size=world_size, uses_transformers=uses_transformers)
-    return report.in_order()
 
 
 def _check_pair(launch: Report, config: Report, world_size: int | None, uses_transformers: bool) -> None:
@@ -207,6 +208,9 @@ def check(
 
     Example: ``shardwright.check("ds_config.json", num_processes=8).errors``
 
+    A path that cannot be read is a finding, not an exception. A DeepSpeed JSON that a YAML uses is checked once, for
+    the number of processes that the YAML starts.
+
     Args:
         files: Paths. With an Accelerate YAML or a TRL file, the files that it names are checked too; with the directory
             of a plan, all of its files. A TRL file is also checked against the other files.
@@ -234,28 +238,8 @@ def check(
     if errors:
         raise UsageError(errors)
     gpus = hardware if isinstance(hardware, HardwareSpec) else None
-    return run_check(
-        [Path(file) for file in files],
-        world_size=num_processes or (gpus.world_size if gpus else None),
-        uses_transformers=transformers,
-        task=task,
-        gpu_bytes=gpus.gpu_bytes if gpus else None,
-    )
-
-
-def run_check(
-    paths: Sequence[Path],
-    *,
-    world_size: int | None,
-    uses_transformers: bool,
-    task: TrlTask | None = None,
-    gpu_bytes: int | None = None,
-) -> CheckedFiles:
-    """Check each file, each Accelerate YAML with its DeepSpeed JSON, and all files of a plan's directory.
-
-    A path that cannot be read is a finding, not an exception. A DeepSpeed JSON that a YAML uses is checked once, for
-    the number of processes that the YAML starts.
-    """
+    world_size = num_processes or (gpus.world_size if gpus else None)
+    paths = [Path(file) for file in files]
     findings: list[Finding] = []
     reports: dict[Path, Report] = {}
     checked: list[Path] = []
@@ -290,7 +274,7 @@ def run_check(
         pair = Report(filename=report.filename, root=report.root)
         config = _deepspeed_file_of(path, pair)
         if config is not None and config.is_readable:
-            _check_pair(pair, config, world_size, uses_transformers)
+            _check_pair(pair, config, world_size, transformers)
             engines.append(config)
         findings += pair.findings
         if config is not None:
@@ -312,11 +296,11 @@ def run_check(
                 world_size=world_size,
                 model=model,
                 context_tokens=context_tokens,
-                gpu_bytes=gpu_bytes,
+                gpu_bytes=gpus.gpu_bytes if gpus else None,
             )
-            findings += report.in_order()
         else:
-            findings += _checked(report, world_size, uses_transformers)
+            _check_engine_file(report, world_size, transformers)
+        findings += report.in_order()
     # The user's spelling of a path wins over that of a YAML.
     by_path = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
     return CheckedFiles(findings=tuple(findings), files=tuple(by_path.values()))

@@ -240,7 +240,33 @@ def parse(text: str | bytes, filename: str) -> Report:
     """Decode and parse a configuration, JSON by its suffix or first character, else YAML; report syntax errors."""
     report = Report(filename=filename)
     try:
-        root = _tree(text, report)
+        size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
+        if size > MAXIMUM_BYTES:
+            raise UnreadableError(1, f"the file has {size} bytes, but a configuration may have at most {MAXIMUM_BYTES}")
+        if isinstance(text, bytes):
+            content = text
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError as error:
+                line = content.count(b"\n", 0, error.start) + 1
+                raise UnreadableError(line, f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
+        suffix = PurePath(filename).suffix.lower()
+        as_json = suffix in _JSON_SUFFIXES
+        if suffix not in _JSON_SUFFIXES | _YAML_SUFFIXES:
+            as_json = text.lstrip("\ufeff \t\r\n").startswith(("{", "["))
+        if text.startswith("\ufeff"):
+            text = text[1:]
+            rule = "the file starts with a byte order mark" + (", which `json.load` rejects" if as_json else "")
+            add = report.error if as_json else report.warning
+            add("", rule, "save the file as UTF-8 without a byte order mark", line=1)
+        root = _JsonReader(text, report).node() if as_json else _YamlReader(report).document(text)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", str(error).splitlines()[0])
+        # PyYAML 6.0.4 has a limit of its own, above ours.
+        rule = _TOO_DEEP if "nesting depth" in str(problem) else f"not valid YAML: {problem}"
+        report.is_readable = False
+        report.error("", rule, line=1 if mark is None else mark.line + 1)
+        return report
     except UnreadableError as error:
         report.is_readable = False
         report.error("", error.rule, error.fix, value=error.value, line=error.line)
@@ -253,44 +279,6 @@ def parse(text: str | bytes, filename: str) -> Report:
         rule = "the file is empty" if empty else "the file must be a mapping of keys to values"
         report.error("", rule, value=None if empty else root.plain(), line=root.line)
     return report
-
-
-def _tree(text: str | bytes, report: Report) -> Node:
-    size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
-    if size > MAXIMUM_BYTES:
-        raise UnreadableError(1, f"the file has {size} bytes, but a configuration may have at most {MAXIMUM_BYTES}")
-    if isinstance(text, bytes):
-        content = text
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            line = content.count(b"\n", 0, error.start) + 1
-            raise UnreadableError(line, f"byte {error.start} is not UTF-8", "save the file as UTF-8") from None
-    as_json = is_json(text, report.filename)
-    if text.startswith("\ufeff"):
-        text = text[1:]
-        rule = "the file starts with a byte order mark" + (", which `json.load` rejects" if as_json else "")
-        add = report.error if as_json else report.warning
-        add("", rule, "save the file as UTF-8 without a byte order mark", line=1)
-    if as_json:
-        return _JsonReader(text, report).node()
-    try:
-        return _YamlReader(report).document(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
-        # PyYAML 6.0.4 has a limit of its own, above ours.
-        is_deep = "nesting depth" in str(error.problem)
-        raise UnreadableError(line, _TOO_DEEP if is_deep else f"not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise UnreadableError(1, f"not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-def is_json(text: str, filename: str) -> bool:
-    """Return whether the libraries would read this file as JSON."""
-    suffix = PurePath(filename).suffix.lower()
-    if suffix in _JSON_SUFFIXES or suffix in _YAML_SUFFIXES:
-        return suffix in _JSON_SUFFIXES
-    return text.lstrip("\ufeff \t\r\n").startswith(("{", "["))
 
 
 def detect_kind(report: Report) -> Literal["deepspeed", "accelerate", "trl"]:

@@ -96,7 +96,12 @@ class Report:
 
     def in_order(self) -> tuple[Finding, ...]:
         """Return the first `MAXIMUM_FINDINGS` findings, sorted by line."""
-        ordered = sorted(self.findings, key=_line_of)
+
+        def line(finding: Finding) -> int:
+            text = finding.error.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
+            return int(text) if text.isdigit() else 0
+
+        ordered = sorted(self.findings, key=line)
         if len(ordered) <= MAXIMUM_FINDINGS:
             return tuple(ordered)
         rule = f"has more than {MAXIMUM_FINDINGS} findings; the others are not listed"
@@ -167,11 +172,6 @@ def as_integer(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if math.isfinite(value) and value == int(value) else None
-
-
-def _line_of(finding: Finding) -> int:
-    line = finding.error.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
-    return int(line) if line.isdigit() else 0
 
 
 Schema = dict[str, Any]

@@ -211,6 +211,10 @@ def candidates(report: Report, task: TrlTask | None = None) -> list[str]:
     return [name for name in best if not any(own_keys[other] < own_keys[name] for other in best)]
 
 
+# transformers/hf_argparser.py, `string_to_bool`.
+_WORDS = dict.fromkeys(("yes", "true", "t", "y", "1"), True) | dict.fromkeys(("no", "false", "f", "n", "0"), False)
+
+
 def _converted(root: Node, schema: Mapping[str, Schema]) -> Node:
     """Return the root with strings as argparse converts them: `5e-7` and `"8"` become numbers, `"true"` a boolean."""
     entries = []
@@ -218,23 +222,18 @@ def _converted(root: Node, schema: Mapping[str, Schema]) -> Node:
         node, kinds = entry.node, schema.get(entry.key, {}).get("types", ())
         value = node.scalar
         if isinstance(value, str) and "string" not in kinds:
-            readers: dict[str, Callable[[str], object]] = {"boolean": _word, "count": int, "number": float}
+            readers: dict[str, Callable[[str], object]] = {
+                "boolean": lambda text: _WORDS[text.lower()],
+                "count": int,
+                "number": float,
+            }
             for read in (readers[kind] for kind in kinds if kind in readers):
-                with suppress(ValueError):
+                with suppress(KeyError, ValueError):
                     value = read(str(node.scalar))
         elif type(value) is int and value in (0, 1) and "boolean" in kinds:
             value = bool(value)
         entries.append(entry if value is node.scalar else replace(entry, node=replace(node, scalar=value)))
     return replace(root, entries=tuple(entries))
-
-
-def _word(text: str) -> bool:
-    # transformers/hf_argparser.py, `string_to_bool`.
-    if text.lower() in ("yes", "true", "t", "y", "1"):
-        return True
-    if text.lower() in ("no", "false", "f", "n", "0"):
-        return False
-    raise ValueError(text)
 
 
 @functools.lru_cache(maxsize=512)

@@ -25,12 +25,14 @@ TERMS = (
     Term("kv_cache", "keys and values of all completions that `generate` makes together", role="activations"),
     Term(
         "generation_weights",
-        "all parameters, gathered while `generate` runs under ZeRO-3 (ds3_gather_for_generation)",
+        "all parameters, gathered while `generate` runs under ZeRO-3 (ds3_gather_for_generation); PPO also gathers "
+        "those of the value model",
         role="buckets",
     ),
     Term(
         "generation_activations",
-        "one layer of the prompts, or logits of the next tokens with their fp32 copies while they are sampled",
+        "one layer of the prompts, or logits of the next tokens with their fp32 copies while they are sampled; PPO "
+        "keeps the scores of all tokens",
         role="activations",
     ),
     Term(
@@ -124,10 +126,12 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
         generating = summed(resident, {"vllm_engine": own, "vllm_synchronization": _synchronized(step)})
     else:
         generating = summed(resident, _generate_terms(step))
-    scoring = [_scoring_terms(step)]
+    # FSDP2 keeps the unit of norm and head gathered from a forward pass without gradients to the next backward pass.
+    root = {"scoring_gathered": job.compute_bytes * step.model.tail_parameters} if step.layout.engine == "fsdp2" else {}
+    scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
         if not second.trained and second.planned_placement != "cached" and second.role != "teacher":
-            scoring.append(_second_scoring_terms(step, second))
+            scoring.append(summed(root, _second_scoring_terms(step, second)))
     largest = max(scoring, key=lambda terms: sum(terms.values()))
     awake = {"vllm_engine": engine_bytes} if job.generation == "vllm" and job.vllm_sleep != "on" else {}
     return {"generate": generating, "score": summed(resident, awake, largest)}
@@ -143,9 +147,15 @@ def _generate_terms(step: RankStep) -> Terms:
     prompts = replace(job, seq_len_tokens=max(1, tokens - job.generated_tokens))
     prefill = forward_bytes(layout.changed(micro_batch_size=sequences), model, prompts)
     sampling = sequences * sizes.vocab_size * (width + _SAMPLED_LOGIT_BYTES)
+    together = model.parameter_count
+    if job.task == "ppo":
+        # It keeps and stacks the fp32 scores of every token, and has policy and value model in one module, which is
+        # gathered (trl 1.9.0, experimental/ppo/ppo_trainer.py, `generate` and `PolicyAndValueWrapper`).
+        sampling = max(sampling, 2 * 4 * sequences * job.generated_tokens * sizes.vocab_size)
+        together += sum(second.spec.parameter_count for second in job.second_models if second.trained)
     terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling), **autocast_copies(step)}
     if layout.zero_stage == 3:
-        terms["generation_weights"] = width * model.parameter_count
+        terms["generation_weights"] = width * together
     elif layout.engine == "fsdp2":
         # Layers are gathered again for every token.
         gathered = model.parameters_outside_layers + 2 * model.layer_parameter_count

@@ -169,9 +169,8 @@ class OffloadedStates(NamedTuple):
 def offloaded_states(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> OffloadedStates:
     """Return what offload leaves on the accelerator of a rank, and what it keeps on the host and on NVMe.
 
-    DeepSpeed was measured to hold 18/N to 22/N bytes per trainable element on the host. `offloaded_step_seconds` and
-    `parameter_copy_seconds` have the time of these bytes; `communication.py` has the copies of gradients that a
-    reduction makes under offload.
+    DeepSpeed was measured to hold 18/N to 22/N bytes per trainable element on the host. `offload_seconds` has the time
+    of these bytes; `communication.py` has the copies of gradients that a reduction makes under offload.
     """
     if layout.offload_optimizer == "none":
         return OffloadedStates(None, {}, 0)
@@ -250,34 +249,42 @@ HOST_ADAM_BYTES = 30
 16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
 
 
-def offloaded_step_seconds(
-    layout: Layout, hardware: HardwareSpec, job: TrainingJob, *, parameters: float, host_link_bytes_per_s: float
+def offload_seconds(
+    layout: Layout,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    *,
+    parameters: float,
+    frozen_bytes: float,
+    passes: int,
+    host_link_bytes_per_s: float,
 ) -> dict[str, float]:
-    """Return the seconds of an offloaded optimizer step for `parameters` per rank, by term.
+    """Return the seconds of what `offloaded_states` keeps on the host, by term, for one optimizer step of a rank.
 
-    Gradients are copied during the backward pass, updated weights after the step.
+    Gradients are copied during the backward pass, updated weights after the step, and offloaded parameters before each
+    of `passes` through the layers.
+
+    Args:
+        layout: The layout.
+        hardware: The hosts.
+        job: The job.
+        parameters: Trainable elements of the rank's shard.
+        frozen_bytes: Bytes of its frozen elements.
+        passes: Forward, recomputing and backward passes of the step.
+        host_link_bytes_per_s: Bandwidth between accelerator and host in one direction.
     """
+    if layout.offload_optimizer == "none":
+        return {}
     ranks = min(layout.world_size, hardware.gpus_per_node)
-    rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks)
-    terms = {
-        "host_optimizer": parameters * HOST_ADAM_BYTES / rate,
-        "host_copies": 2 * parameters * job.compute_bytes / host_link_bytes_per_s,
-    }
+    rate, nvme_rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks), NVME_BYTES_PER_S / ranks
+    weights = parameters * job.compute_bytes
+    copies = 2 * weights / host_link_bytes_per_s
+    if layout.offload_param != "none":
+        slowest = min(host_link_bytes_per_s, nvme_rate) if layout.offload_param == "nvme" else host_link_bytes_per_s
+        copies += passes * (weights + frozen_bytes) / slowest
+    terms = {"host_optimizer": parameters * HOST_ADAM_BYTES / rate, "host_copies": copies}
     if layout.offload_optimizer == "nvme":
         # Everything is read and written.
         states = parameters * OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-        terms["nvme"] = 2 * swapped_bytes(parameters, states) / (NVME_BYTES_PER_S / ranks)
+        terms["nvme"] = 2 * swapped_bytes(parameters, states) / nvme_rate
     return terms
-
-
-def parameter_copy_seconds(
-    layout: Layout, hardware: HardwareSpec, *, size_bytes: float, host_link_bytes_per_s: float
-) -> float:
-    """Return the seconds in which a rank copies its offloaded parameters, including frozen ones, for one pass."""
-    if layout.offload_param == "none":
-        return 0.0
-    seconds = size_bytes / host_link_bytes_per_s
-    if layout.offload_param == "nvme":
-        ranks = min(layout.world_size, hardware.gpus_per_node)
-        seconds = max(seconds, size_bytes / (NVME_BYTES_PER_S / ranks))
-    return seconds

@@ -167,12 +167,13 @@ def scored_tokens(layout: Layout, job: TrainingJob, *, on_gpu: bool) -> int:
 
 
 def head_bytes(
-    layout: Layout, model: ModelSpec, job: TrainingJob, *, element: int, on_gpu: bool
+    layout: Layout, model: ModelSpec, job: TrainingJob, *, element: int, on_gpu: bool, scores: bool = False
 ) -> tuple[int, int, HeadBackward]:
     """Return the bytes of head and loss of a task: at most in the forward pass, kept after it, at most in the backward.
 
-    They are beyond what the layers and the final norm keep. With n scored of N tokens, width h, V columns, `e` bytes
-    of a hidden state (`element`), `w` bytes of the compute type and tiles of t = min(n, 4096) tokens:
+    They are beyond what the layers and the final norm keep. With `scores`, the forward pass has no gradients. With n
+    scored of N tokens, width h, V columns, `e` bytes of a hidden state (`element`), `w` bytes of the compute type and
+    tiles of t = min(n, 4096) tokens:
 
     fused (trl 1.16.0, kernels/chunked_logprob.py): a copy of the scored states, `e n h`, for the output of the norm,
     `e N h`; a buffer of `32768 w t`; statistics of 28 n. The backward pass sums both gradients in fp32, `4 n h` and
@@ -181,6 +182,11 @@ def head_bytes(
     logits (`get_batch_logps` of ORPOTrainer and CPOTrainer): the logits, their log-softmax and that of the preferred
     half, `2.5 a N V` with `a` bytes of a logit, which autocast makes fp32. With the gradients `3.5 a N V` with Triton;
     elsewhere, as metered, `3 a N V` in 16 bit and `4.5 a N V` in fp32, which another function computes.
+
+    logits of trl 1.14.2, which `eager` asks for in a task with a fused head: Accelerate makes the logits fp32 unless
+    DeepSpeed runs the model, `2 N V` before and `4 N V` after, and Triton keeps them alone for their gradient. In the
+    forward pass DPO copies half of them for a metric, KTO all and then half; the reference's pass does so while those
+    of the trained model exist. RLOO scores a micro-batch while the logits of the one before exist (line 987).
 
     divergence (`generalized_jsd_loss` of GKDTrainer), per `a N V`: logits, temperature-scaled logits and log-softmax
     of both models and what the mixture adds: 9 at most; 7 kept, and 3 gradients.
@@ -194,6 +200,16 @@ def head_bytes(
     width = job.compute_bytes
     if head == "score":
         return element * layout.micro_batch_size, 0, HeadBackward(norm, 0)
+    if head == "logits" and TASKS[job.task].head == "fused":
+        final = 2 if layout.engine == "deepspeed" and width == 2 else 4
+        generates = TASKS[job.task].generates
+        if generates and job.completion_tokens is not None:
+            tokens = min(tokens, layout.micro_batch_size * (job.completion_tokens + 1))
+        logits, converted = final * tokens * columns, (width if width < final else 0) * tokens * columns
+        copied = {"dpo": logits // 2, "kto": 3 * logits // 2}.get(job.task, 0)
+        repeats = (job.steps_per_generation or layout.gradient_accumulation_steps) > 1
+        before = logits if scores and generates and repeats else 0
+        return before + logits + max(converted, copied), logits, HeadBackward(max(2 * logits, norm), 0)
     if head in ("logits", "divergence"):
         logits = element * tokens * columns
         converted = width * tokens * columns if width < element else 0

@@ -114,13 +114,28 @@ def frozen_model_terms(
 ) -> dict[Moment, Terms]:
     """Return the named bytes of a frozen second model on one accelerator at each moment."""
     role, spec, placement, width = second.role, second.spec, second.planned_placement, job.compute_bytes
-    tokens = layout.micro_batch_size * job.seq_len_tokens
+    tokens, task = layout.micro_batch_size * job.seq_len_tokens, TASKS[job.task]
+    always: Terms = {}
+    if placement not in ("shared", "cached"):
+        shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
+        element = width
+        if role == "reference" and layout.engine in ("single", "ddp") and job.method == "full":
+            # TRL loads it with the type of the trained weights (trl 1.16.0, dpo_trainer.py:924).
+            element = 4 if job.precision == "fp32" else job.trained_weight_bytes
+        weights = element * shares.get(placement, spec.parameter_count)
+        if placement == "quantized":
+            weights = _four_bit_bytes(spec, job)
+        always = {f"{role}_weights": weights + spec.buffer_bytes}
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
     running = running_terms(second, layout, job, gpu=gpu)
-    if TASKS[job.task].head != "model":
-        return _task_model_terms(second, layout, job, running)
+    if task.head != "model":
+        # A task that generates runs its reference and reward models before the update, and a teacher's logits are part
+        # of the loss. Other references run after the forward pass of the trained model, whose kept activations exist
+        # meanwhile; only one log-probability per token remains.
+        runs_before = task.generates and role != "teacher"
+        return at_moments(always) if runs_before else at_moments(always, forward_end=running)
     # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
     outputs = {
         f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
@@ -128,9 +143,6 @@ def frozen_model_terms(
     }
     if placement == "shared" and (layout.zero_stage == 3 or layout.engine == "fsdp2"):
         outputs[f"{role}_head"] = width * spec.embedding_parameters
-    if placement == "shared":
-        return at_moments({}, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
-    always = {f"{role}_weights": _weight_bytes(second, layout, job)}
     return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
 
 
@@ -155,40 +167,14 @@ def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: 
     """
     element = 2 if activation_mode(layout, job) == "bf16" else 4
     hidden = element * layout.micro_batch_size * job.seq_len_tokens * spec.dimensions.hidden_size
-    head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu)
+    head, _, _ = loss.head_bytes(layout, spec, job, element=element, on_gpu=gpu, scores=True)
     unit = spec.parameters_outside_layers if layout.engine == "fsdp2" else spec.embedding_parameters
     return hidden + head, job.compute_bytes * unit if is_divided else 0
-
-
-def _weight_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
-    """Bytes of a frozen model's weights and buffers on an accelerator while it does not run."""
-    spec, width = second.spec, job.compute_bytes
-    if second.planned_placement == "quantized":
-        return _four_bit_bytes(spec, job) + spec.buffer_bytes
-    if second.role == "reference" and layout.engine in ("single", "ddp") and job.method == "full":
-        # TRL loads it with the type of the trained weights (trl 1.16.0, dpo_trainer.py:924).
-        width = 4 if job.precision == "fp32" else job.trained_weight_bytes
-    shares = {"offloaded": 0, "sharded": -(-spec.parameter_count // layout.world_size)}
-    return width * shares.get(second.planned_placement, spec.parameter_count) + spec.buffer_bytes
 
 
 def runs_after_forward(second: SecondModel, job: TrainingJob) -> bool:
     """Return whether a second model runs after the trained model's forward pass, whose kept activations exist then."""
     return second.role == "reference" and not TASKS[job.task].generates
-
-
-def _task_model_terms(second: SecondModel, layout: Layout, job: TrainingJob, running: Terms) -> dict[Moment, Terms]:
-    """Return the bytes of a frozen second model of a task.
-
-    A reference runs after the forward pass of the trained model, whose kept activations exist meanwhile; of it only one
-    log-probability per token remains. A task that generates runs it, and a reward model, before the update. A teacher's
-    logits are part of the loss.
-    """
-    role, placement = second.role, second.planned_placement
-    always = {} if placement in ("shared", "cached") else {f"{role}_weights": _weight_bytes(second, layout, job)}
-    if placement == "cached" or (TASKS[job.task].generates and role != "teacher"):
-        return at_moments(always)
-    return at_moments(always, forward_end=running)
 
 
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:

@@ -26,8 +26,8 @@ from ..specs.model import (
 class _Family:
     """Differences of a decoder family from Llama."""
 
-    architecture: str
-    layer_class: str
+    name: str
+    """Beginning of the names of its classes in Transformers."""
     tied_by_default: bool = False
     default_head_dim: int | None = None
     """Default head width; `None` for `hidden_size / num_attention_heads`."""
@@ -56,55 +56,52 @@ class _Family:
     eager_releases: str | None = None
     """Releases of Transformers without SDPA for the family, such as `>=5.21`; `None` for none."""
 
+    @property
+    def architecture(self) -> str:
+        return f"{self.name}ForCausalLM"
+
 
 _FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(
-        architecture="LlamaForCausalLM",
-        layer_class="LlamaDecoderLayer",
+        name="Llama",
         key_value_heads_required=False,
         mlp_bias=True,
         null_head_dim=True,
     ),
     "mistral": _Family(
-        architecture="MistralForCausalLM",
-        layer_class="MistralDecoderLayer",
+        name="Mistral",
         query_key_value_bias=False,
         null_head_dim=True,
         sliding_window=4096,
     ),
     "qwen2": _Family(
-        architecture="Qwen2ForCausalLM",
-        layer_class="Qwen2DecoderLayer",
+        name="Qwen2",
         sliding_window=4096,
         sliding_window_switch=True,
         query_key_value_bias=True,
     ),
     "qwen3": _Family(
-        architecture="Qwen3ForCausalLM",
-        layer_class="Qwen3DecoderLayer",
+        name="Qwen3",
         sliding_window=4096,
         sliding_window_switch=True,
         default_head_dim=128,
         head_norm=True,
     ),
     "qwen3_moe": _Family(
-        architecture="Qwen3MoeForCausalLM",
-        layer_class="Qwen3MoeDecoderLayer",
+        name="Qwen3Moe",
         sliding_window=4096,
         sliding_window_switch=True,
         head_norm=True,
     ),
     "mixtral": _Family(
-        architecture="MixtralForCausalLM",
-        layer_class="MixtralDecoderLayer",
+        name="Mixtral",
         query_key_value_bias=False,
         null_head_dim=True,
     ),
     "gemma2": _Family(
-        architecture="Gemma2ForCausalLM",
-        layer_class="Gemma2DecoderLayer",
+        name="Gemma2",
         tied_by_default=True,
         default_head_dim=256,
         norms_per_layer=_FOUR_NORMS,
@@ -113,8 +110,7 @@ _FAMILIES: Mapping[str, _Family] = {
         eager_releases=">=5.21",
     ),
     "gemma3_text": _Family(
-        architecture="Gemma3ForCausalLM",
-        layer_class="Gemma3DecoderLayer",
+        name="Gemma3",
         tied_by_default=True,
         default_head_dim=256,
         head_norm=True,
@@ -124,8 +120,7 @@ _FAMILIES: Mapping[str, _Family] = {
         embedding_scale=True,
     ),
     "phi3": _Family(
-        architecture="Phi3ForCausalLM",
-        layer_class="Phi3DecoderLayer",
+        name="Phi3",
         key_value_heads_required=False,
         query_key_value_bias=False,
         fused_projections=True,
@@ -194,7 +189,7 @@ def model_spec_from_config(
         dimensions=dimensions,
         parameters=tuple(_decoder_parameters(config, family, dimensions, tied=tied)),
         buffer_bytes=(tables * 2 * 4 * ceil(rotary_dim / 2) + (4 if family.embedding_scale else 0)),
-        layer_classes=(family.layer_class,),
+        layer_classes=(f"{family.name}DecoderLayer",),
         sliding_window=config.get("sliding_window", family.sliding_window) if uses_window else None,
         tied_embeddings=tied,
         weight_conversion=bool(dimensions.num_experts),

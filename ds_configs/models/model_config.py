@@ -53,8 +53,15 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     if len(text) > LARGEST_CONFIG_BYTES:
         rule, fix = f"must be at most {LARGEST_CONFIG_BYTES} bytes", "pass the config.json of a model"
         raise RefusedInputError(ConfigError(where=source, value=len(text), rule=rule, fix=fix))
+
+    def number(name: str) -> float:
+        """Return infinity, which limits the time steps of Mamba-2 although JSON does not have it; NaN is an error."""
+        if name == "NaN":
+            raise ValueError("a number is NaN")
+        return float(name)
+
     try:
-        config = json.loads(text, parse_constant=_number)
+        config = json.loads(text, parse_constant=number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         rule, fix = f"is not valid JSON ({error})", "pass the config.json of a model"
         raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix)) from None
@@ -65,13 +72,6 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     if errors:
         raise RefusedInputError(errors)
     return config
-
-
-def _number(text: str) -> float:
-    """Return infinity, which limits the time steps of Mamba-2 although JSON does not have it; NaN is an error."""
-    if text == "NaN":
-        raise ValueError("a number is NaN")
-    return float(text)
 
 
 def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
@@ -98,14 +98,10 @@ def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
             for field in required
             if config.get(names.get(field, field)) is None
         ]
-    errors += _size_errors(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
-    errors += _layer_errors(config, names, source)
-    errors += _divisibility_errors(config, names, source)
+    errors += _part_errors(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
-            errors += _size_errors(value, {}, f"{source}: {nested}", one_per_layer=True)
-            errors += _layer_errors(value, {}, f"{source}: {nested}")
-            errors += _divisibility_errors(value, {}, f"{source}: {nested}")
+            errors += _part_errors(value, {}, f"{source}: {nested}", one_per_layer=True)
     return errors
 
 
@@ -153,15 +149,22 @@ def _kind_errors(config: ModelConfig, source: str) -> list[ConfigError]:
     return errors
 
 
-def _size_errors(
+def _part_errors(
     config: ModelConfig, names: Mapping[str, str], source: str, *, one_per_layer: bool
 ) -> list[ConfigError]:
-    """Return the errors of sizes; `one_per_layer` allows a list with the size of each layer or stage."""
-    errors = [
-        ConfigError(where=f"{source}: {name}", value=value, rule=f"must be at most {_most(name):,}")
-        for name, value in config.items()
-        if name not in _LIMITS and _REPEATED.search(name) and _largest(value) > _most(name)
-    ]
+    """Return the errors of a configuration or of one of its parts: sizes, layers, and what must divide what.
+
+    Transformers accepts wrong layer counts, indices and types silently. `one_per_layer` allows a list with the size of
+    each layer or stage.
+    """
+    errors = []
+    for name, value in config.items():
+        if name not in _LIMITS and _REPEATED.search(name):
+            # A layer has several modules.
+            most = _MOST_REPEATS if name.endswith("experts") else _MOST_BUILT_LAYERS
+            items = value if isinstance(value, list) else [value]
+            if any(isinstance(item, int) and item > most for item in items):
+                errors.append(ConfigError(where=f"{source}: {name}", value=value, rule=f"must be at most {most:,}"))
     limits = _LIMITS | ({"num_hidden_layers": _MOST_BUILT_LAYERS} if one_per_layer else {})
     for field, limit in limits.items():
         name = names.get(field, field)
@@ -177,12 +180,7 @@ def _size_errors(
             errors.append(
                 ConfigError(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}")
             )
-    return errors
-
-
-def _layer_errors(config: ModelConfig, names: Mapping[str, str], source: str) -> list[ConfigError]:
-    """Return the errors of layer counts, indices and types, which Transformers accepts silently."""
-    errors = [
+    errors += [
         ConfigError(where=f"{source}: {name}", value=value, rule="must not be negative")
         for name, value in config.items()
         if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name))
@@ -199,30 +197,11 @@ def _layer_errors(config: ModelConfig, names: Mapping[str, str], source: str) ->
         kinds = config.get(name)
         if isinstance(kinds, list) and not all(isinstance(kind, str) for kind in kinds):
             errors.append(ConfigError(where=f"{source}: {name}", value=kinds[:3], rule="must be a list of names"))
-    return errors
-
-
-def _most(name: str) -> int:
-    """Return the most modules that a field may count; a layer has several modules."""
-    return _MOST_REPEATS if name.endswith("experts") else _MOST_BUILT_LAYERS
-
-
-def _largest(value: object) -> int:
-    items = value if isinstance(value, list) else [value]
-    return max((item for item in items if isinstance(item, int)), default=0)
-
-
-def _is_size(value: object, limit: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
-
-
-def _divisibility_errors(config: ModelConfig, names: Mapping[str, str], source: str) -> list[ConfigError]:
-    errors = []
     heads = config.get(names.get("num_attention_heads", "num_attention_heads"))
     key_value_heads = config.get("num_key_value_heads")
     hidden = config.get(names.get("hidden_size", "hidden_size"))
     if not isinstance(heads, int) or heads < 1:
-        return []
+        return errors
     if isinstance(key_value_heads, int) and key_value_heads > 0 and heads % key_value_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         nearest = sorted(divisors, key=lambda n: abs(n - key_value_heads))[:2]
@@ -239,6 +218,10 @@ def _divisibility_errors(config: ModelConfig, names: Mapping[str, str], source: 
         rule = f"must be at most {experts}, the experts of a layer"
         errors.append(ConfigError(where=f"{source}: num_experts_per_tok", value=per_token, rule=rule))
     return errors
+
+
+def _is_size(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
 
 
 LAYER_INDEX = re.compile(r"\.\d+\.")

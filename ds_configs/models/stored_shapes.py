@@ -46,18 +46,28 @@ def described_spec(
         if "vision" not in parameter.name and any(table in parameter.module for table in _POSITION_TABLES)
     ]
     limit = getattr(text, "max_position_embeddings", None)
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    tasks: tuple[tuple[str, Task], ...] = (
+        ("ForCausalLM", "causal_lm"),
+        ("LMHeadModel", "causal_lm"),
+        ("ForMaskedLM", "masked_lm"),
+        ("ForConditionalGeneration", "seq2seq" if encoder_decoder else "causal_lm"),
+        ("CLIPModel", "contrastive"),
+        ("SiglipModel", "contrastive"),
+        ("Model", "encoder"),
+    )
     dropout_masks = 0
     if getattr(config, "dropout_rate", 0) and getattr(config, "d_ff", 0):
         # T5's MLP also has a mask of its inner width.
         dropout_masks = 3 + ceil(config.d_ff / config.d_model)
     elif any(getattr(config, name, 0) for name in _RESIDUAL_DROPOUTS):
-        dropout_masks = 3 if getattr(config, "is_encoder_decoder", False) else 2
+        dropout_masks = 3 if encoder_decoder else 2
     return ModelSpec(
         name=name,
         revision=revision,
         model_type=model_type,
         architecture=architecture,
-        task=_task(architecture, encoder_decoder=bool(getattr(config, "is_encoder_decoder", False))),
+        task=next((task for ending, task in tasks if architecture.endswith(ending)), "other"),
         dimensions=_dimensions(text, parameters),
         parameters=parameters,
         buffer_bytes=buffer_bytes,
@@ -88,19 +98,6 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, value
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
-
-
-def _task(class_name: str, *, encoder_decoder: bool) -> Task:
-    endings: tuple[tuple[str, Task], ...] = (
-        ("ForCausalLM", "causal_lm"),
-        ("LMHeadModel", "causal_lm"),
-        ("ForMaskedLM", "masked_lm"),
-        ("ForConditionalGeneration", "seq2seq" if encoder_decoder else "causal_lm"),
-        ("CLIPModel", "contrastive"),
-        ("SiglipModel", "contrastive"),
-        ("Model", "encoder"),
-    )
-    return next((task for ending, task in endings if class_name.endswith(ending)), "other")
 
 
 def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions:
@@ -233,16 +230,28 @@ def spec_of(
     """Return the specification of a stored class for a configuration; `None` if the class does not cover it."""
     text = None
     texts: Mapping[str, Any] = stored.get("texts") or {}
+    part = stored["text"]
     if texts:
-        config = _with_text_part(config, stored)
-        text = text_spec(texts, config, stored["text"], release=release)
+        if part not in config and texts["flat"]:
+            # Older files have the fields of the text part at the top level.
+            own = {*stored["values"], "model_type", "architectures"}
+            moved = {
+                name: value
+                for name, value in config.items()
+                if name not in own and not name.endswith(("_config", "_token_id"))
+            }
+            config = {name: value for name, value in config.items() if name not in moved} | {part: moved}
+        text = text_spec(texts, config, part, release=release)
         if text is None:
             return None
     stated = _stated(config, stored)
     if stated is None:
         return None
     if text is not None:
-        stated |= dict(_text_values(text, stored["text"], stated))
+        # What the configuration of the text part does not state.
+        set_here = ("model_type", "tie_word_embeddings")
+        unset = [pair for pair in text.settings if pair[0] not in set_here and f"{part}.{pair[0]}" not in stated]
+        stated |= {f"{part}.{name}": value for name, value in unset}
     if not stated.keys() >= set(stored["required"]):
         return None
     values = stored["values"] | stated
@@ -283,7 +292,7 @@ def spec_of(
         buffer_bytes += text.buffer_bytes
         if text.model_type == texts["types"][text.model_type][0]:
             layer_classes |= {*text.layer_classes}
-    top, fields = (_Fields(values, stored, part) for part in ("", stored["text"]))
+    top, fields = (_Fields(values, stored, name) for name in ("", part))
     heads = getattr(fields, "num_attention_heads", 1)
     if not getattr(fields, "head_dim", 0) and getattr(fields, "hidden_size", 0) % heads:
         return None
@@ -342,26 +351,6 @@ def text_parameters(text: ModelSpec, texts: Mapping[str, Any], *, tied: bool) ->
         for p in text.parameters
         if not (tied and p.group == "head")
     )
-
-
-def _with_text_part(config: ModelConfig, stored: Class) -> ModelConfig:
-    """Return a configuration whose text part is a part, where older files have its fields at the top level."""
-    part, texts = stored["text"], stored["texts"]
-    if part in config or not texts["flat"]:
-        return config
-    own = {*stored["values"], "model_type", "architectures"}
-    moved = {
-        name: value for name, value in config.items() if name not in own and not name.endswith(("_config", "_token_id"))
-    }
-    return {name: value for name, value in config.items() if name not in moved} | {part: moved}
-
-
-def _text_values(text: ModelSpec, part: str, stated: Values) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a text part that its configuration does not state."""
-    set_here = ("model_type", "tie_word_embeddings")
-    for name, value in text.settings:
-        if name not in set_here and f"{part}.{name}" not in stated:
-            yield f"{part}.{name}", value
 
 
 def value_kind(value: object) -> str:

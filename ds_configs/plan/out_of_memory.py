@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..memory.estimate import OVERHEADS
 from ..search.candidates import SearchContext
 from ..search.reasons import display_name
 from ..search.search import Evaluated, search
@@ -21,8 +22,6 @@ from .plan import Plan
 FIRST_WORDS = "out of memory in phase"
 """Start of the message."""
 _MOST_TERMS = 6
-_OVERHEADS = ("allocator_fragmentation", "runtime_context", "communicators")
-"""Terms of device memory that are no tensors."""
 _LAYOUT_OPTIONS = {"micro_batch_size", "gradient_checkpointing", "strategy", "offload", "global_batch_size", "loss"}
 _LAYOUT_OPTIONS |= {"tiled_mlp", "offload_activations", *PLACEMENT_FIELDS, *AXIS_FIELDS}
 _OPTIMIZER_OPTIONS = {"optimizer", "optim_args", "weights_dtype"}
@@ -70,13 +69,37 @@ def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
         allowed = min(gpu.allocated_bytes - 1, failure.limit_bytes or gpu.allocated_bytes)
         lower = max(1, gpu.high_bytes - (gpu.allocated_bytes - allowed))
         hardware = replace(plan.hardware, gpu_bytes=min(plan.hardware.gpu_bytes, lower))
+    layout, job = plan.chosen.layout, plan.job
+    open_fields = ("tiled_mlp", "offload_activations", *PLACEMENT_FIELDS)
+    same = replace(layout_job(job, plan.chosen), **{name: getattr(job, name) for name in open_fields})
+    smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
+    recomputing = replace(same, gradient_checkpointing="on")
+    # Alternatives of each kind of change, the smallest change first. `first k of n layers` counts as recomputation, so
+    # that recomputing all layers is a change too.
+    changes = [[replace(same, micro_batch_size=size) for size in smaller]]
+    changes.append([recomputing, *(replace(recomputing, micro_batch_size=size) for size in smaller[-1:])])
+    for strategy, offload in (
+        ("zero3", "none"),
+        ("fsdp2", "none"),
+        ("zero2", "cpu"),
+        ("zero3", "cpu"),
+        ("zero3", "cpu-all"),
+    ):
+        moved: Any = {"strategy": strategy, "offload": offload} | dict.fromkeys(AXIS_FIELDS, 1)
+        changes.append(
+            [
+                replace(same, micro_batch_size=size, gradient_checkpointing=recompute, **moved)
+                for size in (layout.micro_batch_size, *smaller[-1:])
+                for recompute in dict.fromkeys((same.gradient_checkpointing, "on"))
+            ]
+        )
     plans: list[NextPlan] = []
-    for changes in _smaller_jobs(plan):
-        for job in changes:
-            context = SearchContext(model=plan.model, hardware=hardware, job=job)
+    for alternatives in changes:
+        for changed in alternatives:
+            context = SearchContext(model=plan.model, hardware=hardware, job=changed)
             if (lean := _chosen(context)) is None:
                 continue
-            fixed = layout_job(job, lean)
+            fixed = layout_job(changed, lean)
             evaluated = _chosen(replace(context, hardware=plan.hardware, job=fixed))
             if evaluated is None or evaluated.memory.host.peak_bytes_per_node > least_host:
                 continue
@@ -112,29 +135,6 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     return replace(job, **changed)
 
 
-def _smaller_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
-    """Yield alternatives of each kind of change, the smallest change first."""
-    layout, job = plan.chosen.layout, plan.job
-    open_fields = ("tiled_mlp", "offload_activations", *PLACEMENT_FIELDS)
-    same = replace(layout_job(job, plan.chosen), **{name: getattr(job, name) for name in open_fields})
-    smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
-    yield [replace(same, micro_batch_size=size) for size in smaller]
-    recomputing = replace(same, gradient_checkpointing="on")
-    # `first k of n layers` counts as recomputation, so that recomputing all layers is a change too.
-    yield [recomputing, *(replace(recomputing, micro_batch_size=size) for size in smaller[-1:])]
-    sizes = (layout.micro_batch_size, *smaller[-1:])
-    placements = (("zero3", "none"), ("fsdp2", "none"), ("zero2", "cpu"), ("zero3", "cpu"), ("zero3", "cpu-all"))
-    without_axes: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
-    for strategy, kept_offload in placements:
-        changed: Any = {"strategy": strategy, "offload": kept_offload} | without_axes
-        base = replace(same, **changed)
-        yield [
-            replace(base, micro_batch_size=size, gradient_checkpointing=recompute)
-            for size in sizes
-            for recompute in dict.fromkeys((same.gradient_checkpointing, "on"))
-        ]
-
-
 def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", options: Collection[str] = ()) -> str:
     """Return the message of a run that ran out of memory.
 
@@ -162,7 +162,8 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", opti
             f"planned peak of tensors: {_size(gpu.allocated_bytes)} (phase {gpu.phase}); with runtime and "
             f"fragmentation {_size(gpu.peak_bytes)}, up to {_size(gpu.high_bytes)}"
         )
-        terms = {name: count for name, count in gpu.terms.items() if name not in _OVERHEADS}
+        no_tensors = {term.name for term in OVERHEADS}
+        terms = {name: count for name, count in gpu.terms.items() if name not in no_tensors}
     largest = sorted(terms.items(), key=lambda term: -term[1])[:_MOST_TERMS]
     lines += [
         f"  {term_title(name):<24}{_size(count):>12}{'  largest term' if index == 0 else ''}"

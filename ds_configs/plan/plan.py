@@ -575,21 +575,25 @@ def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
 
 def header_lines(plan: Plan, directory: str) -> list[str]:
     """Return the header of every file: purpose, reason, launch command, what a Trainer needs, assumptions."""
-    hardware, gpu, layout = plan.hardware, plan.chosen.memory.gpu, plan.chosen.layout
+    hardware, gpu, layout, job = plan.hardware, plan.chosen.memory.gpu, plan.chosen.layout, plan.job
+    # The engine converts what DeepSpeed or adapters train.
+    loaded = ""
+    if layout.engine != "deepspeed" and job.method == "full" and job.precision != "fp32":
+        loaded = f", a model loaded with dtype=torch.{'bfloat16' if job.weights_dtype == 'bf16' else 'float32'}"
     lines = [
         f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
         f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
         trainer_line(plan),
-        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}{loaded_type(plan)}, sequences "
-        f"of {plan.job.seq_len_tokens} tokens without padding, "
+        f"Assumes {job.precision}, {job.optimizer}, method {job.method}{loaded}, sequences of {job.seq_len_tokens} "
+        "tokens without padding, "
         f"{gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
     ]
-    if package := OPTIMIZERS[plan.job.optimizer].package:
+    if package := OPTIMIZERS[job.optimizer].package:
         lines.append(f"Requires the package {package}: pip install {package}")
-    if plan.job.weights_dtype == "bf16":
-        lines.append(bf16_weights_line(plan.job))
+    if job.weights_dtype == "bf16":
+        lines.append(bf16_weights_line(job))
     if layout.pp > 1:
         lines += pipeline_warnings(stages=layout.pp, micro_batches=layout.gradient_accumulation_steps)
     if uses_liger(plan):
@@ -601,14 +605,6 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes the values of a common server: {values}.")
     return lines
-
-
-def loaded_type(plan: LaunchSpec) -> str:
-    """Return the type in which a script must load the model; empty if the engine converts it."""
-    job = plan.job
-    if plan.chosen.layout.engine == "deepspeed" or job.method != "full" or job.precision == "fp32":
-        return ""
-    return f", a model loaded with dtype=torch.{'bfloat16' if job.weights_dtype == 'bf16' else 'float32'}"
 
 
 def bf16_weights_line(job: TrainingJob) -> str:

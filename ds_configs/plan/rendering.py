@@ -24,7 +24,6 @@ from ..search.search import Evaluated
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import GROUPED_TASKS, TeacherFields, TrainingFields, TrainingJob
-from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from ..specs.tasks import TASKS
@@ -327,13 +326,49 @@ GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     """Return the DeepSpeed configuration of a plan, without keys that have no effect."""
     layout, job = plan.chosen.layout, plan.job
+    zero = layout.zero
+    section: dict[str, Any] = {"stage": layout.zero_stage}
+    if layout.tp > 1 and layout.pp == 1:
+        # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
+        section[GATHER_ON_SAVE] = True
+    if layout.zero_stage:
+        section |= {
+            "overlap_comm": zero.overlap_comm,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": zero.reduce_bucket_size,
+        }
+    if layout.zero_stage == 3:
+        if job.optimizer == "muon":
+            section["reduce_scatter"] = False
+        section |= {
+            "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": zero.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
+            GATHER_ON_SAVE: True,
+            "sub_group_size": zero.sub_group_size,
+        }
+        if zero.hpz_partition_size > 1:
+            section["zero_hpz_partition_size"] = zero.hpz_partition_size
+        for name in ("quantized_weights", "quantized_gradients"):
+            if getattr(zero, name):
+                section[f"zero_{name}"] = True
+    buffers = {
+        "offload_optimizer": {"buffer_count": zero.optimizer_buffer_count},
+        "offload_param": {"buffer_count": zero.parameter_buffer_count, "buffer_size": zero.parameter_buffer_elements},
+    }
+    for name, of_nvme in buffers.items():
+        if (device := getattr(layout, name)) != "none":
+            section[name] = {"device": device, "pin_memory": True}
+            if device == "nvme":
+                section[name] |= {"nvme_path": plan.hardware.nvme_path, **of_nvme}
     config: dict[str, object] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "zero_optimization": _zero_section(layout, plan),
+        "zero_optimization": section,
     }
     if job.precision == "fp16":
         config["fp16"] = {"enabled": "auto"}
@@ -363,58 +398,6 @@ def muon_parameters(job: TrainingJob) -> dict[str, object]:
     parameters: dict[str, object] = {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}
     parameters |= {key: float(stated[key]) for key in ("muon_lr", "momentum") if key in stated}
     return parameters | {"ns_method": "standard", "torch_adam": True}
-
-
-def _zero_section(layout: Layout, plan: LaunchSpec) -> dict[str, Any]:
-    zero = layout.zero
-    section: dict[str, Any] = {"stage": layout.zero_stage}
-    if layout.tp > 1 and layout.pp == 1:
-        # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
-        section[GATHER_ON_SAVE] = True
-    if layout.zero_stage == 0:
-        return section
-    section |= {
-        "overlap_comm": zero.overlap_comm,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": zero.reduce_bucket_size,
-    }
-    if layout.zero_stage == 3 and plan.job.optimizer == "muon":
-        section["reduce_scatter"] = False
-    if layout.zero_stage == 3:
-        keys: dict[str, object] = {
-            "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
-            "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
-            "stage3_max_live_parameters": zero.stage3_max_live_parameters,
-            "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
-            GATHER_ON_SAVE: True,
-            "sub_group_size": zero.sub_group_size,
-        }
-        if zero.hpz_partition_size > 1:
-            keys["zero_hpz_partition_size"] = zero.hpz_partition_size
-        if zero.quantized_weights:
-            keys["zero_quantized_weights"] = True
-        if zero.quantized_gradients:
-            keys["zero_quantized_gradients"] = True
-        section |= keys
-    if layout.offload_optimizer != "none":
-        section["offload_optimizer"] = _offload_section(
-            layout.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
-        )
-    if layout.offload_param != "none":
-        section["offload_param"] = _offload_section(
-            layout.offload_param,
-            plan,
-            buffer_count=zero.parameter_buffer_count,
-            buffer_size=zero.parameter_buffer_elements,
-        )
-    return section
-
-
-def _offload_section(device: OffloadDevice, plan: LaunchSpec, **nvme_buffers: int) -> dict[str, object]:
-    section: dict[str, object] = {"device": device, "pin_memory": True}
-    if device == "nvme":
-        section |= {"nvme_path": plan.hardware.nvme_path, **nvme_buffers}
-    return section
 
 
 def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
@@ -617,7 +600,6 @@ def slurm_script(
     header: str = "",
     name: str = "shardwright",
     settings: Sequence[str] = (),
-    saving_seconds: int = SAVING_SECONDS,
 ) -> str:
     """Return an `sbatch` script: one launcher per exclusive node, stopped in time to save.
 
@@ -629,19 +611,18 @@ def slurm_script(
         header: Comments below the options of `sbatch`.
         name: Of the job.
         settings: Further options of `sbatch`.
-        saving_seconds: Time between SIGTERM and the time limit.
     """
     options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
     if hardware.gpu != "CPU":
         options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     options += ["--exclusive", "--requeue", "--open-mode=append"]
-    options += [f"--signal=TERM@{saving_seconds}", *settings]
+    options += [f"--signal=TERM@{SAVING_SECONDS}", *settings]
     head = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + header + _MEETING
     program, same = shlex.join([*command.program, command.words[0]]), len(command.program) + 1
     words = " ".join('"$SLURM_SUBMIT_DIR"' if word == "." else shlex.quote(word) for word in command.words[1:])
     # Node-specific arguments follow the words that are the same on all nodes.
     run = (
-        f"srun --wait={saving_seconds} bash -c "
+        f"srun --wait={SAVING_SECONDS} bash -c "
         f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
         f'{program} --main-address "$main_address" --main-port "$main_port" {words}'
     )

@@ -380,8 +380,17 @@ def candidates(
 
     There is one context for each loss to try. `errors` gets what makes candidates of the first one illegal.
     """
-    job = contexts[0].job
-    forms = _forms(contexts[0])
+    job, layers, is_long = contexts[0].job, contexts[0].model.dimensions.num_layers, contexts[0].long_sequences
+    # The ways to hold activations: recomputation, tiled MLP and offloaded layer inputs.
+    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
+    if job.offload_activations == "on" and job.gradient_checkpointing == "auto":
+        switches = (True,)
+    choices = {"on": (True,), "off": (False,), "auto": (False, True) if is_long else (False,)}
+    forms: list[dict[str, Any]] = [
+        {"gradient_checkpointing": switch, "tiled_mlp": tiled, "offloaded_checkpoints": layers if offloads else 0}
+        for switch, tiled, offloads in product(switches, choices[job.tiled_mlp], choices[job.offload_activations])
+        if switch or not offloads or job.offload_activations == "on"
+    ]
     layouts = [layout]
     if layout.engine == "deepspeed" and layout.zero_stage:
         small = replace(
@@ -416,21 +425,6 @@ def candidates(
                 == (job.tiled_mlp == "on", job.offload_activations == "on")
             ):
                 errors += legality_errors(context.model, changed, context.job, context.hardware)
-
-
-def _forms(context: SearchContext) -> list[dict[str, Any]]:
-    """Return the fields of each way to hold activations: recomputation, tiled MLP and offloaded layer inputs."""
-    job, layers = context.job, context.model.dimensions.num_layers
-    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
-    if job.offload_activations == "on" and job.gradient_checkpointing == "auto":
-        switches = (True,)
-    automatic = (False, True) if context.long_sequences else (False,)
-    choices = {"on": (True,), "off": (False,), "auto": automatic}
-    return [
-        {"gradient_checkpointing": switch, "tiled_mlp": tiled, "offloaded_checkpoints": layers if offloads else 0}
-        for switch, tiled, offloads in product(switches, choices[job.tiled_mlp], choices[job.offload_activations])
-        if switch or not offloads or job.offload_activations == "on"
-    ]
 
 
 def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -> list[tuple[int, int]]:

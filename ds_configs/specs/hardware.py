@@ -296,7 +296,29 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
     values = {key: value for key, value in data.items() if key in known and value is not None}
     nodes, gpus = values.pop("nodes", 1), values.pop("gpus_per_node", 1)
     errors += _count_errors(nodes=nodes, gpus_per_node=gpus)
-    errors += _convert_values(values, name)
+    for key, value in values.items():
+        # YAML 1.1 keeps a number with an exponent but no decimal point as text.
+        where = f"{name}: {key}"
+        if "bytes" in key or "flops" in key:
+            if isinstance(value, str):
+                try:
+                    if _EXPONENT.fullmatch(value.strip()):
+                        value = float(value)
+                    else:
+                        value = parse_bytes(value.strip().removesuffix("/s"), where=where)
+                except UsageError as error:
+                    errors += error.errors
+                    continue
+            smallest = 0 if key == "nvme_bytes_per_node" else 1
+            if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 1e21:
+                errors.append(ConfigError(where=where, value=value, rule="must be a positive number below 1e21"))
+                continue
+            values[key] = float(value) if key.endswith("_per_s") else int(value)
+        elif key == "supports_bf16":
+            if not isinstance(value, bool):
+                errors.append(ConfigError(where=where, value=value, rule="must be true or false", fix="write true"))
+        elif not isinstance(value, str) or not value.isprintable():
+            errors.append(ConfigError(where=where, value=value, rule="must be one line of text", fix="quote it"))
     if ("nvme_path" in values) != bool(values.get("nvme_bytes_per_node")):
         rule, fix = "requires nvme_bytes_per_node, and vice versa", "set both or neither"
         errors.append(ConfigError(where=f"{name}: nvme_path", rule=rule, fix=fix))
@@ -315,35 +337,6 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
     if complete:
         return HardwareSpec(name=label, nodes=nodes, gpus_per_node=gpus, gpu=gpu or "custom", **values)
     return _from_catalog(label, nodes, gpus, str(gpu), values)
-
-
-def _convert_values(values: dict[str, Any], name: str) -> list[ConfigError]:
-    """Convert sizes to numbers in place, and return the errors of invalid values."""
-    errors: list[ConfigError] = []
-    for key, value in values.items():
-        where = f"{name}: {key}"
-        if "bytes" in key or "flops" in key:
-            if isinstance(value, str):
-                try:
-                    # YAML 1.1 keeps a number with an exponent but no decimal point as text.
-                    if _EXPONENT.fullmatch(value.strip()):
-                        value = float(value)
-                    else:
-                        value = parse_bytes(value.strip().removesuffix("/s"), where=where)
-                except UsageError as error:
-                    errors += error.errors
-                    continue
-            smallest = 0 if key == "nvme_bytes_per_node" else 1
-            if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 1e21:
-                errors.append(ConfigError(where=where, value=value, rule="must be a positive number below 1e21"))
-                continue
-            values[key] = float(value) if key.endswith("_per_s") else int(value)
-        elif key == "supports_bf16":
-            if not isinstance(value, bool):
-                errors.append(ConfigError(where=where, value=value, rule="must be true or false", fix="write true"))
-        elif not isinstance(value, str) or not value.isprintable():
-            errors.append(ConfigError(where=where, value=value, rule="must be one line of text", fix="quote it"))
-    return errors
 
 
 def with_gpus(hardware: HardwareSpec, *, nodes: int, gpus_per_node: int) -> HardwareSpec:

@@ -16,7 +16,7 @@ from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
-from .tasks import TASKS, Task, TaskName
+from .tasks import TASKS, TaskName
 from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
@@ -432,7 +432,8 @@ def _task_errors(job: TrainingJob) -> list[ConfigError]:
         value = getattr(job, name)
         if value != getattr(usual, name) and not is_read:
             shown = value.name if isinstance(value, ModelSpec) else value
-            tasks = [other.name for other in TASKS.values() if name in (*other.second_models, *_fields_of(other))]
+            role = "reference" if name == "beta" else name
+            tasks = [other.name for other in TASKS.values() if role in other.second_models]
             fix = f"use --task {' or '.join(tasks)}, or omit it" if tasks else "use --task grpo or rloo, or omit it"
             errors.append(ConfigError(where=name, value=shown, rule=f"is not used by task {job.task}", fix=fix))
     required = {"gkd": ("teacher",), "ppo": ("reward", "value")}.get(job.task, ())
@@ -462,10 +463,6 @@ def _task_errors(job: TrainingJob) -> list[ConfigError]:
         rule, fix = "is used by a vLLM server only", "use --generation vllm-server, or omit it"
         errors.append(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
     return errors
-
-
-def _fields_of(task: Task) -> tuple[str, ...]:
-    return ("beta",) if "reference" in task.second_models else ()
 
 
 def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:

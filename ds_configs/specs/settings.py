@@ -256,32 +256,31 @@ def errors_of(error: ValidationError, kind: Any) -> list[ConfigError]:
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         details.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
-    return [_option_error(name, rejections, kind) for name, rejections in details.items()]
-
-
-def _option_error(name: str, details: list[Any], kind: Any) -> ConfigError:
-    first, known = details[0], kind.__pydantic_fields__
-    field, name = known.get(name), "seq_len" if name == "seq_len_tokens" else name
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return unknown_error(name, [option.removesuffix("_tokens") for option in known])
-    if first["type"] == "missing":
-        stated = first.get("ctx", {}).get("fix")
-        return ConfigError(where=name, rule="is missing", fix=stated or f"pass --{name.replace('_', '-')}")
-    value = first["input"]
-    # A job rejects numbers as text, which settings read.
-    if issubclass(kind, BaseModel) and isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
-        value = parsed(value)
-    if value is None:
-        return ConfigError(where=name, rule="must not be null", fix="omit it to use the default")
-    rules: dict[str, None] = {}
-    for detail in details:
-        rules[rule_of(detail)] = None
-    choices = [] if field is None else _choices(field.annotation)
-    near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
-    rule = " or ".join(rules).replace(" or must be ", " or ")
-    fix = REMOVED.get(f"{name}={value}") or REMOVED.get(str(value).lower(), "")
-    fix = fix or (f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else "")
-    return ConfigError(where=name, value=value, rule=rule, fix=fix)
+    known = kind.__pydantic_fields__
+    errors = []
+    for key, rejections in details.items():
+        first, name = rejections[0], "seq_len" if key == "seq_len_tokens" else key
+        value = first["input"]
+        # A job rejects numbers as text, which settings read.
+        if issubclass(kind, BaseModel) and isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
+            value = parsed(value)
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            errors.append(unknown_error(name, [option.removesuffix("_tokens") for option in known]))
+        elif first["type"] == "missing":
+            fix = first.get("ctx", {}).get("fix") or f"pass --{name.replace('_', '-')}"
+            errors.append(ConfigError(where=name, rule="is missing", fix=fix))
+        elif value is None:
+            errors.append(ConfigError(where=name, rule="must not be null", fix="omit it to use the default"))
+        else:
+            rule = " or ".join(dict.fromkeys(map(rule_of, rejections))).replace(" or must be ", " or ")
+            choices = _choices(known[key].annotation) if key in known else []
+            near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+            fix = REMOVED.get(f"{name}={value}") or REMOVED.get(str(value).lower(), "")
+            fix = fix or (
+                f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
+            )
+            errors.append(ConfigError(where=name, value=value, rule=rule, fix=fix))
+    return errors
 
 
 def rule_of(detail: Any) -> str:

@@ -27,8 +27,16 @@ def strict_json(text: str | bytes) -> Any:
     Traceback (most recent call last):
     ValueError: NaN is not a finite number
     """
+
+    def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is duplicated")
+        return mapping
+
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_number, parse_float=_number)
+        return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_number, parse_float=_number)
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
 
@@ -67,14 +75,6 @@ def control_text(value: object) -> str | None:
         return value if is_control else None
     items = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next((text for item in items if (text := control_text(item)) is not None), None)
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is duplicated")
-    return mapping
 
 
 def _number(text: str) -> float:

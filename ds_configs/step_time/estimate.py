@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
-from ..memory.host import offloaded_step_seconds, parameter_copy_seconds
+from ..memory.host import offload_seconds
 from ..memory.model_states import is_stepped_by_muon
 from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages, shards
 from ..specs.hardware import HardwareSpec
@@ -19,7 +19,6 @@ from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
-from ..specs.second_models import SecondModel
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import StepTerm, Term
 from . import communication, generation
@@ -142,7 +141,13 @@ def stage_seconds(
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
     host = kernels * step.constants.launch_seconds
     if layout.zero_stage == 3:
-        host += _hook_seconds(step, stage)
+        parts: tuple[_Parameters, ...] = ("all",) if layout.ep == 1 else ("dense", "experts")
+        for calls in (_sharded_calls(step, stage, part) for part in parts):
+            for gathered in (calls.forward, calls.backward):
+                host += gathered.modules * step.constants.zero3_module_seconds
+                host += gathered.tensors * step.constants.zero3_gather_seconds
+            host += calls.gradients * step.constants.zero3_gradient_seconds
+            host += calls.reductions * step.constants.zero3_reduction_seconds
     if layout.tiled_mlp:
         terms["mlp_recomputation"] = layers * _mlp_seconds(step)
     if job.loss == "chunked" and not has_fused_loss(step.model, layout, job, gpu=step.hardware.gpu != "CPU"):
@@ -151,10 +156,20 @@ def stage_seconds(
     # Device time of the forward pass.
     ahead = layers * forward.device + head.device
     for second in job.second_models if stage.has_head else ():
-        if second.planned_placement not in ("cached", "layout"):
-            seconds = _second_model_seconds(step, second)
-            terms[f"{second.role}_forward"] = seconds
-            ahead += seconds
+        placement, spec = second.planned_placement, second.spec
+        if placement in ("cached", "layout"):
+            continue
+        work, is_quantized = model_work(spec), placement == "quantized"
+        layer, _ = layer_passes(
+            work, step.tokens, job.seq_len_tokens, step.device, software, element, False, is_quantized
+        )
+        its_head, _ = head_passes(work, step.tokens, step.device, software, False, False)
+        seconds = work.whole.num_layers * layer.device + its_head.device
+        if placement == "offloaded":
+            # Its weights are copied from the host.
+            seconds += spec.parameter_count * element / step.constants.host_link_bytes_per_s
+        terms[f"{second.role}_forward"] = seconds
+        ahead += seconds
     inside, waiting = exchanges(step, layers=layers, recomputed=recomputed, with_head=stage.has_head)
     slowed = 0.0
     if layout.tp > 1:
@@ -182,27 +197,7 @@ def stage_seconds(
     terms["parameter_gathers"] = in_forward + in_backward + alone
     terms["overlap_slowdown"] = slowed + slowed_forward + slowed_backward
     terms["checkpoint_copies"] = _checkpoint_copies(step, stage, ahead, busy - ahead)
-    copies = 2 + (1 if recomputed else 0)
-    terms["host_copies"] = copies * parameter_copy_seconds(
-        layout,
-        step.hardware,
-        size_bytes=parameters.stepped * job.compute_bytes + parameters.frozen_bytes / layout.shard_size,
-        host_link_bytes_per_s=step.constants.host_link_bytes_per_s,
-    )
     return terms
-
-
-def _second_model_seconds(step: StepInputs, second: SecondModel) -> float:
-    """Return the seconds of a second model's forward pass, and of copying its weights from the host."""
-    work, element = model_work(second.spec), step.job.compute_bytes
-    quantized = second.planned_placement == "quantized"
-    seq_len, software = step.job.seq_len_tokens, step.software
-    layer, _ = layer_passes(work, step.tokens, seq_len, step.device, software, element, False, quantized)
-    head, _ = head_passes(work, step.tokens, step.device, software, False, False)
-    seconds = work.whole.num_layers * layer.device + head.device
-    if second.planned_placement == "offloaded":
-        seconds += second.spec.parameter_count * element / step.constants.host_link_bytes_per_s
-    return seconds
 
 
 def _mlp_seconds(step: StepInputs) -> float:
@@ -252,19 +247,6 @@ def _ring_seconds(step: StepInputs) -> tuple[float, float]:
     output = 38 * (steps - 1) * work.share.query_size
     gradients = steps * (10 * work.share.query_size + 18 * 2 * work.share.key_value_size)
     return output / rate, gradients / rate
-
-
-def _hook_seconds(step: StepInputs, stage: PipelineStage) -> float:
-    """Return the host time of ZeRO-3's hooks in a micro-batch."""
-    constants, seconds = step.constants, 0.0
-    parts: tuple[_Parameters, ...] = ("all",) if step.layout.ep == 1 else ("dense", "experts")
-    for calls in (_sharded_calls(step, stage, part) for part in parts):
-        for gathered in (calls.forward, calls.backward):
-            seconds += gathered.modules * constants.zero3_module_seconds
-            seconds += gathered.tensors * constants.zero3_gather_seconds
-        seconds += calls.gradients * constants.zero3_gradient_seconds
-        seconds += calls.reductions * constants.zero3_reduction_seconds
-    return seconds
 
 
 def overlaps_reductions(step: StepInputs) -> bool:
@@ -503,14 +485,20 @@ def estimate_step_time(
     # What occurs once per step, on the first stage, which has the most parameters.
     first, optimizer = _kind(stages[0]), OPTIMIZERS[job.optimizer]
     stepped, once = parameters[first].stepped, traffic[first]
-    if layout.offload_optimizer != "none":
-        link = constants.host_link_bytes_per_s
-        step_terms = offloaded_step_seconds(layout, hardware, job, parameters=stepped, host_link_bytes_per_s=link)
-    else:
+    step_terms = offload_seconds(
+        layout,
+        hardware,
+        job,
+        parameters=stepped,
+        frozen_bytes=parameters[first].frozen_bytes / layout.shard_size,
+        passes=micro_batches * (3 if layout.recomputed_layers(layers) else 2),
+        host_link_bytes_per_s=constants.host_link_bytes_per_s,
+    )
+    if not step_terms:
         # The memory bandwidth limits the step, so smaller states are faster. `optimizer_bytes` includes Adam's two
         # moments in fp32, which are read and written.
         moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
-        step_terms = {"optimizer": stepped * moved / step.device.memory_bytes_per_s}
+        step_terms["optimizer"] = stepped * moved / step.device.memory_bytes_per_s
         if optimizer.matrix_states:
             step_terms["optimizer"] += _orthogonalization_seconds(step)
     reduction, updates, slowed, slowed_updates = once.reductions_once, once.updates_once, 0.0, 0.0

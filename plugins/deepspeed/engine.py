@@ -18,6 +18,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from ..launching.background import FirstRank
 from ..transformers.training_arguments import deepspeed_configuration
+from .auto_ep import moe_layers, original_name, saved_tensors
 from .compiled_operators import break_abandoned_locks
 
 if TYPE_CHECKING:
@@ -285,8 +286,6 @@ def _named_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         for stage in model.stages:
             yield from _named_modules(stage)
         return
-    from .auto_ep import moe_layers, original_name
-
     blocks = moe_layers(model)
     for name, module in model.named_modules():
         plain = name.replace("_orig_mod.", "")
@@ -321,16 +320,12 @@ def _saving_ranks(source: Path) -> int:
 
 
 def _check_conversion(engine: DeepSpeedEngine, source: Path) -> None:
-    buffers = [
-        f"{path}.{name}" if path else name
-        for path, module in engine.module.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
-    ]
+    from torch.nn import Parameter
+
     rules = []
     if engine.zero_nvme_offload_optimizer():
         rules.append("optimizer states on NVMe are separate files of each rank")
-    if buffers:
+    if buffers := [name for name, tensor in saved_tensors(engine.module) if not isinstance(tensor, Parameter)]:
         rules.append(f"DeepSpeed restores no buffers on another number of ranks, and the model saves {buffers[0]}")
     saving_ranks = _saving_ranks(source)
     saved = f"{source.parent.name} was saved by {saving_ranks} ranks: "
@@ -351,10 +346,30 @@ def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
     target = directory / source.name
     configuration = engine._config
     before = configuration.load_universal_checkpoint
+
+    def convert() -> None:
+        from deepspeed.checkpoint import ds_to_universal
+
+        shutil.rmtree(directory, ignore_errors=True)
+        target.mkdir(parents=True)
+        # Transformers 5.17.0 saves no `universal_checkpoint_info`, which the converter requires: inject an empty one.
+        options = Namespace(
+            input_folder=str(source),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            ds_to_universal.main(options)
+
     with FirstRank() as first:
         try:
             try:
-                first.does(lambda: _convert(source, target))
+                first.does(convert)
             except Exception as error:
                 rule = f"{source.parent.name} cannot be converted to another number of ranks"
                 raise ShardwrightError(f"{rule}: {error!r}") from error
@@ -365,26 +380,6 @@ def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
             distributed.barrier()
             if first.is_here:
                 shutil.rmtree(directory, ignore_errors=True)
-
-
-def _convert(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    shutil.rmtree(target.parent, ignore_errors=True)
-    target.mkdir(parents=True)
-    # Transformers 5.17.0 saves no `universal_checkpoint_info`, which the converter requires: inject an empty one.
-    options = Namespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        ds_to_universal.main(options)
 
 
 @contextlib.contextmanager

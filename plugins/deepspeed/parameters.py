@@ -32,9 +32,22 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | 
                 yield name, tensor
         return
     for name, tensor in saved_tensors(model):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, _gathered(tensor, keep=first)
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if hasattr(tensor, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                # Copied, because the gathered tensor is freed when the block ends, also on the host.
+                value = tensor.detach().to("cpu", copy=True) if first else None
+            yield name, value
+            continue
+        value = tensor.detach()
+        if hasattr(value, "full_tensor"):
+            value = value.to(value.device_mesh.device_type).full_tensor()
+        value = with_all_columns_and_rows(tensor, value)
+        yield name, value.cpu() if first else None
 
 
 def training_device(model: PreTrainedModel) -> Any:
@@ -54,20 +67,6 @@ def training_device(model: PreTrainedModel) -> Any:
                 return torch.device("cuda", torch.cuda.current_device())
             return device
     return torch.device("cpu")
-
-
-def _gathered(tensor: torch.Tensor, *, keep: bool) -> Tensor | None:
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            # Copied, because the gathered tensor is freed when the block ends, also on the host.
-            return tensor.detach().to("cpu", copy=True) if keep else None
-    value = tensor.detach()
-    if hasattr(value, "full_tensor"):
-        value = value.to(value.device_mesh.device_type).full_tensor()
-    value = with_all_columns_and_rows(tensor, value)
-    return value.cpu() if keep else None
 
 
 if TYPE_CHECKING:
@@ -146,7 +145,20 @@ class WeightEditor:
         weight = self.weights[name]
         with torch.no_grad():
             if hasattr(weight, "ds_id"):
-                self._edit_zero3(name, weight, change, survives_rounding=survives_rounding)
+                from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+                from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+                start, length = _partition(weight)
+                master = safe_get_local_fp32_param(weight)
+                change(name, master[:length], start)
+                safe_set_local_fp32_param(weight, master)
+                weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
+                if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
+                    return
+                if survives_rounding or weight.dtype == torch.float32:
+                    change(name, weight.data.view(-1), 0)
+                else:
+                    weight.data.copy_(self.whole(name))
             elif hasattr(weight, "_hp_mapping"):
                 if (mapping := weight._hp_mapping) is not None:
                     change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
@@ -165,23 +177,6 @@ class WeightEditor:
         if self._stale:
             self._optimizer.update_lp_params()
         self._stale = False
-
-    def _edit_zero3(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
-        import torch
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
-
-        start, length = _partition(weight)
-        master = safe_get_local_fp32_param(weight)
-        change(name, master[:length], start)
-        safe_set_local_fp32_param(weight, master)
-        weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
-        if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
-            return
-        if survives_rounding or weight.dtype == torch.float32:
-            change(name, weight.data.view(-1), 0)
-        else:
-            weight.data.copy_(self.whole(name))
 
 
 def edit_errors(
@@ -210,8 +205,26 @@ def edit_errors(
     if (kind := type(inner).__name__) in _HIDDEN_MASTERS:
         rule = "keeps fp32 copies that cannot be accessed and would undo every change"
         errors.append(ConfigError(where="optimizer", value=kind, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
-    weight_errors = (_weight_error(name, weight) for name, weight in weights.items())
-    errors += [error for error in weight_errors if error is not None][:8]
+    unchangeable = []
+    for name, weight in weights.items():
+        shape = getattr(weight, "ds_shape", weight.shape)
+        shards = (
+            [placement for placement in weight.placements if not placement.is_replicate()]
+            if _is_dtensor(weight)
+            else []
+        )
+        if not weight.requires_grad:
+            rule, fix = "is frozen, and merging an adapter would fill its zeros", "train all weights, or exclude it"
+        elif len(shape) != 2:
+            rule = f"has shape {tuple(shape)} on this rank, because FSDP version 1 flattens matrices"
+            fix = "use FSDP version 2 or ZeRO"
+        elif len(shards) > 1 or any(type(shard).__name__ != "Shard" or shard.dim != 0 for shard in shards):
+            rule = f"is sharded as {tuple(weight.placements)}; only weights sharded by rows can be changed"
+            fix = "train without tensor parallelism"
+        else:
+            continue
+        unchangeable.append(ConfigError(where="targets", value=name, rule=rule, fix=fix))
+    errors += unchangeable[:8]
     if tiny_changes and not errors:
         small = [name for name, weight in weights.items() if _master_dtype(weight, inner).itemsize < 4]
         if small:
@@ -219,22 +232,6 @@ def edit_errors(
             fix = "load the model in float32 and train with bf16=True"
             errors.append(ConfigError(where="precision", value=str(weights[small[0]].dtype), rule=rule, fix=fix))
     return errors
-
-
-def _weight_error(name: str, weight: torch.Tensor) -> ConfigError | None:
-    if not weight.requires_grad:
-        rule = "is frozen, and merging an adapter would fill its zeros"
-        return ConfigError(where="targets", value=name, rule=rule, fix="train all weights, or exclude it")
-    shape = getattr(weight, "ds_shape", weight.shape)
-    if len(shape) != 2:
-        rule = f"has shape {tuple(shape)} on this rank, because FSDP version 1 flattens matrices"
-        return ConfigError(where="targets", value=name, rule=rule, fix="use FSDP version 2 or ZeRO")
-    if _is_dtensor(weight):
-        sharded = [placement for placement in weight.placements if not placement.is_replicate()]
-        if len(sharded) > 1 or any(type(shard).__name__ != "Shard" or shard.dim != 0 for shard in sharded):
-            rule = f"is sharded as {tuple(weight.placements)}; only weights sharded by rows can be changed"
-            return ConfigError(where="targets", value=name, rule=rule, fix="train without tensor parallelism")
-    return None
 
 
 def _has_masters(weight: torch.Tensor) -> bool:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.layout import PipelineStage
+from ..deepspeed.engine import with_all_columns_and_rows
 from ..safetensors import SHARD_BYTES, name_shards, publish, save_tensors
 from ..transformers.loading import gathered
-from .stage import whole_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,9 @@ def pipeline_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     With tensor parallelism each tensor is gathered, and every rank of a group must exhaust the iterator.
     """
     for stage in module.stages:
-        for path, tensor in stage.state_dict().items():
+        for path, tensor in stage.state_dict(keep_vars=True).items():
             if path != stage.tied_name:
-                module_path, _, name = path.rpartition(".")
-                yield path, whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
+                yield path, with_all_columns_and_rows(tensor, tensor.detach())
 
 
 def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, config: Any = None) -> None:

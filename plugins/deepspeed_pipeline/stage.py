@@ -202,13 +202,43 @@ class StageParts:
         return tuple(name for name in (*first, family.rotary, *layers, *last) if name)
 
     def part(self, name: str) -> nn.Module:
-        """Return a module of the model with memory and weights."""
+        """Return a module of the model with memory, and weights from the checkpoint or random ones."""
         module: nn.Module = self._model.get_submodule(name)
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return module
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((torch.initial_seed() + zlib.crc32(self._stored_name(name).encode())) % 2**63)
-            self._materialise(name, module)
+            meta_tensors = [
+                (f"{prefix}.{key}", child, key, tensor)
+                for prefix, child in list(module.named_modules(prefix=name))
+                for table in (child._parameters, child._buffers)
+                for key, tensor in list(table.items())
+                if tensor is not None and tensor.is_meta
+            ]
+            loaded: list[Any] = []
+            for path, owner, key, placeholder in meta_tensors:
+                made = self._made.get(id(placeholder))
+                if made is None:
+                    made = torch.empty_like(placeholder, device="cpu")
+                    if isinstance(placeholder, nn.Parameter):
+                        made = nn.Parameter(made)
+                        if self._stored is not None:
+                            self._read(self._stored_name(name) + path.removeprefix(name), made)
+                            loaded.append(made)
+                    self._made[id(placeholder)] = made
+                    self._placeholders.append(placeholder)
+                else:
+                    loaded.append(made)
+                setattr(owner, key, made)
+            # Transformers 5 does not initialise parameters with this mark.
+            for parameter in loaded:
+                parameter._is_hf_initialized = True
+            # Also computes buffers that no checkpoint holds, such as rotary frequencies.
+            with torch.no_grad():
+                for child in module.modules():
+                    self._model._init_weights(child)
+            for parameter in loaded:
+                del parameter._is_hf_initialized
         return module
 
     def release(self) -> None:
@@ -238,40 +268,6 @@ class StageParts:
             raise UsageError(ConfigError(where="model", value=name, rule=rule))
         with opened(self._stored[stored].file) as file, torch.no_grad():
             made.copy_(file.get_tensor(stored))
-
-    def _materialise(self, name: str, module: nn.Module) -> None:
-        """Give the meta tensors of a module memory, and weights from the checkpoint or random ones."""
-        meta_tensors = [
-            (f"{prefix}.{key}", child, key, tensor)
-            for prefix, child in list(module.named_modules(prefix=name))
-            for table in (child._parameters, child._buffers)
-            for key, tensor in list(table.items())
-            if tensor is not None and tensor.is_meta
-        ]
-        loaded: list[Any] = []
-        for path, owner, key, placeholder in meta_tensors:
-            made = self._made.get(id(placeholder))
-            if made is None:
-                made = torch.empty_like(placeholder, device="cpu")
-                if isinstance(placeholder, nn.Parameter):
-                    made = nn.Parameter(made)
-                    if self._stored is not None:
-                        self._read(self._stored_name(name) + path.removeprefix(name), made)
-                        loaded.append(made)
-                self._made[id(placeholder)] = made
-                self._placeholders.append(placeholder)
-            else:
-                loaded.append(made)
-            setattr(owner, key, made)
-        # Transformers 5 does not initialise parameters with this mark.
-        for parameter in loaded:
-            parameter._is_hf_initialized = True
-        # Also computes buffers that no checkpoint holds, such as rotary frequencies.
-        with torch.no_grad():
-            for child in module.modules():
-                self._model._init_weights(child)
-        for parameter in loaded:
-            del parameter._is_hf_initialized
 
 
 ENGINE_SECTION = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -303,23 +299,6 @@ def divide_layer(layer: nn.Module, group: ProcessGroup) -> None:
             setattr(layer.get_submodule(parent), name, LinearAllreduce(module, group, name=path))
         elif name in _OF_HEADS:
             module.weight.register_hook(summed)
-
-
-def whole_tensor(owner: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Gather the `weight` or `bias` of a module from all ranks; every rank of the group must call it."""
-    kind = type(owner).__name__
-    if kind == "LinearLayer":
-        dimension = 0
-    elif kind == "LinearAllreduce" and name == "weight":
-        dimension = 1
-    else:
-        return tensor
-    parts = [
-        tensor.new_empty([size if axis == dimension else length for axis, length in enumerate(tensor.shape)])
-        for size in owner._partition_sizes
-    ]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=owner.mp_group)
-    return torch.cat(parts, dim=dimension)
 
 
 def stage_inputs(

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 class BackgroundTask(Generic[Result]):
     """Work in a thread that stores its result or exception; `None` if this rank has no work."""
 
-    def __init__(self, work: Callable[[], Result] | None, name: str) -> None:
+    def __init__(self, work: Callable[[], Result] | None, name: str, *, daemon: bool = False) -> None:
         self.name = name
         self._result: Result | None = None
         self._failure: Exception | None = None
@@ -31,7 +31,7 @@ class BackgroundTask(Generic[Result]):
             except Exception as error:
                 self._failure = error
 
-        self._thread = Thread(target=run, name=name)
+        self._thread = Thread(target=run, name=name, daemon=daemon)
         self._thread.start()
 
     def ended_everywhere(self, device: Any, *, wait: bool) -> bool:

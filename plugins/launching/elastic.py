@@ -210,7 +210,10 @@ def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> 
     """Create a store; for a loopback host, bind its server to 127.0.0.1 only."""
     # The fourth argument, after the world size.
     is_master = args[1] if len(args) > 1 else kwargs.get("is_master", False)
-    if is_master and _is_loopback(host_name):
+    is_loopback = host_name == "localhost"
+    with contextlib.suppress(ValueError):
+        is_loopback = is_loopback or ipaddress.ip_address(host_name).is_loopback
+    if is_master and is_loopback:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -224,13 +227,6 @@ def _store(plain: Any, host_name: str, port: int, *args: Any, **kwargs: Any) -> 
             port = listener.getsockname()[1]
             listener.detach()
     return plain(host_name, port, *args, **kwargs)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # `PR_SET_PDEATHSIG` of linux/prctl.h.

@@ -185,25 +185,24 @@ def attend_by_document(model: PreTrainedModel) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    def replacing_masks(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+        def make_mask_or_documents(*args: Any, **kwargs: Any) -> Any:
+            parts = None if args else _parts(**kwargs)
+            if parts is None:
+                return make_mask(*args, **kwargs)
+            window = kwargs.get("local_size") or 0
+            return Documents(parts=parts, window=window, mask=lambda: make_mask(**kwargs))
+
+        return make_mask_or_documents
+
     # Models that cannot pass flex attention's masks on look into masks.
     if not getattr(model, "_supports_flex_attn", False):
         return
     for config in (model.config, model.config.get_text_config()):
         _CONFIGS[id(config)] = config
     if "sdpa" in ALL_ATTENTION_FUNCTIONS and "sdpa" in ALL_MASK_ATTENTION_FUNCTIONS:
-        patches.apply("document-masks", _replacing_masks, item="sdpa")
+        patches.apply("document-masks", replacing_masks, item="sdpa")
         patches.apply("document-attention", _attending, item="sdpa")
-
-
-def _replacing_masks(make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    def make_mask_or_documents(*args: Any, **kwargs: Any) -> Any:
-        parts = None if args else _parts(**kwargs)
-        if parts is None:
-            return make_mask(*args, **kwargs)
-        window = kwargs.get("local_size") or 0
-        return Documents(parts=parts, window=window, mask=lambda: make_mask(**kwargs))
-
-    return make_mask_or_documents
 
 
 def _parts(
@@ -287,41 +286,25 @@ def _attending(attend: Callable[..., Any]) -> Callable[..., Any]:
         rows = [(query, key, value)]
         if len(mask.parts) > 1:
             rows = list(zip(query.split(1), key.split(1), value.split(1), strict=True))
+        kwargs["is_causal"] = True
         outputs = []
         for parts, row in zip(mask.parts, rows, strict=True):
             # Slices would each have a gradient as long as the row.
-            split = [tensor.split([size for size, _ in parts], dim=2) for tensor in row]
-            outputs.append(torch.cat(_outputs(attend, module, mask, parts, *split, **kwargs), dim=1))
+            queries, keys, values = (tensor.split([size for size, _ in parts], dim=2) for tensor in row)
+            # [B, L, H, D] of each part.
+            outputs_of_parts = []
+            for index, (_, kind) in enumerate(parts):
+                query, key, value, band = queries[index], keys[index], values[index], None
+                if kind == "token":
+                    heads = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+                    outputs_of_parts.append(heads.transpose(1, 2))
+                    continue
+                if kind == "window":
+                    key = torch.cat([keys[index - 1], key], dim=2)
+                    value = torch.cat([values[index - 1], value], dim=2)
+                    band = mask.band(query)
+                outputs_of_parts.append(attend(module, query, key, value, band, **kwargs)[0])
+            outputs.append(torch.cat(outputs_of_parts, dim=1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0], None
 
     return attend_to_documents
-
-
-def _outputs(
-    attend: Callable[..., Any],
-    module: Any,
-    mask: Documents,
-    parts: tuple[Part, ...],
-    queries: Any,
-    keys: Any,
-    values: Any,
-    **kwargs: Any,
-) -> list[torch.Tensor]:
-    """Return the output [B, L, H, D] of each part."""
-    import torch
-
-    kwargs["is_causal"] = True
-    outputs = []
-    for index, (_, kind) in enumerate(parts):
-        query, key, value = queries[index], keys[index], values[index]
-        if kind == "token":
-            heads = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-            outputs.append(heads.transpose(1, 2))
-            continue
-        band = None
-        if kind == "window":
-            key = torch.cat([keys[index - 1], key], dim=2)
-            value = torch.cat([values[index - 1], value], dim=2)
-            band = mask.band(query)
-        outputs.append(attend(module, query, key, value, band, **kwargs)[0])
-    return outputs

@@ -136,7 +136,11 @@ class _Offload:
     def _to_host(self, tensor: torch.Tensor, previous: _Checkpoint | None) -> _Checkpoint:
         import torch
 
-        self._check_host_memory(tensor)
+        # Without this, the kernel would kill the process.
+        needed = self._needed(tensor)
+        if needed > self._checked_bytes and needed > _free_host_bytes():
+            raise self._too_small(tensor)
+        self._checked_bytes = max(needed, self._checked_bytes)
         if tensor.is_cuda and tensor.device not in self._streams:
             self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
         try:
@@ -146,13 +150,6 @@ class _Offload:
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
                 raise
             raise self._too_small(tensor) from error
-
-    def _check_host_memory(self, tensor: torch.Tensor) -> None:
-        """Reject inputs that this machine's memory cannot hold, where the kernel would kill the process."""
-        needed = self._needed(tensor)
-        if needed > self._checked_bytes and needed > _free_host_bytes():
-            raise self._too_small(tensor)
-        self._checked_bytes = max(needed, self._checked_bytes)
 
     def _needed(self, tensor: torch.Tensor) -> int:
         block = pinned_block_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes

@@ -333,11 +333,55 @@ def load_on_first_rank(engine: Literal["fsdp2", "deepspeed"]) -> None:
     Under FSDP2, other ranks get zeros without memory until `Accelerator.prepare`. Nothing changes without
     `fsdp_cpu_ram_efficient_loading`, nor for quantized weights, ignored modules and weights that are sharded already.
     """
+    import torch
+    from transformers.modeling_utils import is_fsdp_enabled
+
     if engine == "deepspeed":
         patches.apply("zero3-unread-weights", _unread_under_zero3)
         return
-    patches.apply("fsdp2-unread-weights", _unread)
-    patches.apply("fsdp2-untouched-weights", _untouched)
+
+    def gets_weights_later(device_map: Any, device_mesh: Any, quantizer: Any) -> bool:
+        return is_fsdp_enabled() and _rank() > 0 and device_map is None and device_mesh is None and quantizer is None
+
+    def unread(load: Callable[..., Any]) -> Any:
+        """Load onto the meta device: the report has missing and mismatched tensors, but no tensor is read."""
+
+        def loaded(
+            model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any
+        ) -> Any:
+            if gets_weights_later(load_config.device_map, load_config.device_mesh, load_config.hf_quantizer):
+                load_config = replace(load_config, device_map={"": "meta"})
+            return load(model, state_dict, checkpoint_files, load_config, *rest, **named)
+
+        return staticmethod(loaded)
+
+    def zeros(like: Tensor) -> Tensor:
+        """Return zeros that take no memory until they are written.
+
+        Unlike tensors on the meta device they have addresses, by which Accelerate finds an optimizer's parameters, and
+        scripts may compute with them, for example to add tokens.
+        """
+        if not like.numel():
+            return torch.zeros_like(like, device="cpu")
+        pages = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
+
+    def untouched(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(model: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> None:
+            if not gets_weights_later(device_map, device_mesh, hf_quantizer):
+                move(model, missing_keys, device_map, device_mesh, hf_quantizer)
+                return
+            for module, key, _, parameter in _parameters(model):
+                module._parameters[key] = torch.nn.Parameter(zeros(parameter), parameter.requires_grad)
+            for module in model.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[key] = torch.zeros_like(buffer, device="cpu")
+
+        return moved
+
+    patches.apply("fsdp2-unread-weights", unread)
+    patches.apply("fsdp2-untouched-weights", untouched)
     patches.apply("fsdp2-first-rank", lambda is_first: lambda: is_first() and _rank() == 0)
     patches.apply("fsdp2-upcast", _distributed)
 
@@ -422,54 +466,6 @@ def _rank() -> int:
     import torch.distributed
 
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def _gets_weights_later(device_map: Any, device_mesh: Any, quantizer: Any) -> bool:
-    from transformers.modeling_utils import is_fsdp_enabled
-
-    return is_fsdp_enabled() and _rank() > 0 and device_map is None and device_mesh is None and quantizer is None
-
-
-def _unread(load: Callable[..., Any]) -> Any:
-    """Load onto the meta device: the report has missing and mismatched tensors, but no tensor is read."""
-
-    def loaded(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *rest: Any, **named: Any) -> Any:
-        if _gets_weights_later(load_config.device_map, load_config.device_mesh, load_config.hf_quantizer):
-            load_config = replace(load_config, device_map={"": "meta"})
-        return load(model, state_dict, checkpoint_files, load_config, *rest, **named)
-
-    return staticmethod(loaded)
-
-
-def _untouched(move: Callable[..., None]) -> Callable[..., None]:
-    def moved(model: Any, missing_keys: Any, device_map: Any, device_mesh: Any, hf_quantizer: Any) -> None:
-        import torch
-
-        if not _gets_weights_later(device_map, device_mesh, hf_quantizer):
-            move(model, missing_keys, device_map, device_mesh, hf_quantizer)
-            return
-        for module, key, _, parameter in _parameters(model):
-            module._parameters[key] = torch.nn.Parameter(_zeros(parameter), parameter.requires_grad)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[key] = torch.zeros_like(buffer, device="cpu")
-
-    return moved
-
-
-def _zeros(like: Tensor) -> Tensor:
-    """Return zeros that take no memory until they are written.
-
-    Unlike tensors on the meta device they have addresses, by which Accelerate finds an optimizer's parameters, and
-    scripts may compute with them, for example to add tokens.
-    """
-    import torch
-
-    if not like.numel():
-        return torch.zeros_like(like, device="cpu")
-    pages = mmap.mmap(-1, like.numel() * like.element_size(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 
 
 class _ConvertedWhenRead(dict[str, Any]):

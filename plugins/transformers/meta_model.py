@@ -297,6 +297,9 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         RefusedInputError: it is already quantized, needs custom code, or files are corrupt, missing or unsafe.
         ShardwrightError: the Hub cannot be reached.
     """
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
     source = read_model_source(model, revision=revision)
     refuse_code(source.config, source.name)
     errors = []
@@ -327,6 +330,9 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     if not isinstance(dtype, str):
         floats = [stored for _, stored in tensors.values() if "float" in stored]
         dtype = max(set(floats), key=floats.count) if floats else "float32"
+    # As `PreTrainedModel._get_dtype_plan` of transformers 5.17.0 casts while it loads.
+    casts = meta._get_dtype_plan(getattr(torch, dtype))
+    always_fp32 = build_glob_alternation(list(casts))[0] if casts else None
     text = meta.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     layers = linear_layers(meta, tensors)
@@ -338,7 +344,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         layers=layers,
         tensors=tensors,
         dtype=dtype,
-        kept_in_fp32=_kept_in_fp32(meta, tensors, dtype),
+        kept_in_fp32=frozenset(name for name in tensors if always_fp32 and always_fp32.search(name)),
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_names(meta, linear=True)),
@@ -389,15 +395,3 @@ def linear_layers(meta: PreTrainedModel, tensors: Mapping[str, TensorShape]) -> 
         if (match := EXPERT_WEIGHT.fullmatch(name)) and len(shape) == 2 and match[1] not in known
     ]
     return (*layers, *experts)
-
-
-def _kept_in_fp32(meta: PreTrainedModel, tensors: Mapping[str, TensorShape], dtype: str) -> frozenset[str]:
-    """Return the tensors that transformers 5.17.0 casts to fp32 while it loads (`PreTrainedModel._get_dtype_plan`)."""
-    import torch
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = meta._get_dtype_plan(getattr(torch, dtype))
-    if not plan:
-        return frozenset()
-    pattern = build_glob_alternation(list(plan))[0]
-    return frozenset(name for name in tensors if pattern.search(name))

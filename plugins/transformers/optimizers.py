@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,21 @@ def prepare_optimizer(trainer: Trainer) -> None:
     for module, kind in _STATE_CLASSES.get(OPTIMIZERS[name].package, ()):
         torch.serialization.add_safe_globals([getattr(import_module(module), kind)])
     if name == "muon" and trainer.is_deepspeed_enabled:
-        patches.apply("muon-decay-groups", partial(_with_decay_groups, trainer), on=trainer.accelerator)
+
+        def with_decay_groups(prepare: Callable[..., Any]) -> Callable[..., Any]:
+            def prepare_groups(*parts: Any, **keywords: Any) -> Any:
+                decayed = set(trainer.get_decay_parameter_names(trainer.model))
+                trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+                for optimizer in (part for part in parts if isinstance(part, DummyOptim)):
+                    optimizer.params = [
+                        {"params": [weight for name, weight in trained if name in decayed]},
+                        {"params": [weight for name, weight in trained if name not in decayed], "weight_decay": 0.0},
+                    ]
+                return prepare(*parts, **keywords)
+
+            return prepare_groups
+
+        patches.apply("muon-decay-groups", with_decay_groups, on=trainer.accelerator)
     elif name == "muon":
         stated = parsed_optim_args(arguments.optim_args or "")
         settings = {
@@ -112,20 +125,6 @@ def _resumable(kind: Any) -> Any:
             return result
 
     return Resumable
-
-
-def _with_decay_groups(trainer: Trainer, prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_groups(*parts: Any, **keywords: Any) -> Any:
-        decayed = set(trainer.get_decay_parameter_names(trainer.model))
-        named = [(name in decayed, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
-        for optimizer in (part for part in parts if isinstance(part, DummyOptim)):
-            optimizer.params = [
-                {"params": [weight for is_decayed, weight in named if is_decayed]},
-                {"params": [weight for is_decayed, weight in named if not is_decayed], "weight_decay": 0.0},
-            ]
-        return prepare(*parts, **keywords)
-
-    return prepare_groups
 
 
 def _sharded_adafactor(kind: Any) -> Any:
@@ -304,38 +303,30 @@ class OwnOptimizer:
             rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
             name = type(self._optimizer).__name__
             raise UsageError(ConfigError(where="optimizers", value=name, rule=rule, fix=fix))
-        return _engine_optimizer(self._optimizer)
+        # A separate list of the same groups, without groups in which nothing trains. Engines drop and add groups, but a
+        # scheduler keeps one learning rate for each group that it was created with. The group objects are shared, so
+        # the engine's optimizer uses the values that the scheduler sets.
+        optimizer = self._optimizer
+        engines: Any = object.__new__(type(optimizer))
+        # A scheduler replaces `step` by a function that steps the original, and checks whether it has stepped.
+        vars(engines).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        for name in _HOOKS:
+            setattr(engines, name, OrderedDict(getattr(optimizer, name)))
+        trains = [any(weight.requires_grad for weight in group["params"]) for group in optimizer.param_groups]
+        kept = [index for index, any_trains in enumerate(trains) if any_trains]
+        engines.param_groups = [optimizer.param_groups[index] for index in kept]
 
+        def note_step(*_: object) -> None:
+            optimizer._opt_called = True
 
-def _engine_optimizer(optimizer: torch.optim.Optimizer) -> Any:
-    """Return an optimizer with a separate list of the same groups, without groups in which nothing trains.
+        def share_groups(loaded: Any) -> None:
+            # Loading states creates new groups; Accelerate also does this when it wraps an optimizer.
+            for index, group in zip(kept, loaded.param_groups, strict=False):
+                optimizer.param_groups[index] = group
 
-    Engines drop and add groups, but a scheduler keeps one learning rate for each group that it was created with. The
-    group objects are shared, so the engine's optimizer uses the values that the scheduler sets.
-    """
-    engines = object.__new__(type(optimizer))
-    # A scheduler replaces `step` by a function that steps the original, and checks whether the original has stepped.
-    vars(engines).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name in _HOOKS:
-        setattr(engines, name, OrderedDict(getattr(optimizer, name)))
-    kept = [
-        index
-        for index, group in enumerate(optimizer.param_groups)
-        if any(weight.requires_grad for weight in group["params"])
-    ]
-    engines.param_groups = [optimizer.param_groups[index] for index in kept]
-
-    def note_step(*_: object) -> None:
-        optimizer._opt_called = True
-
-    def share_groups(loaded: Any) -> None:
-        # Loading states creates new groups; Accelerate also does this when it wraps an optimizer.
-        for index, group in zip(kept, loaded.param_groups, strict=False):
-            optimizer.param_groups[index] = group
-
-    engines.register_step_post_hook(note_step)
-    engines.register_load_state_dict_post_hook(share_groups)
-    return engines
+        engines.register_step_post_hook(note_step)
+        engines.register_load_state_dict_post_hook(share_groups)
+        return engines
 
 
 def _engine_errors(
@@ -346,6 +337,10 @@ def _engine_errors(
     sections: Sequence[str] = ("optimizer",),
 ) -> list[ConfigError]:
     """Return errors if an engine would not use an optimizer, or steps its tensors differently from whole matrices."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     name = type(optimizer).__name__
     configuration = deepspeed_configuration(arguments) or {}
     rule = "conflicts with the {} of the DeepSpeed configuration, which DeepSpeed would use instead"
@@ -370,10 +365,16 @@ def _engine_errors(
             rule = "would be replaced by DeepSpeed's CPU Adam, because the optimizer is offloaded"
             fix = "use torch.optim.AdamW, or set zero_force_ds_cpu_optimizer: false in the DeepSpeed configuration"
             return [ConfigError(where=where, value=name, rule=rule, fix=fix)]
-    if {"fsdp2", "cp"} & set(columns):
-        kind, split = "DTensors, which FSDP2 trains", _as_dtensor
-    else:
-        kind, split = "flat pieces of matrices, which DeepSpeed trains", _as_pieces
+
+    def split(matrix: Tensor) -> Parts:
+        if not shards_rows:
+            flat = matrix.flatten()
+            return [flat[:_SPLIT].clone(), flat[_SPLIT:].clone()], lambda parts: torch.cat(parts).reshape(matrix.shape)
+        mesh = init_device_mesh(matrix.device.type, (distributed.get_world_size(),))
+        return [distribute_tensor(matrix.clone(), mesh, [Shard(0)])], lambda parts: parts[0].full_tensor()
+
+    shards_rows = bool({"fsdp2", "cp"} & set(columns))
+    kind = "DTensors, which FSDP2 trains" if shards_rows else "flat pieces of matrices, which DeepSpeed trains"
     try:
         expected = _stepped(optimizer, lambda matrix: ([matrix.clone()], lambda parts: parts[0]), arguments.device)
     except Exception as error:
@@ -394,20 +395,6 @@ def _engine_errors(
 if TYPE_CHECKING:
     Parts = tuple[list[Tensor], Callable[[list[Tensor]], Tensor]]
     """Tensors that represent a matrix, and a function that joins them again."""
-
-
-def _as_pieces(matrix: Tensor) -> Parts:
-    flat = matrix.flatten()
-    return [flat[:_SPLIT].clone(), flat[_SPLIT:].clone()], lambda parts: torch.cat(parts).reshape(matrix.shape)
-
-
-def _as_dtensor(matrix: Tensor) -> Parts:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh(matrix.device.type, (dist.get_world_size(),))
-    return [distribute_tensor(matrix.clone(), mesh, [Shard(0)])], lambda parts: parts[0].full_tensor()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, split: Callable[[Tensor], Parts], device: torch.device) -> list[Tensor]:

@@ -124,12 +124,32 @@ def later_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
     Raises:
         UsageError: the run resumes from a checkpoint under expert parallelism.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     if resume_from_checkpoint is not None and getattr(trainer.model_wrapped, "has_moe_layers", False):
         # Measured: the loss of the next step differs by 0.06 from one process.
         rule = "is not supported after an evaluation or a training run under expert parallelism"
         fix = "create a new Trainer and call train(resume_from_checkpoint=...) first"
         raise UsageError(ConfigError(where="resume_from_checkpoint", rule=rule, fix=fix))
-    _drop_gradients(trainer)
+    # What an interrupted step has accumulated inside an engine; the Trainer clears `weight.grad`.
+    if trainer.is_deepspeed_enabled:
+        optimizer = trainer.model_wrapped.optimizer
+        # As the optimizers of ZeRO-1 and ZeRO-2 do after an overflow.
+        for clear in ("zero_grad", "clear_hp_grads", "_release_preflattened_grad_buffers", "reset_cpu_buffers"):
+            getattr(optimizer, clear, lambda: None)()
+        if hasattr(optimizer, "all_grad_tensors"):
+            from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+            optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+            optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
     before, trainer.keeps_engine = trainer.keeps_engine, True
     try:
         with (
@@ -170,30 +190,6 @@ def _renew_schedule(trainer: Any, num_training_steps: int, inference: bool = Fal
         engine.lr_scheduler = trainer.create_scheduler(num_training_steps, optimizer=engine.basic_optimizer)
         trainer._created_lr_scheduler = False
     return optimizer, DeepSpeedSchedulerWrapper(engine.lr_scheduler, optimizer)
-
-
-def _drop_gradients(trainer: Any) -> None:
-    """Remove what an interrupted step has accumulated inside an engine; the Trainer clears `weight.grad`."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if trainer.is_deepspeed_enabled:
-        optimizer = trainer.model_wrapped.optimizer
-        # As the optimizers of ZeRO-1 and ZeRO-2 do after an overflow.
-        for clear in ("zero_grad", "clear_hp_grads", "_release_preflattened_grad_buffers", "reset_cpu_buffers"):
-            getattr(optimizer, clear, lambda: None)()
-        if hasattr(optimizer, "all_grad_tensors"):
-            from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
-
-            optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-            optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
-    for module in trainer.model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]):
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
 
 
 _LIBRARIES = {
@@ -485,6 +481,7 @@ class EqualForwards:
         """Run the modules that only other ranks run until all ranks reach the same one."""
         import torch
         import torch.distributed as distributed
+        from torch.utils._pytree import tree_map
 
         while True:
             own = torch.tensor([number, self._is_recomputed_later()])
@@ -498,13 +495,25 @@ class EqualForwards:
             self.differing[first] = f"the rows of rank {ranks[0]} use it and those of rank {ranks[1]} do not"
             if any(int(other[1]) for other in reached):
                 raise self._error(first)
-            sent = [_packed(inputs) if distributed.get_rank() == numbers.index(first) else None]
+            sent: list[Any] = [None]
+            if distributed.get_rank() == numbers.index(first):
+                buffer = io.BytesIO()
+                try:
+                    torch.save((*inputs, torch.is_grad_enabled()), buffer)
+                    sent = [buffer.getvalue()]
+                    torch.load(io.BytesIO(sent[0]), weights_only=True)
+                except Exception as error:
+                    sent = [f"and its inputs cannot be sent: {error}"]
             distributed.broadcast_object_list(sent, src=numbers.index(first), group=self.group)
             if isinstance(sent[0], str):
                 raise self._error(first, sent[0])
             if number == first:
                 return
-            args, kwargs, has_gradients = _unpacked(sent[0], self.device)
+            received = torch.load(io.BytesIO(sent[0]), map_location=self.device, weights_only=True)
+            # A module may change its inputs in place, which leaves of a graph do not permit.
+            args, kwargs, has_gradients = tree_map(
+                lambda value: value.clone() if _is_differentiable(value) else value, received
+            )
             self.joined = first
             with torch.set_grad_enabled(has_gradients):
                 self.modules[first](*args, **kwargs)
@@ -539,29 +548,6 @@ def _is_differentiable(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _packed(inputs: Any) -> bytes | str:
-    """Return the inputs of a module as bytes, or why they cannot be sent."""
-    import torch
-
-    buffer = io.BytesIO()
-    try:
-        torch.save((*inputs, torch.is_grad_enabled()), buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        return f"and its inputs cannot be sent: {error}"
-    return buffer.getvalue()
-
-
-def _unpacked(sent: Any, device: Any) -> Any:
-    import torch
-    from torch.utils._pytree import tree_map
-
-    received = torch.load(io.BytesIO(sent), map_location=device, weights_only=True)
-    # A module may change its inputs in place, which leaves of a graph do not permit.
-    return tree_map(lambda value: value.clone() if _is_differentiable(value) else value, received)
 
 
 @cache

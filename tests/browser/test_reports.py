@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
 from planning import gallery_directory
-from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.runs import report_html
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 from shardwright.cli.commands import configuration
-from shardwright.cli.help import EXAMPLES
-from shardwright.cli.main import build_app, run
+from shardwright.cli.main import EXAMPLES, build_app, run
 from shardwright.cli.settings import resolve
 
 

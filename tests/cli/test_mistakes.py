@@ -12,7 +12,7 @@ import pytest
 from commands import Result
 from paths import CONFIGS
 from shardwright.cli.main import run
-from shardwright.trainers.quantization.inputs import suggested_command
+from shardwright.trainers.quantization import suggested_command
 from small_models import llama
 
 QWEN = str(CONFIGS / "Qwen--Qwen2.5-0.5B")

@@ -16,7 +16,7 @@ from session import warm_command
 JOB = """
 import sys
 from pathlib import Path
-from shardwright.cli.streams import outlast_readers
+from shardwright.cli.main import outlast_readers
 outlast_readers()
 for number in range(3000):
     print("line", number)
@@ -39,9 +39,7 @@ def test_a_job_continues_without_its_reader(closed: str, tmp_path: Path) -> None
 
 
 def test_output_of_an_unbuffered_job_is_readable_while_it_runs(tmp_path: Path) -> None:
-    job = (
-        "import sys; from shardwright.cli.streams import outlast_readers; outlast_readers(); print('reported', end='');"
-    )
+    job = "import sys; from shardwright.cli.main import outlast_readers; outlast_readers(); print('reported', end='');"
     job += "print(open(sys.argv[1]).read(), file=sys.stderr)"
     with (tmp_path / "stdout").open("wb") as stdout:
         command = [sys.executable, "-u", "-c", job, str(tmp_path / "stdout")]

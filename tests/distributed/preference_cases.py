@@ -12,7 +12,7 @@ from equivalence.records import logged, training_record, write_records
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.trl import classes_of_trl, generate_as_one_process
 from shardwright.trainers.exact import make_exact
-from shardwright.trainers.parallel.trainer_for import parallelism_of
+from shardwright.trainers.parallel.planned import parallelism_of
 from trainer_cases import TRAINERS, TrainerCase, TrainerKind, data_of, make_trainer, text
 
 GENERATIONS = 4

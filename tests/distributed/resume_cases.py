@@ -11,7 +11,7 @@ from equivalence.records import training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
-from shardwright.trainers.parallel.trainer_for import parallelism_of
+from shardwright.trainers.parallel.planned import parallelism_of
 
 SAVED_AT, STEPS = 2, 4
 ONE_RANK = {

@@ -15,7 +15,7 @@ from distilling import tiny
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
-from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.runs import report_html
 from training_runs import completed, cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed

@@ -107,7 +107,7 @@ def test_signal_to_one_rank_saves_on_all_ranks(engine, kind, code, workshop, who
     [
         ("hang", "step", "the beginning of step 3", "training_step"),
         pytest.param("sigstop", "step", "the beginning of step 3", "training_step", marks=pytest.mark.full),
-        ("hang", "load", "its start", "_train"),
+        ("hang", "load", "its start", "make_trainer"),
     ],
 )
 def test_hanging_rank_ends_all_ranks_with_stacks(kind, phase, since, function, workshop, tmp_path):

@@ -159,7 +159,7 @@ def test_unequal_trainers_are_rejected_before_a_step(case: TrainerCase, records:
 
 
 def test_subclasses_follow_their_nearest_base() -> None:
-    from shardwright.trainers.parallel.trainer_for import table_rows
+    from shardwright.trainers.parallel.planned import table_rows
     from trl import DPOConfig, SFTConfig, SFTTrainer
     from trl.experimental.gkd import GKDTrainer
 

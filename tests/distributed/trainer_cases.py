@@ -14,7 +14,7 @@ from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from shardwright.trainers.exact import count_as_one_process
-from shardwright.trainers.parallel.trainer_for import parallelism_of
+from shardwright.trainers.parallel.planned import parallelism_of
 
 STEPS = 2
 ADAM_EPSILON = 1e-4

@@ -18,7 +18,7 @@ from shardwright.plugins.accelerate import configure_cpu_ranks
 from shardwright.plugins.transformers import prepared_model
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.exact import exact_class
-from shardwright.trainers.parallel.trainer_for import parallelism_of
+from shardwright.trainers.parallel.planned import parallelism_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, Trainer, set_seed
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel

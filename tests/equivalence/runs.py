@@ -26,7 +26,7 @@ from shardwright.plugins.transformers.training_arguments import (
     training_arguments,
 )
 from shardwright.trainers.exact import exact_class
-from shardwright.trainers.parallel.trainer_for import engine_logits, parallelism_of
+from shardwright.trainers.parallel.planned import engine_logits, parallelism_of
 from shardwright.trainers.qat import rounding
 from transformers import Trainer, TrainerCallback
 

@@ -80,7 +80,7 @@ def rounded_training(class_name: str, directory: str) -> Finding:
 def quantized(class_name: str, directory: str) -> Finding:
     """Round to nearest after training; what was written is loaded and compared."""
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-    from shardwright.trainers.quantization.run import quantize
+    from shardwright.trainers.quantization import quantize
 
     source = Path(directory) / "source"
     tiny_model(class_name).save_pretrained(source)

@@ -123,7 +123,7 @@ def make_trainer(class_name: str, swept: SweptLayout, directory: str, *, alone: 
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate import configure_cpu_ranks
     from shardwright.plugins.peft import add_lora
-    from shardwright.trainers.parallel.trainer_for import parallelism_of
+    from shardwright.trainers.parallel.planned import parallelism_of
 
     layout = Layout(engine="single") if alone else swept.layout
     model_class = getattr(transformers, class_name)

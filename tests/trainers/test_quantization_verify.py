@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -99,11 +101,13 @@ def test_nan_logits_fail(written, monkeypatch):
     directory, _, reference = written
     answers = {str(row): logits.clone() for row, logits in enumerate(reference.logits)}
 
-    def reload(_, work, *__):
+    def reload(command, **_):
+        work = Path(command[4])
         (work / verify.FACTS).write_text("{}")
         save_file(answers, work / verify.LOGITS)
+        return CompletedProcess(command, 0)
 
-    monkeypatch.setattr(verify, "_reload", reload)
+    monkeypatch.setattr(verify.subprocess, "run", reload)
     assert verified(written, directory).largest_logit_difference == 0
     answers["1"][2, 5] = float("nan")
     assert not verified(written, directory).passed

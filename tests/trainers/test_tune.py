@@ -15,7 +15,7 @@ from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError
 from shardwright.plugins.planning import plan as make
 from shardwright.trainers.rank_main import read_task
-from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.runs import report_html
 from shardwright.trainers.tuning import TrialTask, tune
 from small_models import llama
 

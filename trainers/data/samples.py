@@ -267,32 +267,6 @@ def _has_text(row: Row, kind: Kind) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def _prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
-    """Return the prompt and the completion of a row, both texts or both lists of messages.
-
-    An Alpaca row is a question and an answer for a chat template, or else text with Alpaca's own prompt.
-
-    Raises:
-        UsageError: one is a text and the other a list.
-    """
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if not (prompt and completion):
-        instruction, further, completion = str(row["instruction"]), row.get("input"), str(row["output"])
-        if with_template:
-            question = f"{instruction}\n\n{further}" if further else instruction
-            return [{"role": "user", "content": question}], [{"role": "assistant", "content": completion}]
-        prompt = _ALPACA_PROMPT.format(
-            with_input=", paired with an input that provides further context" if further else "",
-            instruction=instruction,
-            input=f"### Input:\n{further}\n\n" if further else "",
-        )
-    if not any(isinstance(prompt, kind) and isinstance(completion, kind) for kind in (str, list)):
-        rule = f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}"
-        fix = "write both as text, or both as lists of messages"
-        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
-    return prompt, completion
-
-
 def split_rows(
     rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
 ) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
@@ -352,7 +326,24 @@ def _made_samples(
         if kind == "messages":
             turns, first_labelled = _messages(row), 0
         else:
-            prompt, completion = _prompt_and_completion(row, with_template=bool(tokenizer.chat_template), where=where)
+            prompt: Any = row.get("prompt")
+            completion: Any = row.get("completion")
+            if not (prompt and completion):
+                instruction, further, completion = str(row["instruction"]), row.get("input"), str(row["output"])
+                if tokenizer.chat_template:
+                    question = f"{instruction}\n\n{further}" if further else instruction
+                    prompt = [{"role": "user", "content": question}]
+                    completion = [{"role": "assistant", "content": completion}]
+                else:
+                    prompt = _ALPACA_PROMPT.format(
+                        with_input=", paired with an input that provides further context" if further else "",
+                        instruction=instruction,
+                        input=f"### Input:\n{further}\n\n" if further else "",
+                    )
+            if not any(isinstance(prompt, each) and isinstance(completion, each) for each in (str, list)):
+                rule = f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}"
+                fix = "write both as text, or both as lists of messages"
+                raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
             is_chat = isinstance(prompt, list)
             turns, first_labelled = ([*prompt, *completion], len(prompt)) if is_chat else (None, 0)
         if turns is None:

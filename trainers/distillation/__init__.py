@@ -13,20 +13,6 @@ if TYPE_CHECKING:
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
-__all__ = [
-    "AttentionTerm",
-    "CLIPDistillationTrainer",
-    "CachedTeacherDataset",
-    "ClipDistillationConfig",
-    "DistillationConfig",
-    "DistillationTrainer",
-    "HiddenStateTerm",
-    "OnPolicy",
-    "SelfTeacher",
-    "ServedTeacher",
-    "TeacherCache",
-]
-
 _MODULES = {
     ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
@@ -35,6 +21,7 @@ _MODULES = {
     ".served_teacher": ("ServedTeacher",),
     ".trainer": ("DistillationTrainer",),
 }
+__all__ = [name for names in _MODULES.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

@@ -179,8 +179,30 @@ class CLIPDistillationTrainer(Trainer):
         terms: dict[str, torch.Tensor] = {}
 
         def forward(original: Callable[..., Any], *args: Any, **named: Any) -> dict[str, torch.Tensor]:
-            outputs = original(*args, **named)
-            terms.update(self._terms(inner, outputs, taught))
+            outputs, alignment = original(*args, **named), getattr(inner, ALIGNMENT)
+            images, texts = (gather_rows(value.float()) for value in (outputs.image_embeds, outputs.text_embeds))
+            with torch.no_grad():
+                taught_images, taught_texts = (
+                    gather_rows(value.float()) for value in (taught.image_embeds, taught.text_embeds)
+                )
+            joined = alignment(outputs.image_embeds, outputs.text_embeds)
+            joined_images, joined_texts = (gather_rows(value) for value in joined)
+            every: dict[str, Callable[[], torch.Tensor]] = {
+                "task": lambda: task_loss(images, texts, inner.logit_scale),
+                "interactive": lambda: interactive_loss(
+                    joined_images, joined_texts, taught_images, taught_texts, alignment.log_scale
+                ),
+                "features": lambda: (
+                    0.5 * (feature_loss(joined_images, taught_images) + feature_loss(joined_texts, taught_texts))
+                ),
+            }
+            # DDP waits for the gradient of every parameter, including those of terms without a weight.
+            unused: Any = 0.0
+            for parameter in (inner.logit_scale, *alignment.parameters()):
+                unused = unused + 0.0 * parameter.float().sum()
+            terms.update(
+                {name: term() + unused for name, term in every.items() if getattr(self.distillation, name) > 0}
+            )
             loss = torch.stack([getattr(self.distillation, name) * value for name, value in terms.items()]).sum()
             return {"loss": loss, "logits_per_image": outputs.logits_per_image.detach()}
 
@@ -199,31 +221,6 @@ class CLIPDistillationTrainer(Trainer):
                 self._sums[name] = self._sums.get(name, 0.0) + value.detach()
         loss = outputs["loss"]
         return (loss, outputs) if return_outputs else loss
-
-    def _terms(self, student: PreTrainedModel, outputs: Any, taught: Any) -> dict[str, torch.Tensor]:
-        """Return each term with a weight above 0."""
-        alignment = getattr(student, ALIGNMENT)
-        images, texts = (gather_rows(value.float()) for value in (outputs.image_embeds, outputs.text_embeds))
-        with torch.no_grad():
-            taught_images, taught_texts = (
-                gather_rows(value.float()) for value in (taught.image_embeds, taught.text_embeds)
-            )
-        joined = alignment(outputs.image_embeds, outputs.text_embeds)
-        joined_images, joined_texts = (gather_rows(value) for value in joined)
-        terms: dict[str, Callable[[], torch.Tensor]] = {
-            "task": lambda: task_loss(images, texts, student.logit_scale),
-            "interactive": lambda: interactive_loss(
-                joined_images, joined_texts, taught_images, taught_texts, alignment.log_scale
-            ),
-            "features": lambda: (
-                0.5 * (feature_loss(joined_images, taught_images) + feature_loss(joined_texts, taught_texts))
-            ),
-        }
-        # DDP waits for the gradient of every parameter, including those of terms without a weight.
-        unused: Any = 0.0
-        for parameter in (student.logit_scale, *alignment.parameters()):
-            unused = unused + 0.0 * parameter.float().sum()
-        return {name: term() + unused for name, term in terms.items() if getattr(self.distillation, name) > 0}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the mean of each term since the last log."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import CARD_FILE, TOKENIZER_FILES, shown_name, title_of
+from ...plugins.huggingface_hub import TOKENIZER_FILES, shown_name, title_of
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
@@ -23,7 +23,7 @@ from ..data.chat import set_chat_template
 from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples, packed_if_possible
 from ..data.sources import local_place
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
@@ -36,8 +36,18 @@ from ..runs.inputs import (
     training_job,
 )
 from ..runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
-from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, number, run_training, with_spread, with_spreads
-from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
+from ..runs.run import (
+    LaunchedOutcome,
+    PreparedTraining,
+    StepResult,
+    model_file_names,
+    number,
+    run_training,
+    with_spread,
+    with_spreads,
+)
+from ..runs.settings import RunRequest
+from .served_teacher import ServedTeacher
 from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
 
 SCHEMA_VERSION = 1
@@ -148,14 +158,6 @@ def objective_sentence(settings: DistillSettings) -> str:
     return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
 
 
-def distillation_file_names(settings: DistillSettings) -> tuple[str, ...]:
-    """Return the files that a run writes into its output directory, in addition to the plan's."""
-    adapter = settings.method == "lora"
-    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-    config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
-
-
 class DistillTask(DistillJob, TrainingTask):
     """Train a student with a teacher.
 
@@ -166,7 +168,6 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
-        from .served_teacher import ServedTeacher
         from .teacher_cache import CachedTeacherDataset, TeacherCache
         from .trainer import DistillationTrainer
 
@@ -174,14 +175,7 @@ class DistillTask(DistillJob, TrainingTask):
         settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
         if settings.teacher_url is not None:
-            teacher: Any = ServedTeacher(
-                settings.teacher_url,
-                model=self.teacher,
-                vocab_size=self.vocab_size,
-                top_k=settings.teacher_top_k,
-                timeout_seconds=settings.teacher_timeout,
-                allow_remote_http=settings.allow_remote_http,
-            )
+            teacher: Any = served_teacher(settings, self.teacher, self.vocab_size)
         elif settings.teacher_cache is None:
             teacher = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
         else:
@@ -271,7 +265,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
-        return distillation_file_names(self.settings)
+        return model_file_names(self.settings)
 
     @property
     def own_arguments(self) -> dict[str, Any]:
@@ -335,7 +329,14 @@ def prepare_distillation(
             if teacher is not None and settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher)
     if is_served and tokenizer is not None and samples is not None and not errors:
-        teacher = _served_name(settings, teacher, tokenizer, vocab_size, samples)
+        served = served_teacher(settings, teacher or "", vocab_size)
+        longest, some = settings.seq_len, (*samples.train[:2], *samples.evaluation[:2])
+        if settings.on_policy:
+            prompt = settings.prompt_tokens or (longest // 2 if samples.statistics.kind == "text" else longest)
+            longest = max(longest, prompt + settings.max_new_tokens)
+        texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in some]
+        served.check(tokenizer, longest_tokens=longest, texts=texts, chosen=teacher)
+        teacher = served.model
     if errors:
         raise UsageError(errors)
     assert hardware and loaded_student and tokenizer and samples and teacher, "what failed left an error"
@@ -402,26 +403,16 @@ def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: st
     return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
 
 
-def _served_name(settings: DistillSettings, name: str | None, tokenizer: Any, vocab_size: int, samples: Samples) -> str:
-    """Return the name of the served model, after requests that check it; raises as `ServedTeacher.check`."""
-    from .served_teacher import ServedTeacher
-
+def served_teacher(settings: DistillSettings, name: str, vocab_size: int) -> ServedTeacher:
     assert settings.teacher_url is not None
-    served = ServedTeacher(
+    return ServedTeacher(
         settings.teacher_url,
-        model=name or "",
+        model=name,
         vocab_size=vocab_size,
         top_k=settings.teacher_top_k,
         timeout_seconds=settings.teacher_timeout,
         allow_remote_http=settings.allow_remote_http,
     )
-    texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in (*samples.train[:2], *samples.evaluation[:2])]
-    longest = settings.seq_len
-    if settings.on_policy:
-        prompt = settings.prompt_tokens or (longest // 2 if samples.statistics.kind == "text" else longest)
-        longest = max(longest, prompt + settings.max_new_tokens)
-    served.check(tokenizer, longest_tokens=longest, texts=texts, chosen=name)
-    return served.model
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:

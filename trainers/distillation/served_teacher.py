@@ -227,32 +227,27 @@ class ServedTeacher:
 
     def _requested(self, needed: Sequence[_Document]) -> dict[_Document, Future[list[Any]]]:
         """Request answers in the background, in groups of about `_REQUEST_TOKENS`."""
-        futures: dict[_Document, Future[list[Any]]] = {}
-        group: list[_Document] = []
+        groups: list[dict[_Document, Future[list[Any]]]] = [{}]
         for document in dict.fromkeys(needed):
-            group.append(document)
-            if sum(len(each.tokens) for each in group) >= _REQUEST_TOKENS:
-                futures |= self._started(group)
-                group = []
-        return futures | (self._started(group) if group else {})
+            if sum(len(each.tokens) for each in groups[-1]) >= _REQUEST_TOKENS:
+                groups.append({})
+            groups[-1][document] = Future()
 
-    def _started(self, group: list[_Document]) -> dict[_Document, Future[list[Any]]]:
-        futures: dict[_Document, Future[list[Any]]] = {document: Future() for document in group}
-
-        def work() -> None:
+        def work(group: dict[_Document, Future[list[Any]]]) -> None:
             try:
                 with self._slots:
-                    answers = self._answers(group)
+                    answers = self._answers(list(group))
             except BaseException as error:
-                for future in futures.values():
+                for future in group.values():
                     future.set_exception(error)
                 return
-            for future, rows in zip(futures.values(), answers, strict=True):
+            for future, rows in zip(group.values(), answers, strict=True):
                 future.set_result(rows)
 
         # Not a pool: the interpreter would wait for its threads, and so for a server, after another error of the rank.
-        threading.Thread(target=work, daemon=True).start()
-        return futures
+        for group in filter(None, groups):
+            threading.Thread(target=work, args=(group,), daemon=True).start()
+        return {document: future for group in groups for document, future in group.items()}
 
     def _answers(self, group: Sequence[_Document]) -> list[list[tuple[list[tuple[int, float]], float]]]:
         """Return, for each position of each document, the likeliest tokens and the mass of those that were removed."""

@@ -85,8 +85,9 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
 def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     """Return the errors that are known before any file is read."""
     errors: list[ConfigError] = []
+    stated = settings.stated()
     placement, source = settings.teacher_placement, "--teacher-url" if settings.teacher_url else "--teacher-cache"
-    errors += launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
+    errors += launched_errors(settings) + adapter_errors(stated, settings.method)
     if placement == "cached" and settings.runs_teacher:
         fix = "pass --teacher-cache with a directory written by cache-teacher, or --teacher-url"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule="requires a cache", fix=fix))
@@ -106,16 +107,9 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
             del live_terms["on_policy"]
         rule, fix = "requires a live teacher", f"remove {source}"
         errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
-    return errors + _served_errors(settings)
-
-
-def _served_errors(settings: DistillSettings) -> list[ConfigError]:
-    """Return the errors of the settings of a served teacher."""
-    errors: list[ConfigError] = []
-    stated = settings.stated()
     if settings.teacher_url is None:
         names = ("teacher_top_k", "teacher_timeout", "allow_remote_http")
-        return [ConfigError(where=name, rule="requires --teacher-url") for name in names if name in stated]
+        return errors + [ConfigError(where=name, rule="requires --teacher-url") for name in names if name in stated]
     with collecting(errors):
         server_address(settings.teacher_url, allow_remote_http=settings.allow_remote_http)
     for name in ("teacher_cache", "teacher_revision"):

@@ -36,7 +36,7 @@ from ..data.sources import pack, read_documents
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -59,24 +59,6 @@ class StudentRequest(Settings):
     def cuts_width(self) -> bool:
         return self.hidden_size is not None or self.intermediate_size is not None
 
-    @property
-    def cuts_layers(self) -> bool:
-        return self.layers is not None or self.keep_layers is not None
-
-
-def request_errors(request: StudentRequest) -> list[ConfigError]:
-    """Return the errors that do not depend on the teacher."""
-    errors = []
-    if request.layers is not None and request.keep_layers is not None:
-        errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
-    if request.text and not request.cuts_width:
-        rule = "is only used to compare channels"
-        errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden or --intermediate"))
-    if not (request.cuts_layers or request.cuts_width):
-        fix = "pass --layers, --hidden or --intermediate"
-        errors.append(ConfigError(where="student", rule="no setting makes it smaller", fix=fix))
-    return errors
-
 
 def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigError]:
     limit = f"the teacher has {teacher_layers} layers"
@@ -93,28 +75,6 @@ def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigErr
     if not layers or list(layers) != sorted(set(layers)):
         rule = "must be one or more ascending numbers, each once"
         errors.append(ConfigError(where="--keep-layers", value=layers, rule=rule))
-    return errors
-
-
-def width_errors(request: StudentRequest, config: PreTrainedConfig) -> list[ConfigError]:
-    errors = [
-        ConfigError(
-            where=name,
-            value=size,
-            rule=f"the teacher has {limit}",
-            fix="use a smaller value; a student cannot be larger than its teacher",
-        )
-        for name, size, limit in (
-            ("--hidden", request.hidden_size, config.hidden_size),
-            ("--intermediate", request.intermediate_size, config.intermediate_size),
-        )
-        if size is not None and size > limit
-    ]
-    heads = config.num_attention_heads
-    if request.hidden_size is not None and request.hidden_size % heads:
-        fix = f"use {request.hidden_size // heads * heads or heads}"
-        rule = f"must be a multiple of the {heads} query heads"
-        errors.append(ConfigError(where="--hidden", value=request.hidden_size, rule=rule, fix=fix))
     return errors
 
 
@@ -418,11 +378,6 @@ class StudentReport:
     output_dir: Path | None = None
     """Directory of the student; `None` if no files were written."""
 
-    @property
-    def least_bytes(self) -> int:
-        """Lower bound of the bytes of the weights; no dense type that weights are stored in has fewer than 16 bits."""
-        return self.student_parameters * (4 if self.request.dtype == "float32" else 2)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of `student.json`, without absolute paths except the teacher's."""
         return {
@@ -452,7 +407,15 @@ def plan_student(
         UsageError: all errors of the request together.
         RefusedInputError: the teacher's config is unsafe or unknown.
     """
-    errors = request_errors(request)
+    errors = []
+    if request.layers is not None and request.keep_layers is not None:
+        errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
+    if request.text and not request.cuts_width:
+        rule = "is only used to compare channels"
+        errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden or --intermediate"))
+    if request.layers is None and request.keep_layers is None and not request.cuts_width:
+        fix = "pass --layers, --hidden or --intermediate"
+        errors.append(ConfigError(where="student", rule="no setting makes it smaller", fix=fix))
     if output_dir is not None:
         errors += output_errors(output_dir, force=force, sources={"the teacher": teacher})
     source = read_model_source(teacher, revision=revision)
@@ -470,8 +433,19 @@ def plan_student(
             fix = "--layers works for every plain stack of layers"
             errors.append(ConfigError(where="model_type", value=model.config.model_type, rule=rule, fix=fix))
         else:
-            errors += width_errors(request, model.config)
             hidden_size, heads = model.config.hidden_size, model.config.num_attention_heads
+            for flag, size, limit in (
+                ("--hidden", request.hidden_size, hidden_size),
+                ("--intermediate", request.intermediate_size, model.config.intermediate_size),
+            ):
+                if size is not None and size > limit:
+                    rule = f"the teacher has {limit}"
+                    fix = "use a smaller value; a student cannot be larger than its teacher"
+                    errors.append(ConfigError(where=flag, value=size, rule=rule, fix=fix))
+            if request.hidden_size is not None and request.hidden_size % heads:
+                fix = f"use {request.hidden_size // heads * heads or heads}"
+                rule = f"must be a multiple of the {heads} query heads"
+                errors.append(ConfigError(where="--hidden", value=request.hidden_size, rule=rule, fix=fix))
             before = {
                 "hidden_size": hidden_size,
                 "intermediate_size": model.config.intermediate_size,
@@ -523,7 +497,9 @@ def make_student(plan: StudentReport, teacher: str, output_dir: Path, *, force: 
 
     if errors := output_errors(output_dir, force=force, sources={"the teacher": teacher}):
         raise UsageError(errors)
-    if errors := disk_errors(output_dir, needed_bytes=plan.least_bytes):
+    # No dense type that weights are stored in has fewer than 16 bits.
+    least_bytes = plan.student_parameters * (4 if plan.request.dtype == "float32" else 2)
+    if errors := disk_errors(output_dir, needed_bytes=least_bytes):
         raise DoesNotFitError("\n".join(map(str, errors)))
     with reserved(output_dir, force=force):
         directory = Path(teacher).expanduser()

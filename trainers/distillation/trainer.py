@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,6 @@ from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, Toke
 from ..parallel.balance_loss import balance_over_ranks
 from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
-from .on_policy import completed_by_student, is_generated
 from .served_teacher import ServedTeacher
 from .teacher import (
     SHIFT_LABELS,
@@ -42,6 +42,7 @@ from .teacher import (
     EarlyExit,
     TeacherOutput,
     check_arguments,
+    completed_by_student,
     inner_model,
     predicts_next_token,
     run_teacher,
@@ -212,36 +213,106 @@ class DistillationTrainer(Trainer):
         *,
         fused: bool,
     ) -> Any:
-        inner = inner_model(self)
+        inner, features, early_exit = inner_model(self), self._features, self._early_exit
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
+        objective = self.distillation.objective
         taught = TeacherOutput()
         if self.teacher is not None:
             shards, checks = self._ranks_of_a_sequence() > 1, not self._checked_head
             taught = run_teacher(
-                self.teacher, batch, fused=fused, features=self._features, sequence_sharded=shards, check_head=checks
+                self.teacher, batch, fused=fused, features=features, sequence_sharded=shards, check_head=checks
             )
-        step = _StudentStep(
-            batch=batch,
-            teacher_output=taught,
-            fused=fused,
-            num_items_in_batch=num_items_in_batch,
-            returns_logits=return_outputs and not fused,
-        )
-        with (
-            self._targets(step.teacher_output, batch) as step.targets,
-            replaced_forward(inner, partial(self._student_forward, inner, step)),
-        ):
+        token_loss = partial(fused_token_loss, labels_N=batch.labels_N)
+        token_sums: list[TokenSums] = []
+        losses: list[torch.Tensor] = []
+        sums: dict[str, torch.Tensor] = {}
+        # [B] shares of the samples in the sums over tokens, in an evaluation.
+        sample_sums: dict[str, torch.Tensor] = {}
+        # Why the fused loss does not fit this model; the returned loss is then meaningless.
+        unknown_logits: list[UnknownLogitsError] = []
+
+        def loss_at_head(hidden_BSH: torch.Tensor) -> torch.Tensor:
+            """Compute the loss in place of the output head, from the head's input."""
+            head, hidden_NH = output_head(inner), batch.rows_of(hidden_BSH)
+            if early_exit is None:
+                token_sums.append(token_loss(hidden_NH, head, teacher=targets, objective=objective))
+            else:
+                # The output learns from the labels only, and teaches the exit: CE(output) + (1 - α) CE(exit) + α τ² D.
+                output = token_loss(hidden_NH, head, teacher=None, objective=replace(objective, alpha=0.0))
+                own = HiddenTargets(hidden_NH=hidden_NH.detach(), head=_detached(head))
+                exit_sums = token_loss(batch.rows_of(early_exit.hidden), head, teacher=own, objective=objective)
+                token_sums.append(replace(exit_sums, loss=output.loss + exit_sums.loss))
+            return token_sums[-1].loss
+
+        def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+            """Run the inner student and return its loss, and its logits if outputs are requested.
+
+            They pass the wrappers around it, whose hooks gather the weights for the gradient of each. The loss is
+            normalised here, because FSDP2 casts what a model returns, and its gradient, to 16 bit.
+            """
+            if features is not None and features.hidden_term is not None:
+                kwargs["output_hidden_states"] = True
+            with ExitStack() as stack:
+                head, attention = None, None
+                if fused:
+                    head = stack.enter_context(HeadReplacement(inner, loss_at_head)())
+                if features is not None:
+                    attention = stack.enter_context(features.capture(inner, is_student=True))
+                if early_exit is not None:
+                    stack.enter_context(early_exit())
+                outputs = original(*args, **kwargs)
+            if head is None:
+                assert not isinstance(targets, HiddenTargets)
+                student = plain_token_loss(batch.rows_of(outputs.logits), batch.labels_N, targets, objective)
+                loss = student.loss
+            else:
+                try:
+                    loss = head.result
+                    if not self._checked_head:
+                        head.check_logits(outputs.logits)
+                except UnknownLogitsError as error:
+                    # Raised after the wrappers have returned: an error here would leave their hooks half done.
+                    unknown_logits.append(error)
+                    return {"loss": outputs.logits.sum()}
+                student = token_sums[-1]
+            sums.update(student.sums | {WEIGHT: student.weight})
+            if not inner.training:
+                sample_sums.update(batch.by_sample({**student.rows, WEIGHT: torch.ones_like(batch.rows_N)}))
+            if features is not None and features.hidden_term is not None:
+                assert taught.hidden_states is not None, "the teacher returns them for this term"
+                distance = features.hidden_sum(
+                    hidden_states_of(outputs), taught.hidden_states, batch.position_weights()
+                )
+                sums["hidden_states"] = distance.detach()
+                loss = loss + features.hidden_term.weight * distance
+            if features is not None and features.attention_term is not None:
+                assert attention is not None and taught.attention is not None, "both are captured for this term"
+                weights_BS = batch.position_weights()
+                distance = features.attention_sum(attention, taught.attention, weights_BS, batch.model_inputs)
+                sums["attention"] = distance.detach()
+                loss = loss + features.attention_term.weight * distance
+            loss = self._normalised(loss, student.weight, num_items_in_batch)
+            aux_loss = getattr(outputs, "aux_loss", None)
+            coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
+            if aux_loss is not None and coefficient:
+                # Averaged over micro-batches and ranks: `balance_over_ranks` counts it so.
+                counted = num_items_in_batch is not None
+                micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
+                loss = loss + coefficient * aux_loss.to(loss.device) / micro_batches
+            losses.append(loss)
+            return {"loss": loss} | ({"logits": outputs.logits} if return_outputs and not fused else {})
+
+        with self._targets(taught, batch) as targets, replaced_forward(inner, forward):
             outputs = model(**accepted_inputs(inner, batch.model_inputs))
-        if step.unknown_logits is not None:
-            raise step.unknown_logits
-        assert step.loss is not None, "the student's forward has run"
+        if unknown_logits:
+            raise unknown_logits[0]
         self._checked_head = self._checked_head or fused
         # Without gradients, a training batch is computed to measure what kind of loss a subclass adds.
         if torch.is_grad_enabled() or not model.training:
-            (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
+            (self._train_telemetry if model.training else self._eval_telemetry).add(sums, sample_sums)
         if not self._checked_first_step:
             self._checked_first_step = True
-            _check_finite(float(step.sums.get(NONFINITE, 0.0)))
+            _check_finite(float(sums.get(NONFINITE, 0.0)))
             if model.training and self._step_weight is not None and float(self._step_weight) == 0:
                 rule = "every label of the first batch is masked (-100), so there is nothing to learn"
                 fix = "check the chat template or the prompt mask"
@@ -249,7 +320,7 @@ class DistillationTrainer(Trainer):
         # Engines may return the loss in 16 bit. The fp32 value replaces it; the gradient still passes the wrappers'
         # hooks. Only the value is multiplied: logs average over ranks whose gradients are added.
         returned = outputs["loss"].float()
-        loss = returned + (step.loss.detach() * self._ranks_with_added_gradients() - returned.detach())
+        loss = returned + (losses[-1].detach() * self._ranks_with_added_gradients() - returned.detach())
         if not return_outputs:
             return loss
         return loss, ModelOutput(loss=loss, **({} if fused else {"logits": outputs["logits"]}))
@@ -292,85 +363,6 @@ class DistillationTrainer(Trainer):
         else:
             yield None
 
-    def _student_forward(
-        self, inner: PreTrainedModel, step: _StudentStep, original: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """Run the inner student and return its loss, and its logits if outputs are requested.
-
-        They pass the wrappers around it, whose hooks gather the weights for the gradient of each.
-
-        The loss is normalised here, because FSDP2 casts what a model returns, and its gradient, to 16 bit.
-        """
-        features, batch = self._features, step.batch
-        if features is not None and features.hidden_term is not None:
-            kwargs["output_hidden_states"] = True
-        with ExitStack() as stack:
-            head, attention = None, None
-            if step.fused:
-                head = stack.enter_context(HeadReplacement(inner, partial(self._loss_at_head, inner, step))())
-            if features is not None:
-                attention = stack.enter_context(features.capture(inner, is_student=True))
-            if self._early_exit is not None:
-                stack.enter_context(self._early_exit())
-            outputs = original(*args, **kwargs)
-        if head is None:
-            assert not isinstance(step.targets, HiddenTargets)
-            objective, logits_NV = self.distillation.objective, batch.rows_of(outputs.logits)
-            sums = plain_token_loss(logits_NV, batch.labels_N, step.targets, objective)
-            loss = sums.loss
-        else:
-            try:
-                loss = head.result
-                if not self._checked_head:
-                    head.check_logits(outputs.logits)
-            except UnknownLogitsError as error:
-                # Raised after the wrappers have returned: an error here would leave their hooks half done.
-                step.unknown_logits = error
-                return {"loss": outputs.logits.sum()}
-            assert step.token_sums is not None, "the head has run"
-            sums = step.token_sums
-        step.sums |= sums.sums | {WEIGHT: sums.weight}
-        if not inner.training:
-            step.sample_sums = batch.by_sample({**sums.rows, WEIGHT: torch.ones_like(batch.rows_N)})
-        if features is not None and features.hidden_term is not None:
-            teacher_states = step.teacher_output.hidden_states
-            assert teacher_states is not None, "the teacher returns them for this term"
-            distance = features.hidden_sum(hidden_states_of(outputs), teacher_states, batch.position_weights())
-            step.sums["hidden_states"] = distance.detach()
-            loss = loss + features.hidden_term.weight * distance
-        if features is not None and features.attention_term is not None:
-            teacher_attention = step.teacher_output.attention
-            assert attention is not None and teacher_attention is not None, "both are captured for this term"
-            weights_BS = batch.position_weights()
-            distance = features.attention_sum(attention, teacher_attention, weights_BS, batch.model_inputs)
-            step.sums["attention"] = distance.detach()
-            loss = loss + features.attention_term.weight * distance
-        step.loss = self._normalised(loss, sums.weight, step.num_items_in_batch)
-        aux_loss = getattr(outputs, "aux_loss", None)
-        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        if aux_loss is not None and coefficient:
-            # Averaged over micro-batches and ranks: `balance_over_ranks` counts it so.
-            counted = step.num_items_in_batch is not None
-            micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
-            step.loss = step.loss + coefficient * aux_loss.to(loss.device) / micro_batches
-        return {"loss": step.loss} | ({"logits": outputs.logits} if step.returns_logits else {})
-
-    def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
-        """Compute the loss in place of the output head, from the head's input."""
-        batch, head, objective = step.batch, output_head(inner), self.distillation.objective
-        token_loss = partial(fused_token_loss, labels_N=batch.labels_N)
-        hidden_NH = batch.rows_of(hidden_BSH)
-        if self._early_exit is None:
-            step.token_sums = token_loss(hidden_NH, head, teacher=step.targets, objective=objective)
-        else:
-            # The output learns from the labels only, and teaches the exit: CE(output) + (1 - α) CE(exit) + α τ² D.
-            output = token_loss(hidden_NH, head, teacher=None, objective=replace(objective, alpha=0.0))
-            targets = HiddenTargets(hidden_NH=hidden_NH.detach(), head=_detached(head))
-            exit_NH = batch.rows_of(self._early_exit.hidden)
-            exit_sums = token_loss(exit_NH, head, teacher=targets, objective=objective)
-            step.token_sums = replace(exit_sums, loss=output.loss + exit_sums.loss)
-        return step.token_sums.loss
-
     def _normalised(
         self, loss: torch.Tensor, weight: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
@@ -408,7 +400,9 @@ class DistillationTrainer(Trainer):
         else:
             batches = list(islice(epoch_iterator, num_batches))
             for index, batch in enumerate(batches):
-                if is_generated(on_policy, self.args.seed, self.state.global_step, index):
+                # Equal on all ranks, which must generate together.
+                draw = random.Random(f"{self.args.seed} {self.state.global_step} {index}").random()
+                if draw < on_policy.fraction:
                     batches[index] = completed_by_student(self, batch, on_policy, index)
             count = self._get_num_items_in_batch(batches, device)
         if self.served_teacher is not None and self._ranks_of_a_sequence() == 1:
@@ -485,25 +479,6 @@ class DistillationTrainer(Trainer):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self._projectors is not None and not self.is_fsdp_enabled:
             load_projectors(self._projectors, resume_from_checkpoint)
-
-
-@dataclass(kw_only=True)
-class _StudentStep:
-    """Inputs and results of one forward pass of the student."""
-
-    batch: DistillationBatch
-    teacher_output: TeacherOutput
-    fused: bool
-    num_items_in_batch: torch.Tensor | int | None
-    returns_logits: bool
-    targets: TeacherTargets | None = None
-    token_sums: TokenSums | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """[B] shares of the samples in the sums over tokens, in an evaluation."""
-    unknown_logits: UnknownLogitsError | None = None
-    """Why the fused loss does not fit this model; the returned loss is then meaningless."""
-    loss: torch.Tensor | None = None
 
 
 class Telemetry:

@@ -13,7 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import (
+    ConfigError,
+    InputError,
+    RefusedInputError,
+    ShardwrightError,
+    UsageError,
+    not_a_count,
+)
 from ...plugins.compressed_tensors import load_packed_zero_points
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source, split_revision
 from ...plugins.launching.messages import log_progress
@@ -24,16 +31,14 @@ from ...plugins.safetensors import read_checkpoint
 from ...plugins.transformers.loading import check_weights, load_causal_lm, refuse_code, refuse_other_formats
 from ..counting.counts import Estimate, exponential, token_mean
 from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
+from ..data.samples import collate
 from ..data.sources import PYTHON_HELP, one_line
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 from .measures import (
     ModelReader,
     TextRequest,
     TextWindows,
-    TokenMeasures,
-    batches_of,
     measure_tokens,
-    number_errors,
     read_baseline,
     text_windows,
 )
@@ -134,26 +139,6 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
         fix = "pass a model such as LlamaForCausalLM"
         raise UsageError(ConfigError(where=role, value=name, rule=rule, fix=fix))
     return EvalModel(role=role, source=source, config=config)
-
-
-def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of all models: the first model's, or the baseline's if the model has none.
-
-    Raises:
-        UsageError: the tokenizers differ, or a model has no embedding for a token.
-    """
-    owner = next((model for model in models if model.has_tokenizer), models[0])
-    tokenizer = owner.tokenizer()
-    for model in models:
-        if model is not owner and model.has_tokenizer and owner.has_tokenizer:
-            fix = "compare models of one family: KL and agreement need the same tokens"
-            agreed_vocab_size(tokenizer, model.tokenizer(), roles=("model", "baseline"), fix=fix)
-    largest = max(tokenizer.get_vocab().values())
-    for model in models:
-        if model is not owner and largest >= model.vocab_size:
-            rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
-            raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
-    return tokenizer
 
 
 def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
@@ -356,7 +341,17 @@ def evaluate_model(
     start = time.perf_counter()
     request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
     window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
-    errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
+    errors: list[ConfigError] = []
+    if isinstance(request, TextRequest):
+        for number, value, least, why in (
+            ("seq_len", seq_len, 2, ": the first token is not evaluated"),
+            ("num_samples", request.num_samples, 1, ""),
+        ):
+            if value is not None and (error := not_a_count(number, value)):
+                errors.append(error)
+            elif value is not None and value < least:
+                flag, rule = f"--{number.replace('_', '-')}", f"must be at least {least}{why}"
+                errors.append(ConfigError(where=flag, value=value, rule=rule))
     if text is not None and dataset is not None:
         rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
         errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
@@ -376,8 +371,8 @@ def evaluate_model(
         try:
             name, commit = split_revision(name, commit)
             models.append(read_eval_model(name, role, revision=commit))
-        except UsageError as error:
-            errors += error.errors
+        except UsageError as failed:
+            errors += failed.errors
     for model in models:
         if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
             rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
@@ -386,8 +381,18 @@ def evaluate_model(
     if errors:
         raise UsageError(errors)
 
-    tokenizer = shared_tokenizer(models)
-    if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
+    owner = next((model for model in models if model.has_tokenizer), models[0])
+    tokenizer = owner.tokenizer()
+    for model in models:
+        if model is not owner and model.has_tokenizer:
+            fix = "compare models of one family: KL and agreement need the same tokens"
+            agreed_vocab_size(tokenizer, model.tokenizer(), roles=("model", "baseline"), fix=fix)
+    largest = max(tokenizer.get_vocab().values())
+    for model in models:
+        if model is not owner and largest >= model.vocab_size:
+            rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
+            raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
+    if owner is not models[0]:
         logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
     if isinstance(request, TextWindows):
         windows = request
@@ -395,7 +400,9 @@ def evaluate_model(
         limits = [model.longest for model in models if model.longest is not None]
         windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
     device = device or default_device()
-    batches = batches_of(windows.windows, batch_size)
+    batches = [
+        collate(windows.windows[first : first + batch_size]) for first in range(0, len(windows.windows), batch_size)
+    ]
 
     def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
         """Return a loaded model, and the fields of its result that do not depend on the text."""
@@ -425,7 +432,21 @@ def evaluate_model(
     if measures.baseline_loss_N is not None:
         baseline_sums = measures.window_sums(measures.baseline_loss_N)
         evaluated_baseline = _model_result(models[1], baseline_sums, measures.counts, **baseline_fields)
-        comparison = _comparison(measures)
+        kl_N, agreement_N, vocabulary = measures.kl_N, measures.agreement_N, measures.compared_vocabulary
+        assert kl_N is not None and agreement_N is not None and vocabulary is not None, "a baseline was read"
+        differences = measures.window_sums(measures.loss_N.double() - measures.baseline_loss_N.double())
+        difference, sorted_N = token_mean(differences, measures.counts), torch.sort(kl_N).values
+        comparison = Comparison(
+            loss_difference_nats_per_token=difference,
+            loss_difference_is_significant=difference.is_significant,
+            kl_nats_per_token=token_mean(measures.window_sums(kl_N), measures.counts),
+            kl_nats_at_share={
+                f"{share:g}": float(sorted_N[max(0, math.ceil(share * len(sorted_N)) - 1)]) for share in KL_SHARES
+            },
+            top1_agreement=token_mean(measures.window_sums(agreement_N), measures.counts),
+            compared_vocabulary=vocabulary,
+            window_loss_differences_nats_per_token=_means(differences, measures.counts),
+        )
     versions = {}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -462,27 +483,4 @@ def _model_result(model: EvalModel, sums: Sequence[float], counts: Sequence[int]
         loss_nats_per_token=loss,
         perplexity=exponential(loss),
         **fields,
-    )
-
-
-def _comparison(measures: TokenMeasures) -> Comparison:
-    import torch
-
-    loss_N, other_N = measures.loss_N, measures.baseline_loss_N
-    kl_N, agreement_N = measures.kl_N, measures.agreement_N
-    assert other_N is not None and kl_N is not None and agreement_N is not None, "a baseline was read"
-    assert measures.compared_vocabulary is not None
-    difference_sums = measures.window_sums(loss_N.double() - other_N.double())
-    difference = token_mean(difference_sums, measures.counts)
-    sorted_N = torch.sort(kl_N).values
-    return Comparison(
-        loss_difference_nats_per_token=difference,
-        loss_difference_is_significant=difference.is_significant,
-        kl_nats_per_token=token_mean(measures.window_sums(kl_N), measures.counts),
-        kl_nats_at_share={
-            f"{share:g}": float(sorted_N[max(0, math.ceil(share * len(sorted_N)) - 1)]) for share in KL_SHARES
-        },
-        top1_agreement=token_mean(measures.window_sums(agreement_N), measures.counts),
-        compared_vocabulary=measures.compared_vocabulary,
-        window_loss_differences_nats_per_token=_means(difference_sums, measures.counts),
     )

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, not_a_count
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.messages import log_progress
 from ...plugins.transformers.output_heads import output_head
 from ..data.chat import IGNORED_LABEL, set_chat_template
-from ..data.samples import collate, load_samples
+from ..data.samples import load_samples
 from ..data.sources import PYTHON_HELP
 from ..losses.fused_loss import captured_head_input
 from ..losses.objective import dense_rows
@@ -87,24 +87,6 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
     )
 
 
-def number_errors(request: TextRequest, seq_len: int | None) -> list[ConfigError]:
-    """Return which lengths and counts are out of range; `None` stands for a length that is not chosen yet."""
-    minimums = {
-        "seq_len": (seq_len, 2, ": the first token is not evaluated"),
-        "num_samples": (request.num_samples, 1, ""),
-    }
-    errors = []
-    for name, (value, least, reason) in minimums.items():
-        if value is None:
-            continue
-        if error := not_a_count(name, value):
-            errors.append(error)
-        elif value < least:
-            flag = f"--{name.replace('_', '-')}"
-            errors.append(ConfigError(where=flag, value=value, rule=f"must be at least {least}{reason}"))
-    return errors
-
-
 CHUNK_ELEMENTS = 2**23
 """Log-probabilities per model in one chunk: 32 MiB in fp32."""
 
@@ -118,11 +100,6 @@ Answers = tuple["torch.Tensor", Head]
 
 AnswersOf = Callable[[int], Answers]
 """Returns the answers to the batch with this number."""
-
-
-def batches_of(windows: Sequence[Window], size: int) -> list[Batch]:
-    """Return the windows in padded batches; a label belongs to the token before it."""
-    return [collate(windows[start : start + size]) for start in range(0, len(windows), size)]
 
 
 def judged(batch: Batch) -> torch.Tensor:
@@ -155,11 +132,12 @@ class ModelReader:
         with torch.inference_mode():
             if self.head is not None:
                 try:
-                    with captured_head_input(self._model) as captured:
+                    replacement, inputs = captured_head_input(self._model, self.name)
+                    with replacement():
                         outputs = self._model(**read, use_cache=False)
-                    captured.check(self.name, outputs.logits)
-                    if len(captured.inputs) == 1:
-                        (states_BSD,) = captured.inputs
+                    replacement.check_logits(outputs.logits)
+                    if len(inputs) == 1:
+                        (states_BSD,) = inputs
                         return states_BSD[mask_BS.to(states_BSD.device)], self.head
                 except UsageError:
                     pass
@@ -236,8 +214,21 @@ def measure_tokens(
             chunk = slice(start, start + count)
             with torch.inference_mode():
                 own_nV = head(rows_ND[chunk]).float()
-                other_nV = None if other_rows_ND is None else other_head(other_rows_ND[chunk]).float()
-                values, vocabulary = _measure(labels_N[chunk].to(own_nV.device), own_nV, other_nV)
+                labels_n1 = labels_N[chunk].to(own_nV.device)[:, None]
+                log_q_nV = own_nV.log_softmax(dim=-1)
+                values = {"loss": -log_q_nV.gather(1, labels_n1).squeeze(1)}
+                if other_rows_ND is not None:
+                    other_nV = other_head(other_rows_ND[chunk]).float().to(own_nV.device)
+                    log_p_nV = other_nV.log_softmax(dim=-1)
+                    values["baseline_loss"] = -log_p_nV.gather(1, labels_n1).squeeze(1)
+                    vocabulary = min(own_nV.shape[1], other_nV.shape[1])
+                    if own_nV.shape[1] != other_nV.shape[1]:
+                        # One head is padded further than the other; the rows beyond belong to no token.
+                        log_q_nV, log_p_nV = (
+                            logits[:, :vocabulary].log_softmax(dim=-1) for logits in (own_nV, other_nV)
+                        )
+                    rows = dense_rows(log_q_nV, log_p_nV)
+                    values |= {"kl": rows["forward_kl"], "agreement": rows["agreement"]}
             for name, values_n in values.items():
                 parts.setdefault(name, []).append(values_n.float().cpu())
             start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
@@ -257,24 +248,6 @@ def measure_tokens(
         agreement_N=joined.get("agreement"),
         compared_vocabulary=vocabulary,
     )
-
-
-def _measure(
-    labels_n: torch.Tensor, own_nV: torch.Tensor, other_nV: torch.Tensor | None
-) -> tuple[dict[str, torch.Tensor], int | None]:
-    log_q_nV = own_nV.log_softmax(dim=-1)
-    values = {"loss": -log_q_nV.gather(1, labels_n[:, None]).squeeze(1)}
-    if other_nV is None:
-        return values, None
-    other_nV = other_nV.to(own_nV.device)
-    log_p_nV = other_nV.log_softmax(dim=-1)
-    values["baseline_loss"] = -log_p_nV.gather(1, labels_n[:, None]).squeeze(1)
-    shared = min(own_nV.shape[1], other_nV.shape[1])
-    if own_nV.shape[1] != other_nV.shape[1]:
-        # One head is padded further than the other; the rows beyond belong to no token.
-        log_q_nV, log_p_nV = (logits[:, :shared].log_softmax(dim=-1) for logits in (own_nV, other_nV))
-    rows = dense_rows(log_q_nV, log_p_nV)
-    return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
 
 
 def check_finite(name: str, losses_N: torch.Tensor, batch: Batch, *, first_window: int) -> None:

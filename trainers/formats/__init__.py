@@ -1,1 +1,1 @@
-"""Written formats: packed codes, the small format of SpQR and low-rank correction, and model directories."""
+"""Written formats: the small format of SpQR and low-rank correction, and model directories."""

@@ -14,7 +14,6 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...plugins.huggingface_hub import (
     CARD_FILE,
-    ModelSource,
     check_push,
     commit_of,
     model_directory,
@@ -25,7 +24,7 @@ from ...plugins.huggingface_hub import (
     title_of,
 )
 from ...plugins.llm_compressor import without_bars
-from ...plugins.peft import LoraAdapter, check_adapter_fits, merge_adapter, read_adapter
+from ...plugins.peft import check_adapter_fits, merge_adapter, read_adapter
 from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.loading import refuse_code, refuse_nonfinite_weights
 from ...plugins.transformers.meta_model import build_meta_model
@@ -94,6 +93,7 @@ def merge(
         ShardwrightError: the Hub cannot be reached.
     """
     import torch
+    from huggingface_hub import is_offline_mode
 
     output, sources = Path(output_dir), {"the adapter": str(adapter), "the base model": base}
     name, revision = split_revision(str(adapter))
@@ -108,7 +108,29 @@ def merge(
         if errors or read is None:
             raise UsageError(errors)
         commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
-        source = _checked_base(read, name=name, base=base, base_revision=base_revision)
+        # Whether the adapter fits its base model shows from configurations and headers, before weights are read.
+        fix, base_name = "pass --base MODEL", base or read.base
+        if base_name is None:
+            rule = "does not name its base model"
+            raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
+        if base is None and not Path(base_name).expanduser().exists():
+            base_revision = base_revision or read.base_revision
+        try:
+            source = read_model_source(base_name, revision=base_revision)
+        except UsageError as error:
+            if base is not None:
+                raise
+            rule = f"names the base model {base_name!r}, which does not exist here ({error})"
+            raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
+        refuse_code(source.config, source.name)
+        if source.config.get("quantization_config"):
+            rule = "has quantized weights"
+            fix = f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
+            raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
+        if source.checkpoint_parameters is None and not (source.revision is not None and is_offline_mode()):
+            rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
+            raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
+        check_adapter_fits(read, build_meta_model(source.config, source=source.name), base_name, fix=fix)
         plan = read.directory / PLAN_DIRECTORY
         if qlora is None:
             qlora = (plan / "plan.json").is_file() and Plan.load(plan).job.method == "qlora"
@@ -125,7 +147,7 @@ def merge(
             report = MergeReport(
                 adapter=name,
                 adapter_revision=commit,
-                base=base or read.base or "",
+                base=base_name,
                 base_revision=source.revision,
                 qlora=qlora,
                 dtype=str(dtype).removeprefix("torch."),
@@ -150,37 +172,3 @@ def merge(
                 )
                 write_files({CARD_FILE: card}, unfinished, force=True)
         return report
-
-
-def _checked_base(adapter: LoraAdapter, *, name: str, base: str | None, base_revision: str | None) -> ModelSource:
-    """Check that an adapter fits its base model, from configurations and headers; no weights are read.
-
-    Raises:
-        UsageError: the base is unknown, does not exist, or has no weights that an adapter can be added to.
-        RefusedInputError: the adapter is of another base, or tensors are missing.
-        ShardwrightError: the Hub cannot be reached.
-    """
-    fix, base_name = "pass --base MODEL", base or adapter.base
-    if base_name is None:
-        rule = "does not name its base model"
-        raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
-    if base is None and not Path(base_name).expanduser().exists():
-        base_revision = base_revision or adapter.base_revision
-    try:
-        source = read_model_source(base_name, revision=base_revision)
-    except UsageError as error:
-        if base is not None:
-            raise
-        rule = f"names the base model {base_name!r}, which does not exist here ({error})"
-        raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
-    from huggingface_hub import is_offline_mode
-
-    refuse_code(source.config, source.name)
-    if source.config.get("quantization_config"):
-        rule, fix = "has quantized weights", f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
-        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    if source.checkpoint_parameters is None and not (source.revision is not None and is_offline_mode()):
-        rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
-        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
-    return source

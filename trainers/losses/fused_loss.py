@@ -332,13 +332,14 @@ class HeadReplacement:
     """Replaces the head of a model by a loss for one call.
 
     ``result`` is the loss after the hooks of wrappers on the head: the tensor to differentiate. ``head`` is the forward
-    that is replaced, once it is.
+    that is replaced, once it is. ``name`` is that of the model in errors, by default its class.
     """
 
     head: Callable[[torch.Tensor], torch.Tensor]
 
-    def __init__(self, model: PreTrainedModel, work: HeadWork) -> None:
+    def __init__(self, model: PreTrainedModel, work: HeadWork, *, name: str | None = None) -> None:
         self._model, self._head, self._work = model, head_module(model), work
+        self._name = name or type(model).__name__
         self._finished: torch.Tensor | None = None
 
     @contextmanager
@@ -372,83 +373,57 @@ class HeadReplacement:
         Raises:
             UnknownLogitsError: the model's forward never called its head module.
         """
+        return self._output()[0, 0, 0]
+
+    def _output(self) -> torch.Tensor:
         if self._finished is None:
-            raise _never_called(type(self._model).__name__)
-        return self._finished[0, 0, 0]
+            rule = "its forward does not call its output embeddings as a module"
+            raise UnknownLogitsError(ConfigError(where=self._name, rule=rule, fix="use implementation='plain'"))
+        return self._finished
 
     def check_logits(self, logits: torch.Tensor) -> None:
-        """Compare the model's logits with the scale, soft-cap and bias that the loss assumes.
+        """Compare the model's logits [1, 1, V] with the scale, soft-cap and bias that an `OutputHead` assumes.
 
         Raises:
-            UnknownLogitsError: the model computes its logits differently.
+            UnknownLogitsError: the head was not called, or the model computes its logits differently.
         """
-        _check_probes(type(self._model).__name__, self._model, logits, first=1)
+        self._output()
+        actual = logits.detach().reshape(-1).float().cpu()
+        probes = _probes(len(actual), actual)
+        scale, soft_cap = logit_shape(self._model)
+        bias_V = further_bias(self._model)
+        expected = (probes if bias_V is None else probes + bias_V.float().cpu()[: len(probes)]) * scale
+        if soft_cap is not None:
+            expected = torch.tanh(expected / soft_cap) * soft_cap
+        off = ~torch.isclose(actual, expected, rtol=1e-2, atol=1e-3)
+        # The first column has the loss.
+        off[:1] = False
+        if bool(off.any()):
+            column = int(off.nonzero()[0])
+            rule = (
+                f"computes the logit {actual[column].item():g} from the head's output {probes[column].item():g}, "
+                f"where {expected[column].item():g} was expected"
+            )
+            raise UnknownLogitsError(ConfigError(where=self._name, rule=rule, fix="use implementation='plain'"))
 
 
-class CapturedHead:
-    """Inputs of a model's head, and a check of the logits that the model computes from the head's outputs."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.inputs: list[torch.Tensor] = []
-        """One per call of the head, [B, S, H]."""
-
-    def check(self, name: str, logits: torch.Tensor) -> None:
-        """Compare logits [1, 2, V] of a model, for its first token and for known head outputs, with an `OutputHead`.
-
-        Raises:
-            UnknownLogitsError: the head was not called as a module, or the model changes its outputs differently.
-        """
-        if not self.inputs:
-            raise _never_called(name)
-        _check_probes(name, self._model, logits[:, 1:], first=0)
-
-
-def _never_called(name: str) -> UnknownLogitsError:
-    rule = "its forward does not call its output embeddings as a module"
-    return UnknownLogitsError(ConfigError(where=name, rule=rule, fix="use implementation='plain'"))
-
-
-def _probes(count: int, like: torch.Tensor) -> torch.Tensor:
-    return like.new_tensor(_PROBES).repeat(-(-count // len(_PROBES)))[:count]
-
-
-def _check_probes(name: str, model: PreTrainedModel, logits: torch.Tensor, *, first: int) -> None:
-    """Check [1, 1, V] logits that a model computed from `_probes`, from column `first` on."""
-    actual = logits.detach().reshape(-1).float().cpu()
-    probes = _probes(len(actual), actual)
-    scale, soft_cap = logit_shape(model)
-    bias_V = further_bias(model)
-    expected = (probes if bias_V is None else probes + bias_V.float().cpu()[: len(probes)]) * scale
-    if soft_cap is not None:
-        expected = torch.tanh(expected / soft_cap) * soft_cap
-    off = ~torch.isclose(actual, expected, rtol=1e-2, atol=1e-3)
-    off[:first] = False
-    if bool(off.any()):
-        column = int(off.nonzero()[0])
-        rule = (
-            f"computes the logit {actual[column].item():g} from the head's output {probes[column].item():g}, "
-            f"where {expected[column].item():g} was expected"
-        )
-        raise UnknownLogitsError(ConfigError(where=name, rule=rule, fix="use implementation='plain'"))
-
-
-@contextmanager
-def captured_head_input(model: PreTrainedModel) -> Iterator[CapturedHead]:
-    """Keep the input of the model's head, which then returns the logits of one token, followed by known numbers.
+def captured_head_input(model: PreTrainedModel, name: str) -> tuple[HeadReplacement, list[torch.Tensor]]:
+    """Return a replacement of a model's head that keeps its input, and the list that gets it: one per call, [B, S, H].
 
     Raises:
         UsageError: the model has no output embeddings.
     """
-    head, captured = head_module(model), CapturedHead(model)
+    inputs: list[torch.Tensor] = []
 
-    def work(original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> Any:
-        captured.inputs.append(hidden)
-        own_1V = original(hidden.reshape(-1, hidden.shape[-1])[:1])
-        return torch.stack([own_1V, _probes(own_1V.shape[-1], own_1V)[None]], dim=1)
+    def keep(hidden_BSH: torch.Tensor) -> torch.Tensor:
+        inputs.append(hidden_BSH)
+        return hidden_BSH.new_zeros(())
 
-    with replaced_forward(head, work):
-        yield captured
+    return HeadReplacement(model, keep, name=name), inputs
+
+
+def _probes(count: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_tensor(_PROBES).repeat(-(-count // len(_PROBES)))[:count]
 
 
 def accepted_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:

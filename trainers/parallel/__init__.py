@@ -1,1 +1,1 @@
-"""One Trainer for a plan's layout: start with `trainer_for.py`; one folder for each axis."""
+"""Parallelism of a Trainer: one module for each axis, and `planned.py`, which makes the Trainer of a layout."""

@@ -23,8 +23,7 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..counting.counts import shifted_labels
-from ..counting.own_losses import computes_own_loss
+from ..counting.counts import computes_own_loss, shifted_labels
 from ..exact import check_attached, make_exact
 from ..losses.fused_loss import HeadReplacement
 
@@ -146,9 +145,45 @@ class TiledLoss:
     """Replaces the forward of a causal language model by one that computes its own loss in tiles."""
 
     def __init__(self, model: PreTrainedModel, tiles: int | None) -> None:
-        self._model, self._tiles = model, tiles
         self._checked = self._keeps_logits = False
-        patches.apply("tiled-loss", self._tiling, on=model)
+
+        def tiling(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def forward(*args: Any, **inputs: Any) -> Any:
+                labels_BL = shifted_labels(inputs)
+                # A model that an earlier Trainer has tiled, and Accelerate wrapped, runs both forwards.
+                if labels_BL is None or self._keeps_logits or hasattr(model, "_tiles_its_loss"):
+                    return original(*args, **inputs)
+                items = inputs.pop("num_items_in_batch", None)
+                further = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+                def work(hidden_BLH: torch.Tensor) -> torch.Tensor:
+                    labels = labels_BL.to(hidden_BLH.device)
+                    return tiled_cross_entropy(model, hidden_BLH, labels, tiles, replacement.head)
+
+                replacement = HeadReplacement(model, work)
+                model._tiles_its_loss = True
+                try:
+                    with replacement():
+                        outputs = original(*args, **further)
+                finally:
+                    del model._tiles_its_loss
+                if not self._checked:
+                    replacement.check_logits(outputs.logits)
+                    self._checked = True
+                if items is None:
+                    items = labels_BL.ne(IGNORED_LABEL).sum().clamp(min=1)
+                loss = replacement.result / (items.to(replacement.result.device) if hasattr(items, "to") else items)
+                # With labels, models of Transformers add their balance loss themselves.
+                auxiliary = getattr(outputs, "aux_loss", None)
+                if auxiliary is not None:
+                    loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
+                outputs["loss"], outputs["logits"] = loss, None
+                return outputs
+
+            return forward
+
+        patches.apply("tiled-loss", tiling, on=model)
 
     @contextmanager
     def keeping_logits(self, is_needed: bool) -> Iterator[None]:
@@ -158,43 +193,6 @@ class TiledLoss:
             yield
         finally:
             self._keeps_logits = False
-
-    def _tiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def forward(*args: Any, **inputs: Any) -> Any:
-            labels_BL = shifted_labels(inputs)
-            # A model that an earlier Trainer has tiled, and Accelerate wrapped, runs both forwards.
-            if labels_BL is None or self._keeps_logits or hasattr(self._model, "_tiles_its_loss"):
-                return original(*args, **inputs)
-            model = self._model
-            items = inputs.pop("num_items_in_batch", None)
-            further = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-
-            def work(hidden_BLH: torch.Tensor) -> torch.Tensor:
-                labels = labels_BL.to(hidden_BLH.device)
-                return tiled_cross_entropy(model, hidden_BLH, labels, self._tiles, replacement.head)
-
-            replacement = HeadReplacement(model, work)
-            model._tiles_its_loss = True
-            try:
-                with replacement():
-                    outputs = original(*args, **further)
-            finally:
-                del model._tiles_its_loss
-            if not self._checked:
-                replacement.check_logits(outputs.logits)
-                self._checked = True
-            if items is None:
-                items = labels_BL.ne(IGNORED_LABEL).sum().clamp(min=1)
-            loss = replacement.result / (items.to(replacement.result.device) if hasattr(items, "to") else items)
-            # With labels, models of Transformers add their balance loss themselves.
-            auxiliary = getattr(outputs, "aux_loss", None)
-            if auxiliary is not None:
-                loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
-            outputs["loss"], outputs["logits"] = loss, None
-            return outputs
-
-        return forward
 
 
 def _liger_replaces(arguments: TrainingArguments, kernels: tuple[str, ...]) -> bool:

@@ -35,8 +35,7 @@ from ...plugins.deepspeed.ulysses import (
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
-from ..counting.counts import labelled_tokens, shifted_labels
-from ..counting.own_losses import computes_own_loss, requested_kind
+from ..counting.counts import computes_own_loss, labelled_tokens, requested_kind, shifted_labels
 from ..data.chat import IGNORED_LABEL
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
 

@@ -22,7 +22,7 @@ from ...plugins.transformers.second_model import load_second_model, shard_by_lay
 from ...plugins.transformers.training_arguments import class_of_task
 from ...plugins.trl import vllm_releases
 from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 from ..runs.inputs import is_without
 from ..runs.ranks import RankContext, trained_model
 from ..runs.settings import LaunchedSettings

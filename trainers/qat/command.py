@@ -25,7 +25,7 @@ from ..data.chat import set_chat_template
 from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ..data.samples import packed_if_possible
 from ..data.sources import local_place
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 from ..reports.report import card_text, code, license_line, usage
 from ..reports.runs import scheme_text
 from ..runs.inputs import (

@@ -146,8 +146,33 @@ def export(
             layers = [replace(layer, name=names[layer.name]) for layer in attachment.layers]
             contents = collected.contents()
             with appearing_directory(output) as staging:
-                write_companions(root, staging, tokenizer=tokenizer, source=source)
-                write_config(root, attachment, staging, layers)
+                # Tokenizer and generation settings, by default those of the starting model.
+                origin = Path(source or root.config._name_or_path or staging).expanduser()
+                if origin.is_dir() and origin != staging:
+                    copy_companions(origin, staging)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(staging)
+                if root.can_generate() and not (staging / "generation_config.json").is_file():
+                    try:
+                        root.generation_config.save_pretrained(staging)
+                    except ValueError as error:
+                        # Transformers rejects contradictory settings, which some models on the Hub have.
+                        rule = f"cannot be saved ({str(error).splitlines()[0]})"
+                        fix = "correct model.generation_config"
+                        raise UsageError(ConfigError(where="generation_config", rule=rule, fix=fix)) from None
+                # The same `quantization_config` as of post-training quantization.
+                config = copy.deepcopy(root.config)
+                for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+                    if part is not None:
+                        part.dtype = attachment.stored_dtype
+                config.architectures = [model_class(root).__name__]
+                config.save_pretrained(staging)
+                content = json.loads((staging / "config.json").read_text(encoding="utf-8"))
+                # What loaders must not quantize has the names of the checkpoint, and of the model where they differ.
+                stored = checkpoint_module_names(root, attachment.dense)
+                ignore = list(dict.fromkeys([*(stored[name] for name in attachment.dense), *attachment.dense]))
+                content["quantization_config"] = quantization_config(attachment.scheme, layers, ignore=ignore)
+                write_files({"config.json": json.dumps(content, indent=2) + "\n"}, staging, force=True)
                 save_checkpoint(contents, staging)
                 notes = []
                 if collected.dropped:
@@ -173,13 +198,13 @@ def export(
                             f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}"
                         )
                     result = replace(result, largest_weight_difference=difference, verification=verification)
-                config, measured = attachment.config, asdict(result)
+                measured = asdict(result)
                 del measured["output_dir"]
                 report = {
                     "schema_version": 1,
                     "scheme": attachment.scheme.name,
-                    "weight_rule": config.weight_rule,
-                    "ranges": config.ranges if attachment.scheme.activations_are_static else None,
+                    "weight_rule": attachment.config.weight_rule,
+                    "ranges": attachment.config.ranges if attachment.scheme.activations_are_static else None,
                     "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
                     "trained_steps": attachment.state.trained_steps,
                     **measured,
@@ -235,9 +260,31 @@ class Collected:
             # A plain LoRA layer is merged, a rounding module lists what its packed form replaces.
             own = getattr(module, "consumed", None) or lora_matrices(module)
             missing += [f"{name}.{relative}" for relative in own if f"{name}.{relative}" not in remaining]
-            if not missing:
-                parameters = {relative: remaining.pop(f"{name}.{relative}") for relative in own}
-                self._add_module(name, module, parameters, rounded.get(id(module)), names)
+            if missing:
+                continue
+            parameters = {relative: remaining.pop(f"{name}.{relative}") for relative in own}
+            if infinite := [f"{name}.{relative}" for relative, tensor in parameters.items() if not _finite(tensor)]:
+                self.not_finite += infinite
+                continue
+            # Learned scales in the dtype of the forward pass: 3.4999 rounds to 3, but in bf16 to 4.
+            dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
+            if dtype is not None:
+                parameters = {key: value.to(dtype) if key in LEARNED else value for key, value in parameters.items()}
+            placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
+            if id(module) not in rounded:
+                self._add_dense(checkpoint_name(f"{name}.weight"), forward_weight(module, placed))
+                continue
+            for key, layer in module.stored_layers(placed).items():
+                quantizer = module.quantizers[key]
+                stored_name = names[quantizer.name]
+                scales = {"weight_scale": layer.scale, "input_scale": layer.input_scale}
+                infinite = [f"{stored_name}.{part}" for part, scale in scales.items() if not _finite(scale)]
+                self.not_finite += infinite
+                if not infinite:
+                    packed = pack_tensors(stored_name, layer, quantizer.scheme)
+                    self.packed |= {part: tensor.cpu() for part, tensor in packed.items()}
+            if self.keep_trained:
+                self.trained[rounded[id(module)]] = parameters
         if missing:
             rule = f"other modules share {some_names(missing)}, and a packed matrix cannot be shared"
             raise UsageError(ConfigError(where="model", rule=rule, fix="ignore these layers, or untie them"))
@@ -263,34 +310,6 @@ class Collected:
                 errors.append(ConfigError(where="model", rule=f"has {len(wrong)} {rule}: {some_names(wrong)}", fix=fix))
         if errors:
             raise RefusedInputError(errors)
-
-    def _add_module(
-        self, name: str, module: Any, parameters: dict[str, Tensor], rounded: str | None, names: Mapping[str, str]
-    ) -> None:
-        """Pack a module that rounds, whose name in the attachment is `rounded`, or merge the adapter of another."""
-        infinite = [f"{name}.{relative}" for relative, tensor in parameters.items() if not _finite(tensor)]
-        if infinite:
-            self.not_finite += infinite
-            return
-        # Learned scales in the dtype of the forward pass: 3.4999 rounds to 3, but in bf16 to 4.
-        dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
-        if dtype is not None:
-            parameters = {key: value.to(dtype) if key in LEARNED else value for key, value in parameters.items()}
-        placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
-        if rounded is None:
-            self._add_dense(checkpoint_name(f"{name}.weight"), forward_weight(module, placed))
-            return
-        for key, layer in module.stored_layers(placed).items():
-            quantizer = module.quantizers[key]
-            stored_name = names[quantizer.name]
-            scales = {"weight_scale": layer.scale, "input_scale": layer.input_scale}
-            infinite = [f"{stored_name}.{part}" for part, scale in scales.items() if not _finite(scale)]
-            self.not_finite += infinite
-            if not infinite:
-                packed = pack_tensors(stored_name, layer, quantizer.scheme)
-                self.packed |= {part: tensor.cpu() for part, tensor in packed.items()}
-        if self.keep_trained:
-            self.trained[rounded] = parameters
 
     def _add_dense(self, name: str, tensor: Tensor) -> None:
         import torch
@@ -329,38 +348,6 @@ def _own_storage(tensor: Tensor) -> Tensor:
     """Copy views of a shared buffer, such as ZeRO's: safetensors cannot write tensors that share memory."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, source: str | Path | None) -> None:
-    """Write tokenizer and generation settings, by default those of the starting model."""
-    origin = Path(source or root.config._name_or_path or directory).expanduser()
-    if origin.is_dir() and origin != directory:
-        copy_companions(origin, directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    if root.can_generate() and not (directory / "generation_config.json").is_file():
-        try:
-            root.generation_config.save_pretrained(directory)
-        except ValueError as error:
-            # Transformers rejects contradictory settings, which some models on the Hub have.
-            rule, fix = f"cannot be saved ({str(error).splitlines()[0]})", "correct model.generation_config"
-            raise UsageError(ConfigError(where="generation_config", rule=rule, fix=fix)) from None
-
-
-def write_config(root: PreTrainedModel, attachment: Attachment, directory: Path, layers: Sequence[LinearLayer]) -> None:
-    """Write `config.json` with the same `quantization_config` as post-training quantization."""
-    config = copy.deepcopy(root.config)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        if part is not None:
-            part.dtype = attachment.stored_dtype
-    config.architectures = [model_class(root).__name__]
-    config.save_pretrained(directory)
-    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    # What loaders must not quantize has the names of the checkpoint, and those of the model where they differ.
-    names = checkpoint_module_names(root, attachment.dense)
-    ignore = list(dict.fromkeys([*(names[name] for name in attachment.dense), *attachment.dense]))
-    content["quantization_config"] = quantization_config(attachment.scheme, layers, ignore=ignore)
-    write_files({"config.json": json.dumps(content, indent=2) + "\n"}, directory, force=True)
 
 
 def verified(

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from ...ds_configs.check.files import run_check
+from ...ds_configs.check.files import check as check_configuration
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink import Change
 from ...ds_configs.specs.errors import UsageError
-from ...ds_configs.specs.tasks import TASKS, TaskName
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.safetensors import load_tensors
 from .files import PlanFiles
@@ -75,14 +75,26 @@ def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
 
 def check_files(directory: Path, plan: Plan) -> list[Check]:
     """Check the plan's files on disk; errors of batch and number of processes are reported as `world_size`."""
+    from ...plugins.transformers.training_arguments import class_of_task, unknown_argument_errors
+
     accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
     world_size: list[str] = []
     files: list[str] = []
-    for finding in run_check([accelerate], world_size=None, uses_transformers=True).findings:
+    for finding in check_configuration(accelerate).findings:
         if finding.kind == "error":
             is_about_ranks = finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
             (world_size if is_about_ranks else files).append(str(finding.error))
-    files += rehearsal_argument_errors(arguments, plan.job.task)
+    kind = class_of_task(TASKS[plan.job.task].config or "transformers.TrainingArguments")
+    try:
+        settings = strict_json(arguments.read_bytes())
+        if isinstance(settings, dict):
+            files += [f"{arguments}: {error}" for error in unknown_argument_errors(settings, kind)]
+        else:
+            files.append(f"{arguments}: must be a JSON object of TrainingArguments keys")
+    except OSError as error:
+        files.append(f"{arguments}: cannot be read ({error.strerror}); plan again, or write the file")
+    except ValueError as error:
+        files.append(f"{arguments}: must be JSON ({error})")
     checks = [_verdict("files", files, f"{accelerate.name} with its files, {arguments.name}")]
     if not files and not world_size:
         world_size = world_size_errors(PlanFiles.read(directory), plan)
@@ -92,21 +104,6 @@ def check_files(directory: Path, plan: Plan) -> list[Check]:
 
 def _verdict(name: CheckName, errors: Sequence[str], detail: str) -> Check:
     return failed(name, "\n".join(errors), exit_code=CONFIG_ERROR) if errors else passed(name, detail)
-
-
-def rehearsal_argument_errors(file: Path, task: TaskName) -> list[str]:
-    from ...plugins.transformers.training_arguments import class_of_task, unknown_argument_errors
-
-    kind = class_of_task(TASKS[task].config or "transformers.TrainingArguments")
-    try:
-        settings = strict_json(file.read_bytes())
-    except OSError as error:
-        return [f"{file}: cannot be read ({error.strerror}); plan again, or write the file"]
-    except ValueError as error:
-        return [f"{file}: must be JSON ({error})"]
-    if not isinstance(settings, dict):
-        return [f"{file}: must be a JSON object of TrainingArguments keys"]
-    return [f"{file}: {config_error}" for config_error in unknown_argument_errors(settings, kind)]
 
 
 def world_size_errors(files: PlanFiles, plan: Plan) -> list[str]:

@@ -77,8 +77,22 @@ def rehearse_script(
     plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings, script: Path, arguments: Sequence[str]
 ) -> tuple[list[Check], tuple[float, ...]]:
     """Run a script on every rank of a rehearsal, and return the checks and the loss of each step."""
+    import torch
+    from transformers import AutoConfig
+
     work = settings.work
-    _write_small(files, rehearsed, work)
+    # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
+    dtype = AutoConfig.from_pretrained(work / "model", trust_remote_code=False).dtype
+    dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+    if rehearsed.plan.chosen.layout.engine == "deepspeed":
+        dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
+    make_model(work, saved=True, dtype=dtype)
+    tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    # Collators of scripts pad.
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(work / "model")
+    (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")
     # The script reads the rehearsal's files and model in place of the plan's.
     exchanged = {file: work / file.name for file in settings.directory.absolute().iterdir()}
     exchanged = {file: small for file, small in exchanged.items() if small.is_file()}
@@ -139,9 +153,19 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
     sizes: list[int] = []
 
     def omitted(directory: str, names: list[str]) -> list[str]:
-        paths = [Path(directory) / name for name in names]
-        skipped = [path.name for path in paths if path in exchanged or not _is_copied(path, source, apart)]
-        sizes.extend(path.stat().st_size for path in paths if path.name not in skipped and path.is_file())
+        skipped = []
+        for path in (Path(directory) / name for name in names):
+            if path.is_dir():
+                is_loop = path.is_symlink() and source.resolve().is_relative_to(path.resolve())
+                is_hidden = path.name.startswith(".") or path.name in _OMITTED
+                is_copied = not (is_hidden or is_loop or path == apart or (path / "pyvenv.cfg").is_file())
+            else:
+                is_copied = path.is_file() and os.access(path, os.R_OK)
+                is_copied = is_copied and (path.suffix not in _WEIGHTS or path.stat().st_size <= _LARGEST_WEIGHTS_BYTES)
+            if path in exchanged or not is_copied:
+                skipped.append(path.name)
+            elif path.is_file():
+                sizes.append(path.stat().st_size)
         if len(sizes) > MOST_FILES or sum(sizes) > MOST_BYTES:
             rule = f"has over {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB; a rehearsed script runs in a copy of it"
             fix = "start in a directory with the script's files, and pass data outside it by absolute paths"
@@ -161,15 +185,6 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
             f"{source} cannot be copied for a rehearsed script ({reason}); free space, or set TMPDIR to another "
             "directory"
         ) from None
-
-
-def _is_copied(path: Path, source: Path, apart: Path) -> bool:
-    if path.is_dir():
-        is_loop = path.is_symlink() and source.resolve().is_relative_to(path.resolve())
-        is_hidden = path.name.startswith(".") or path.name in _OMITTED
-        return not (is_hidden or is_loop or path == apart or (path / "pyvenv.cfg").is_file())
-    is_readable = path.is_file() and os.access(path, os.R_OK)
-    return is_readable and not (path.suffix in _WEIGHTS and path.stat().st_size > _LARGEST_WEIGHTS_BYTES)
 
 
 def _in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
@@ -206,25 +221,6 @@ def exchanged_arguments(
         flag, sign, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         words.append(f"{flag}{sign}{exchanged(value, flag or before)}" if value else argument)
     return words
-
-
-def _write_small(files: PlanFiles, rehearsed: Rehearsed, work: Path) -> None:
-    """Write the shrunken weights, a tokenizer of bytes, and the arguments that ranks scale."""
-    import torch
-    from transformers import AutoConfig
-
-    # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
-    dtype = AutoConfig.from_pretrained(work / "model", trust_remote_code=False).dtype
-    dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-    if rehearsed.plan.chosen.layout.engine == "deepspeed":
-        dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
-    make_model(work, saved=True, dtype=dtype)
-    tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)
-    tokenizer.chat_template = _CHAT_TEMPLATE
-    # Collators of scripts pad.
-    tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    tokenizer.save_pretrained(work / "model")
-    (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")
 
 
 DEFAULT_STEPS = 8
@@ -368,12 +364,21 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         return rehearsal, [failed("launch", str(error))]
     records = rank_records(work, "train", settings.ranks)
     losses = list(records[0]["losses"])
-    rehearsal = replace(rehearsal, losses=tuple(losses), measured=_measured(records), predicted=_predicted(rehearsed))
+    bytes_by_phase = {}
+    for phase in PHASES:
+        # The plan's loss phase begins with the last layer's forward pass.
+        metered = ("forward", "loss") if phase == "loss" else (phase,)
+        roles = [record["roles"].get(name, {}) for record in records for name in metered]
+        fullest = max(roles, key=lambda counts: sum(counts.values()))
+        if fullest:
+            bytes_by_phase[phase] = {role: fullest.get(role, 0) for role in ROLES}
+    predicted = _predicted(rehearsed)
+    rehearsal = replace(rehearsal, losses=tuple(losses), measured=bytes_by_phase, predicted=predicted)
     if layout.offloaded_checkpoints:
         terms_by_phase = cpu_rank_terms(layout, rehearsed.plan.model, rehearsed.plan.job).values()
-        predicted = max(terms.get(OFFLOADED, 0) for terms in terms_by_phase)
-        measured = max(record["host_bytes"] for record in records)
-        rehearsal = replace(rehearsal, host={"measured": measured, "predicted": predicted})
+        planned_host = max(terms.get(OFFLOADED, 0) for terms in terms_by_phase)
+        measured_host = max(record["host_bytes"] for record in records)
+        rehearsal = replace(rehearsal, host={"measured": measured_host, "predicted": planned_host})
     vocab_size = rehearsed.plan.model.dimensions.vocab_size
     learns = rehearsed.plan.job.task not in GROUPED_TASKS
     checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size, learns=learns)
@@ -387,31 +392,12 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         return rehearsal, [launched, *checks, failed("resume", str(error))]
     launched = passed("launch", f"{settings.ranks} ranks trained, ended, and resumed in a second launch")
     resumed = rank_records(work, "resume", settings.ranks)
-    checks.append(
-        check_resumed(
-            losses,
-            resumed[0]["losses"],
-            save_step=worker.save_step,
-            cpu_optimizer=rehearsed.offloads_optimizer,
-        )
-    )
+    on_host = rehearsed.offloads_optimizer
+    checks.append(check_resumed(losses, resumed[0]["losses"], save_step=worker.save_step, cpu_optimizer=on_host))
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
     checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.plan.job.precision))
     return rehearsal, [launched, *checks]
-
-
-def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return bytes by phase and role of the rank that uses most in that phase."""
-    bytes_by_phase = {}
-    for phase in PHASES:
-        # The plan's loss phase begins with the last layer's forward pass.
-        metered = ("forward", "loss") if phase == "loss" else (phase,)
-        roles = [record["roles"].get(name, {}) for record in records for name in metered]
-        fullest = max(roles, key=lambda counts: sum(counts.values()))
-        if fullest:
-            bytes_by_phase[phase] = {role: fullest.get(role, 0) for role in ROLES}
-    return bytes_by_phase
 
 
 def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:

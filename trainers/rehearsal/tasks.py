@@ -18,7 +18,7 @@ from ...plugins.peft import add_lora
 from ...plugins.transformers.second_model import load_second_model, shard_by_layer
 from ...plugins.transformers.training_arguments import byte_tokenizer, class_of_task, weights_dtype
 from ..data.models import StartingModel, load_config, load_model
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 
 REHEARSED = ("dpo", "kto", "orpo", "cpo", *GROUPED_TASKS)
 

@@ -21,7 +21,7 @@ from ...plugins import patches
 from ...plugins.accelerate import Engine
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ..data.models import StartingModel, load_config, load_model
-from ..parallel.trainer_for import engine_logits
+from ..parallel.planned import engine_logits
 from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
 from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write_json
@@ -167,12 +167,57 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
 
     def run(self, work: Path) -> None:
         """Run the script on this rank, and write a record."""
-        from transformers import TrainerCallback
+        from transformers import TrainerCallback, TrainingArguments
 
         record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
-        _exchange_model(self.model_name, str(work / "model"))
-        _scale_arguments(self, work, record)
         plan = Plan.load(work)
+
+        def from_directory(bound: Any) -> Any:
+            # Everything with the name of the plan's model is loaded from the rehearsal's.
+            load = bound.__func__
+
+            def loaded(kind: Any, named: Any, *args: Any, **settings: Any) -> Any:
+                if str(named) == self.model_name:
+                    named = str(work / "model")
+                    settings.pop("revision", None)
+                return load(kind, named, *args, **settings)
+
+            return classmethod(loaded)
+
+        for loader in patches.names("rehearsal-model-"):
+            patches.apply(loader, from_directory)
+        defaults = {field.name: field.default for field in fields(TrainingArguments)}
+        limits = {
+            "output_dir": str(work / "output"),
+            "max_steps": self.steps,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "logging_strategy": "steps",
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "load_best_model_at_end": False,
+            "report_to": "none",
+            "push_to_hub": False,
+            "disable_tqdm": True,
+        }
+
+        def scaling(complete: Callable[[Any], None]) -> Callable[[Any], None]:
+            # The plan's values become the rehearsal's, and the run is limited.
+            def scaled(arguments: Any) -> None:
+                for name, planned in self.planned.items():
+                    stated = getattr(arguments, name)
+                    stated = getattr(stated, "value", stated)
+                    if stated == planned:
+                        setattr(arguments, name, self.training_arguments.get(name, defaults[name]))
+                    elif name in _COMPARED:
+                        record["differences"].append(f"{name} is {stated}, but the plan has {planned}")
+                for name, value in limits.items():
+                    setattr(arguments, name, value)
+                complete(arguments)
+
+            return scaled
+
+        patches.apply("rehearsal-arguments", scaling)
 
         class Recorder(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -196,58 +241,3 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
             run_script(plan, self.script, self.arguments, [Recorder, ProgressSender])
         finally:
             write_json(record, work / f"{SCRIPT_STAGE}-rank{os.environ.get('RANK', '0')}.json")
-
-
-def _exchange_model(name: str, directory: str) -> None:
-    """Load everything with the name of the plan's model from a directory."""
-
-    def from_directory(bound: Any) -> Any:
-        load = bound.__func__
-
-        def loaded(kind: Any, named: Any, *args: Any, **settings: Any) -> Any:
-            if str(named) == name:
-                named = directory
-                settings.pop("revision", None)
-            return load(kind, named, *args, **settings)
-
-        return classmethod(loaded)
-
-    for loader in patches.names("rehearsal-model-"):
-        patches.apply(loader, from_directory)
-
-
-def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]) -> None:
-    """Replace the plan's values in a script's `TrainingArguments` by the rehearsal's, and limit the run."""
-    from transformers import TrainingArguments
-
-    defaults = {field.name: field.default for field in fields(TrainingArguments)}
-    limits = {
-        "output_dir": str(work / "output"),
-        "max_steps": job.steps,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "logging_strategy": "steps",
-        "save_strategy": "no",
-        "eval_strategy": "no",
-        "load_best_model_at_end": False,
-        "report_to": "none",
-        "push_to_hub": False,
-        "disable_tqdm": True,
-    }
-
-    def scaling(complete: Callable[[Any], None]) -> Callable[[Any], None]:
-        def scaled(arguments: Any) -> None:
-            for name, planned in job.planned.items():
-                stated = getattr(arguments, name)
-                stated = getattr(stated, "value", stated)
-                if stated == planned:
-                    setattr(arguments, name, job.training_arguments.get(name, defaults[name]))
-                elif name in _COMPARED:
-                    record["differences"].append(f"{name} is {stated}, but the plan has {planned}")
-            for name, value in limits.items():
-                setattr(arguments, name, value)
-            complete(arguments)
-
-        return scaled
-
-    patches.apply("rehearsal-arguments", scaling)

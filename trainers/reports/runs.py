@@ -1,16 +1,24 @@
-"""Reports of plans, training runs (`train`, `distill`, `qat`), evaluations and quantizations, from their JSON files."""
+"""Reports of plans, training runs (`train`, `distill`, `qat`), evaluations and quantizations, from their JSON files.
+
+`report_html` makes the page of a directory with such files, and `write_html` saves it.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.tuning import Trial
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.texts import strict_json
 from ...ds_configs.specs.units import human_count
 from .report import (
     Chart,
@@ -21,6 +29,7 @@ from .report import (
     curves,
     figures,
     gb,
+    html,
     interval,
     key_value_table,
     markdown,
@@ -164,35 +173,74 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         key_value_table(settings, "Settings"),
         key_value_table(dataset, "Data"),
     ]
+    sections = [Section("Settings and data", reasons, tables=tables)]
+    if kind == "qat":
+        rounded, dense, trained = (data["cross_entropy"][stage] for stage in ("rounded", "dense", "trained"))
+        texts = []
+        if rounded is not None and dense is not None and rounded > dense:
+            share, cost = (rounded - trained) / (rounded - dense), f"{rounded - dense:.4f} nats per token"
+            texts.append(
+                f"Rounding alone costs {cost}; training recovered {100 * share:.0f} % of it."
+                if share <= 1
+                else f"Rounding alone costs {cost}. The trained model is better than the model before, because it also "
+                "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
+            )
+        sections.insert(0, Section("Checkpoint", texts, (key_value_table(checkpoint_facts(data)),)))
+    # Speed and memory, measured and predicted; ± is over the intervals between two lines of `metrics.jsonl`.
+    gpu, time, result = plan.chosen.memory.gpu, plan.chosen.time, data["result"]
+    # The first logged interval includes compilation and allocation.
+    _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
+    speed = with_error(data["tokens_per_second"], error)
+    predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
+    speeds = [("Tokens/s of all ranks", speed, predicted)]
+    share_with_padding = _padded_share(metrics)
+    if share_with_padding > 1:
+        # A plan counts every position of a row.
+        padded = significant(share_with_padding * data["tokens_per_second"])
+        speeds = [("Tokens/s of all ranks, with padding", padded, predicted), ("Tokens/s without padding", speed, "")]
+    steps, peak = [value for _, value in points(metrics, "step_seconds")], result["peak_bytes"]
+    mean = result["step_seconds"] / data["steps"] if data["steps"] else 0.0
+    speeds += [
+        (
+            "Seconds per step",
+            with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None))),
+            f"predicted {significant(time.seconds)} ({interval(time.low_seconds, time.high_seconds)})",
+        ),
+        (
+            "Peak memory of tensors per accelerator",
+            "not measured" if peak is None else gb(peak),
+            f"predicted {gb(gpu.allocated_bytes)}; with runtime and fragmentation {gb(gpu.peak_bytes)} "
+            f"({interval(gpu.low_bytes, gpu.high_bytes, gb)}) of {gb(gpu.capacity_bytes)}",
+        ),
+        (
+            "Steps",
+            f"{data['steps']:,}",
+            f"{data['tokens']:,} tokens in {result['step_seconds']:.1f} s of training steps; "
+            f"{data['seconds']:,.0f} s total",
+        ),
+    ]
+    logged = {label: values for key, label in _LOSSES.items() if (values := points(metrics, key))}
+    end = ", ".join(f"{label} {values[-1][1]:.4f}" for label, values in logged.items())
+    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
+    charts = [Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)]
+    counted = "tokens_per_second" if share_with_padding == 1 else "positions_per_second"
+    if measured := points(metrics, counted):
+        expected = (time.tokens_per_second, *speed_interval(plan))
+        draw = curves({"measured": measured}, "tokens/s", expected=expected)
+        chart_title = "Tokens/s of all ranks" + ("" if counted == "tokens_per_second" else ", with padding")
+        source = f" The prediction uses the figures of {plan.hardware.gpu}: {plan.hardware.source}."
+        charts.append(Chart(chart_title, draw, f"Dashed: predicted.{source if plan.hardware.source else ''}"))
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
         subtitle=f"on {data['dataset']['source']}; {data['layout']}, {data['hardware']}",
-        summary=(Table(measures["headings"], measures["rows"], caption), figures(_speeds(data, metrics, plan))),
-        charts=_training_charts(data, metrics, plan),
-        sections=(
-            *([_exported(data)] if kind == "qat" else []),
-            Section("Settings and data", reasons, tables=tables),
-        ),
+        summary=(Table(measures["headings"], measures["rows"], caption), figures(speeds)),
+        charts=charts,
+        sections=sections,
         command=data.get("command", ""),
         versions=data["versions"],
         files=("report.json", "metrics.jsonl", "plan/plan.json"),
     )
-
-
-def _exported(data: Data) -> Section:
-    """Return what rounding costs, and the facts of the exported checkpoint."""
-    rounded, dense, trained = (data["cross_entropy"][stage] for stage in ("rounded", "dense", "trained"))
-    texts = []
-    if rounded is not None and dense is not None and rounded > dense:
-        share, cost = (rounded - trained) / (rounded - dense), f"{rounded - dense:.4f} nats per token"
-        texts.append(
-            f"Rounding alone costs {cost}; training recovered {100 * share:.0f} % of it."
-            if share <= 1
-            else f"Rounding alone costs {cost}. The trained model is better than the model before, because it also "
-            "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
-        )
-    return Section("Checkpoint", texts, (key_value_table(checkpoint_facts(data)),))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:
@@ -226,57 +274,6 @@ def _padded_share(metrics: Metrics) -> float:
     positions, tokens = (sum(step[f"{what}_per_second"] for step in counted) for what in ("positions", "tokens"))
     # Tokens of a step are those of an average sample, so small differences mean nothing.
     return positions / tokens if positions > 1.02 * tokens else 1.0
-
-
-def _speeds(data: Data, metrics: Metrics, plan: Plan) -> list[tuple[str, str, str]]:
-    """Return speed and memory, measured and predicted; ± is over the intervals between two lines of `metrics.jsonl`."""
-    gpu, time, result = plan.chosen.memory.gpu, plan.chosen.time, data["result"]
-    # The first logged interval includes compilation and allocation.
-    _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
-    speed = with_error(data["tokens_per_second"], error)
-    predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
-    rows = [("Tokens/s of all ranks", speed, predicted)]
-    if (share := _padded_share(metrics)) > 1:
-        # A plan counts every position of a row.
-        padded = significant(share * data["tokens_per_second"])
-        rows = [("Tokens/s of all ranks, with padding", padded, predicted), ("Tokens/s without padding", speed, "")]
-    steps, peak = [value for _, value in points(metrics, "step_seconds")], result["peak_bytes"]
-    mean = result["step_seconds"] / data["steps"] if data["steps"] else 0.0
-    return [
-        *rows,
-        (
-            "Seconds per step",
-            with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None))),
-            f"predicted {significant(time.seconds)} ({interval(time.low_seconds, time.high_seconds)})",
-        ),
-        (
-            "Peak memory of tensors per accelerator",
-            "not measured" if peak is None else gb(peak),
-            f"predicted {gb(gpu.allocated_bytes)}; with runtime and fragmentation {gb(gpu.peak_bytes)} "
-            f"({interval(gpu.low_bytes, gpu.high_bytes, gb)}) of {gb(gpu.capacity_bytes)}",
-        ),
-        (
-            "Steps",
-            f"{data['steps']:,}",
-            f"{data['tokens']:,} tokens in {result['step_seconds']:.1f} s of training steps; "
-            f"{data['seconds']:,.0f} s total",
-        ),
-    ]
-
-
-def _training_charts(data: Data, metrics: Metrics, plan: Plan) -> list[Chart]:
-    logged = {label: steps for key, label in _LOSSES.items() if (steps := points(metrics, key))}
-    end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
-    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
-    charts = [Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)]
-    counted = "tokens_per_second" if _padded_share(metrics) == 1 else "positions_per_second"
-    if speeds := points(metrics, counted):
-        expected = (plan.chosen.time.tokens_per_second, *speed_interval(plan))
-        draw = curves({"measured": speeds}, "tokens/s", expected=expected)
-        title = "Tokens/s of all ranks" + ("" if counted == "tokens_per_second" else ", with padding")
-        source = f" The prediction uses the figures of {plan.hardware.gpu}: {plan.hardware.source}."
-        charts.append(Chart(title, draw, f"Dashed: predicted.{source if plan.hardware.source else ''}"))
-    return charts
 
 
 def evaluation_report(data: Data) -> Report:
@@ -446,3 +443,93 @@ def quantization_report(data: Data) -> Report:
         versions=data["versions"],
         files=("quantization.json",),
     )
+
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "report.html"
+TRAINING_FILE, METRICS_FILE, PLAN_DIRECTORY = "report.json", "metrics.jsonl", "plan"
+SCHEMA_VERSION = 1
+"""Of every file that is read here."""
+
+
+def read_report(path: Path) -> Report:
+    """Return the report of a command's output directory, or of the one file with its results.
+
+    Raises:
+        UsageError: there is nothing to report, or it cannot be read.
+        RefusedInputError: a file is damaged or of another version.
+    """
+    directory, names = (path, list(_READERS)) if path.is_dir() else (path.parent, [path.name])
+    for name in names:
+        if name in _READERS and (directory / name).is_file():
+            try:
+                return _READERS[name](directory)
+            except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+                if isinstance(error, UsageError | RefusedInputError):
+                    raise
+                rule = f"is not a file of this version ({type(error).__name__}: {str(error).splitlines()[0]})"
+                fix = "run the command again"
+                raise RefusedInputError(ConfigError(where=str(directory / name), rule=rule, fix=fix)) from None
+    rule = f"contains none of {', '.join(_READERS)}" if path.exists() else "no such file or directory"
+    fix = "pass the output directory of plan, train, distill, qat, quantize or evaluate"
+    raise UsageError(ConfigError(where="run", value=str(path), rule=rule, fix=fix))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    data: Any = strict_json(_content(file))
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        rule = f"must be {SCHEMA_VERSION} for this version of Shardwright"
+        where = f"{file}: schema_version"
+        raise RefusedInputError(ConfigError(where=where, value=version, rule=rule, fix="run the command again"))
+    return dict(data)
+
+
+def _training(directory: Path) -> Report:
+    lines = _content(directory / METRICS_FILE).splitlines()
+    plan = Plan.load(directory / PLAN_DIRECTORY)
+    return training_report(_json(directory / TRAINING_FILE), [strict_json(line) for line in lines], plan)
+
+
+_READERS: Mapping[str, Callable[[Path], Report]] = {
+    TRAINING_FILE: _training,
+    "quantization.json": lambda directory: quantization_report(_json(directory / "quantization.json")),
+    "evaluation.json": lambda directory: evaluation_report(_json(directory / "evaluation.json")),
+    "plan.json": lambda directory: plan_report(Plan.load(directory)),
+}
+"""Reader by file, in the order in which files are looked up."""
+
+
+def report_html(run: str | Path) -> str:
+    """Return the report of a command's output directory as one HTML file without external resources.
+
+    Raises:
+        UsageError: the directory has nothing to report.
+        RefusedInputError: a file is damaged or of another version.
+    """
+    return html(read_report(Path(run)))
+
+
+def write_html(directory: Path, *, must: bool = True) -> Path:
+    """Write `report.html` into the directory of a run, and return its path.
+
+    Unless it `must`, a report that cannot be made is only logged.
+
+    Raises:
+        ShardwrightError: the report cannot be made, or the file cannot be written.
+    """
+    try:
+        write_files({REPORT_FILE: report_html(directory)}, directory, force=True)
+    except ShardwrightError as error:
+        if must:
+            raise
+        logger.info(f"{REPORT_FILE} was not written: {error}")
+    return directory / REPORT_FILE

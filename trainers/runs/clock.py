@@ -125,7 +125,30 @@ class StepClock(StepEvents, TrainerCallback):
         if self._second_step is None and self.meter is not None:
             self.meter.enter(LATER_STEPS)
         if self._trainer is not None and control.should_log:
-            self.figures = self._gather(state.global_step)
+            import torch
+
+            # The host is ahead of the accelerator.
+            self.steps.read(waits=True)
+            seconds = (time.monotonic() - self._began - self._paused) / max(1, self._logged_steps)
+            peak = self.peak_bytes()
+            mine = [seconds, math.nan if peak is None else peak / 1e9, self._positions]
+            numbers = torch.tensor([mine], dtype=torch.float32, device=self._trainer.args.device)
+            ranks = self._trainer.accelerator.gather(numbers).tolist()
+            slowest = max(seconds for seconds, _, _ in ranks)
+            chosen, layout, step = self.plan.chosen, self.plan.chosen.layout, state.global_step
+            self.figures = {"step_seconds": slowest, "planned_step_seconds": chosen.time.seconds}
+            if self._tokens_of is not None and slowest > 0:
+                tokens = self._tokens_of(step) - self._tokens_of(step - self._logged_steps)
+                self.figures["tokens_per_second"] = tokens / (slowest * self._logged_steps)
+                self.figures["planned_tokens_per_second"] = chosen.time.tokens_per_second
+                positions = sum(positions for _, _, positions in ranks)
+                if positions and layout.sp == layout.cp == layout.pp == 1:
+                    # The ranks of a tensor-parallel group read the same samples.
+                    self.figures["positions_per_second"] = positions / (slowest * self._logged_steps * layout.tp)
+            peaks = [peak for _, peak, _ in ranks if not math.isnan(peak)]
+            if peaks:
+                self.figures["peak_allocated_gb"] = max(peaks)
+                self.figures["planned_allocated_gb"] = chosen.memory.gpu.allocated_bytes / 1e9
             self._begin_log()
         self._resumed = time.monotonic()
 
@@ -136,35 +159,6 @@ class StepClock(StepEvents, TrainerCallback):
         self._resumed = now
 
     on_evaluate = on_save = on_log
-
-    def _gather(self, step: int) -> dict[str, float]:
-        import torch
-
-        # The host is ahead of the accelerator.
-        self.steps.read(waits=True)
-        seconds = (time.monotonic() - self._began - self._paused) / max(1, self._logged_steps)
-        peak = self.peak_bytes()
-        mine = [seconds, math.nan if peak is None else peak / 1e9, self._positions]
-        numbers = torch.tensor([mine], dtype=torch.float32, device=self._trainer.args.device)
-        ranks = self._trainer.accelerator.gather(numbers).tolist()
-        slowest = max(seconds for seconds, _, _ in ranks)
-        chosen, layout = self.plan.chosen, self.plan.chosen.layout
-        figures = {"step_seconds": slowest, "planned_step_seconds": chosen.time.seconds}
-        if self._tokens_of is not None and slowest > 0:
-            tokens = self._tokens_of(step) - self._tokens_of(step - self._logged_steps)
-            figures["tokens_per_second"] = tokens / (slowest * self._logged_steps)
-            figures["planned_tokens_per_second"] = chosen.time.tokens_per_second
-            positions = sum(positions for _, _, positions in ranks)
-            if positions and layout.sp == layout.cp == layout.pp == 1:
-                # The ranks of a tensor-parallel group read the same samples.
-                figures["positions_per_second"] = positions / (slowest * self._logged_steps * layout.tp)
-        peaks = [peak for _, peak, _ in ranks if not math.isnan(peak)]
-        if peaks:
-            figures |= {
-                "peak_allocated_gb": max(peaks),
-                "planned_allocated_gb": chosen.memory.gpu.allocated_bytes / 1e9,
-            }
-        return figures
 
 
 class Intervals:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil, gcd
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.output import output_errors
-from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
+from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import AXIS_FIELDS, GROUPED_TASKS, ROLES, TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, ROLES, TrainingJob
 from ...plugins.planning import LoadedModel, load_model_spec, read_hardware
 from ...plugins.transformers.loading import refuse_other_formats
 from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from ...ds_configs.specs.layout import Layout
 
 _DEFAULT_GLOBAL_BATCH = 32
-AnySettings = TypeVar("AnySettings", bound=LaunchedSettings)
 
 
 def default_hardware() -> str:
@@ -124,35 +122,6 @@ def named_samples(
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
 
 
-def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, held_out: int) -> dict[str, Any]:
-    """Return the keys of `TrainingArguments` that a plan and the common settings set; `held_out` counts samples."""
-    arguments = planned_training_arguments(plan) | {
-        "output_dir": str(output_dir.absolute() / CHECKPOINTS),
-        "learning_rate": settings.base_learning_rate(),
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.03,
-        "num_train_epochs": settings.epochs,
-        # A micro-batch, or fewer samples if there are few.
-        "per_device_eval_batch_size": max(
-            1, min(plan.chosen.layout.micro_batch_size, held_out // plan.hardware.world_size)
-        ),
-        "logging_steps": settings.logging_steps,
-        "save_strategy": "no" if settings.save_steps is None else "steps",
-        "seed": settings.seed,
-        "report_to": list(settings.report_to) or "none",
-        "disable_tqdm": True,
-    }
-    if plan.job.task in GROUPED_TASKS:
-        # Complete groups of completions, over all ranks.
-        ranks, group = plan.hardware.world_size, plan.job.generations
-        arguments["per_device_eval_batch_size"] = group // gcd(group, ranks)
-    if settings.max_steps is not None:
-        arguments["max_steps"] = settings.max_steps
-    if settings.save_steps is not None:
-        arguments["save_steps"] = settings.save_steps
-    return arguments
-
-
 def optimizer_steps(settings: LaunchedSettings, layout: Layout, samples: int) -> int:
     """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
     if settings.max_steps is not None:
@@ -180,16 +149,6 @@ def job_options(settings: LaunchedSettings) -> set[str]:
     """Return the options of a command that are fields of its job, without second models and a student's loss."""
     names = TrainingJob().options().keys() & type(settings).model_fields.keys()
     return names - {*ROLES} - ({"loss"} if isinstance(settings, ObjectiveSettings) else set())
-
-
-def as_planned(settings: AnySettings, plan: Plan) -> AnySettings:
-    """Return the settings with the values of a plan, which reports show."""
-    options, layout = plan.job.options(), plan.chosen.layout
-    options |= {"micro_batch_size": layout.micro_batch_size}
-    options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
-    shared = {name: options[name] for name in job_options(settings)}
-    stated = {name: plan.hardware.options().get(name) for name in ("host_memory", "nvme")}
-    return settings.model_copy(update=shared | stated | {"hardware": plan.hardware.name})
 
 
 CHECKPOINTS = "checkpoints"

@@ -39,7 +39,7 @@ from ...plugins.transformers.loading import gathered
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..checkpoints import full_disk_errors
-from ..parallel.trainer_for import attach_long_sequences
+from ..parallel.planned import attach_long_sequences
 from .clock import LATER_STEPS, StepClock
 
 LIMIT_VARIABLE = "SHARDWRIGHT_CPU_TENSOR_BYTES"
@@ -213,8 +213,31 @@ class PlanCallback(StepClock):
 
         A run that took no step, because all were done, keeps the file of the run that took them.
         """
+        import torch
+
         self._finished = True
-        ranks = gathered(self._measure_rank(args.process_index))
+        reading = None if self.meter is None else self.meter.reading()
+        seconds = self.steps.read(waits=True)
+        first, later = seconds[:FIRST_STEPS], seconds[FIRST_STEPS:]
+        tenths = statistics.quantiles(later, n=10, method="inclusive") if len(later) > 1 else [0.0]
+        present = torch.cuda.is_available()
+        free_bytes, device_bytes = torch.cuda.mem_get_info() if present else (0, 0)
+        own = RankMeasurement(
+            rank=args.process_index,
+            device=torch.cuda.get_device_name() if present else "cpu",
+            peak_allocated_bytes=self.peak_bytes(),
+            peak_reserved_bytes=None if reading is None else reading.reserved_peak_bytes,
+            later_peak_allocated_bytes=None if reading is None else reading.peaks.get(LATER_STEPS),
+            reserved_at_end_bytes=torch.cuda.memory_reserved() if present else None,
+            device_used_bytes=device_bytes - free_bytes if present else None,
+            device_bytes=device_bytes if present else None,
+            steps=len(seconds),
+            first_step_seconds=tuple(first),
+            median_step_seconds=statistics.median(later) if later else None,
+            mean_step_seconds=statistics.fmean(later) if later else None,
+            step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
+        )
+        ranks = gathered(own)
         differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
         planned_bytes = self.plan.hardware.gpu_bytes
@@ -243,31 +266,6 @@ class PlanCallback(StepClock):
                 # The trained model is still to be saved, and the other ranks wait for this one.
                 print(f"the measurement was not written: {error}", file=sys.stderr)
         return measurement
-
-    def _measure_rank(self, rank: int) -> RankMeasurement:
-        import torch
-
-        reading = None if self.meter is None else self.meter.reading()
-        seconds = self.steps.read(waits=True)
-        first, later = seconds[:FIRST_STEPS], seconds[FIRST_STEPS:]
-        tenths = statistics.quantiles(later, n=10, method="inclusive") if len(later) > 1 else [0.0]
-        present = torch.cuda.is_available()
-        free_bytes, device_bytes = torch.cuda.mem_get_info() if present else (0, 0)
-        return RankMeasurement(
-            rank=rank,
-            device=torch.cuda.get_device_name() if present else "cpu",
-            peak_allocated_bytes=self.peak_bytes(),
-            peak_reserved_bytes=None if reading is None else reading.reserved_peak_bytes,
-            later_peak_allocated_bytes=None if reading is None else reading.peaks.get(LATER_STEPS),
-            reserved_at_end_bytes=torch.cuda.memory_reserved() if present else None,
-            device_used_bytes=device_bytes - free_bytes if present else None,
-            device_bytes=device_bytes if present else None,
-            steps=len(seconds),
-            first_step_seconds=tuple(first),
-            median_step_seconds=statistics.median(later) if later else None,
-            mean_step_seconds=statistics.fmean(later) if later else None,
-            step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
-        )
 
 
 def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:

@@ -40,7 +40,7 @@ from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_me
 from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from ..parallel.trainer_for import planned_parallelism
+from ..parallel.planned import planned_parallelism
 from .clock import MetricsWriter, ProgressSender
 from .inputs import job_options
 from .plan_callback import memory_errors
@@ -193,18 +193,11 @@ class TrainingTask(LaunchedJob, RankTask):
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
             ShardwrightError: the disk takes no more.
         """
-        context, options = open_rank(self, work), job_options(self.settings)
-        with (
-            full_disk_errors(Path(self.output_dir)),
-            memory_errors(context.plan, command=self.command, options=options),
-        ):
-            self._train(context)
-
-    def _train(self, context: RankContext) -> None:
         import torch
 
         from .plan_callback import PlanCallback
 
+        context, options = open_rank(self, work), job_options(self.settings)
         output_dir, settings, plan = Path(self.output_dir), self.settings, context.plan
 
         def tokens_of(steps: int) -> int:
@@ -212,60 +205,61 @@ class TrainingTask(LaunchedJob, RankTask):
             batch = plan.chosen.layout.global_batch_size
             return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
 
-        clock = PlanCallback(
-            plan,
-            tokens_of=tokens_of,
-            seq_len_tokens=settings.seq_len,
-            method=settings.method,
-            output_dir=output_dir,
-        )
-        trainer = self.build(context)
-        generation = getattr(trainer.model, "generation_config", None)
-        if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
-            # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one too.
-            generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
-        # Before the clock: it requests the log of the last step, for which the clock gathers figures.
-        trainer.add_callback(MetricsWriter(output_dir, evaluates_last=self.evaluates_last))
-        clock.follow(trainer)
-        trainer.add_callback(ProgressSender(clock))
-        train_guarded(trainer, resume=context.resumed, **self.settings.guards())
-        result = self.metrics(trainer, context)
-        peak_bytes = None
-        if (own_peak := clock.peak_bytes()) is not None:
-            own = torch.tensor([own_peak], device=trainer.args.device)
-            # The log also has the steps before resuming.
-            peaks_gb = [entry.get("peak_allocated_gb", 0.0) for entry in trainer.state.log_history]
-            peak_bytes = int(max(trainer.accelerator.gather(own).max(), *(peak * 1e9 for peak in peaks_gb), 0))
-        steps, timed_from = trainer.state.global_step, clock.first_step
-        seconds = sum(clock.steps.read(waits=True))
-        if steps == clock.first_step:
-            # A run that resumed after its last step has only the logged times of the earlier run.
-            seconds, timed_from, logged_step = 0.0, 0, 0
-            for entry in trainer.state.log_history:
-                if "step_seconds" in entry:
-                    seconds += entry["step_seconds"] * (entry["step"] - logged_step)
-                    logged_step = entry["step"]
-        result |= {
-            "peak_bytes": peak_bytes,
-            "steps": steps,
-            "step_seconds": seconds,
-            "tokens": tokens_of(steps),
-            "timed_tokens": tokens_of(steps) - tokens_of(timed_from),
-        }
-        if trainer.args.process_index == 0:
-            if self.turn_end is not None:
-                # An adapter has the file too, from which `merge` and servers take it.
-                file = output_dir / "generation_config.json"
-                own = {} if generation is None else generation.to_diff_dict()
-                saved = json.loads(file.read_bytes()) if file.is_file() else own
-                saved["eos_token_id"] = with_turn_end(saved.get("eos_token_id"), self.turn_end)
-                write_json(saved, file)
-            write_json(result, context.work / RESULT_FILE)
-            with contextlib.suppress(OSError):
-                Path(trainer.args.output_dir).rmdir()
-        # A rank that exits while others communicate makes gloo abort them.
-        trainer.accelerator.wait_for_everyone()
-        trainer.accelerator.end_training()
+        with full_disk_errors(output_dir), memory_errors(plan, command=self.command, options=options):
+            clock = PlanCallback(
+                plan,
+                tokens_of=tokens_of,
+                seq_len_tokens=settings.seq_len,
+                method=settings.method,
+                output_dir=output_dir,
+            )
+            trainer = self.build(context)
+            generation = getattr(trainer.model, "generation_config", None)
+            if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
+                # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one.
+                generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
+            # Before the clock: it requests the log of the last step, for which the clock gathers figures.
+            trainer.add_callback(MetricsWriter(output_dir, evaluates_last=self.evaluates_last))
+            clock.follow(trainer)
+            trainer.add_callback(ProgressSender(clock))
+            train_guarded(trainer, resume=context.resumed, **self.settings.guards())
+            result = self.metrics(trainer, context)
+            peak_bytes = None
+            if (own_peak := clock.peak_bytes()) is not None:
+                own = torch.tensor([own_peak], device=trainer.args.device)
+                # The log also has the steps before resuming.
+                peaks_gb = [entry.get("peak_allocated_gb", 0.0) for entry in trainer.state.log_history]
+                peak_bytes = int(max(trainer.accelerator.gather(own).max(), *(peak * 1e9 for peak in peaks_gb), 0))
+            steps, timed_from = trainer.state.global_step, clock.first_step
+            seconds = sum(clock.steps.read(waits=True))
+            if steps == clock.first_step:
+                # A run that resumed after its last step has only the logged times of the earlier run.
+                seconds, timed_from, logged_step = 0.0, 0, 0
+                for entry in trainer.state.log_history:
+                    if "step_seconds" in entry:
+                        seconds += entry["step_seconds"] * (entry["step"] - logged_step)
+                        logged_step = entry["step"]
+            result |= {
+                "peak_bytes": peak_bytes,
+                "steps": steps,
+                "step_seconds": seconds,
+                "tokens": tokens_of(steps),
+                "timed_tokens": tokens_of(steps) - tokens_of(timed_from),
+            }
+            if trainer.args.process_index == 0:
+                if self.turn_end is not None:
+                    # An adapter has the file too, from which `merge` and servers take it.
+                    file = output_dir / "generation_config.json"
+                    own = {} if generation is None else generation.to_diff_dict()
+                    saved = json.loads(file.read_bytes()) if file.is_file() else own
+                    saved["eos_token_id"] = with_turn_end(saved.get("eos_token_id"), self.turn_end)
+                    write_json(saved, file)
+                write_json(result, context.work / RESULT_FILE)
+                with contextlib.suppress(OSError):
+                    Path(trainer.args.output_dir).rmdir()
+            # A rank that exits while others communicate makes gloo abort them.
+            trainer.accelerator.wait_for_everyone()
+            trainer.accelerator.end_training()
 
 
 def trained_model(
@@ -429,31 +423,14 @@ def held_out_cross_entropy(trainer: Any) -> Estimate:
     """
     import torch
 
-    model = trainer.model_wrapped
-    was_training = model.training
-    model.eval()
-    sums_and_counts = []
-    loader = trainer.get_eval_dataloader()
-    samples = SamplesOnce(loader, trainer.accelerator.gradient_state)
-    with torch.no_grad(), trainer.compute_loss_context_manager():
-        for batch in loader:
-            inputs = trainer._prepare_inputs(samples.step(batch).batch)
-            labels = inputs.pop("labels")
-            sums_and_counts += _nats_and_counts(trainer, inputs, labels)
-    model.train(was_training)
-    sums, counts = trainer.accelerator.gather(torch.stack(sums_and_counts)).T.tolist()
-    check_labelled(counts)
-    return token_mean(sums, counts)
-
-
-def _nats_and_counts(trainer: Any, inputs: dict[str, Any], labels_BS: Any) -> list[Any]:
-    """Return the sum of each row's cross-entropies and the number of its labels; large logits exist in parts only."""
-    import torch
-
     from ...plugins.transformers.output_heads import base_model, has_plain_head, output_head
     from ..losses.fused_loss import HeadReplacement
 
-    def of_rows(head: Callable[[Any], Any], states: Any) -> list[Any]:
+    model, inner = trainer.model_wrapped, base_model(trainer.model)
+    part_rows = max(1, _EVALUATED_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
+
+    def of_rows(head: Callable[[Any], Any], states: Any, labels_BS: Any) -> list[Any]:
+        """Return the sum of each row's cross-entropies and the number of its labels."""
         sums = []
         for row, own in zip(states, labels_BS, strict=True):
             nats = row.new_zeros((), dtype=torch.float64)
@@ -465,20 +442,32 @@ def _nats_and_counts(trainer: Any, inputs: dict[str, Any], labels_BS: Any) -> li
             sums.append(torch.stack([nats, (own[1:] != IGNORED_LABEL).sum().double()]))
         return sums
 
-    inner = base_model(trainer.model)
-    part_rows = max(1, _EVALUATED_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
-    if labels_BS.numel() <= part_rows or not has_plain_head(inner):
-        return of_rows(lambda logits: logits, trainer.model_wrapped(**inputs, use_cache=False).logits)
+    was_training = model.training
+    model.eval()
     sums_and_counts: list[Any] = []
+    loader = trainer.get_eval_dataloader()
+    samples = SamplesOnce(loader, trainer.accelerator.gradient_state)
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        for batch in loader:
+            inputs = trainer._prepare_inputs(samples.step(batch).batch)
+            labels_BS = inputs.pop("labels")
+            if labels_BS.numel() <= part_rows or not has_plain_head(inner):
+                logits_BSV = model(**inputs, use_cache=False).logits
+                sums_and_counts.extend(of_rows(lambda logits: logits, logits_BSV, labels_BS))
+                continue
 
-    def compute(hidden_BSH: Any) -> Any:
-        sums_and_counts.extend(of_rows(output_head(inner).logits, hidden_BSH))
-        return hidden_BSH.new_zeros(())
+            def compute(hidden_BSH: Any, labels_BS: Any = labels_BS) -> Any:
+                # Large logits exist in parts only.
+                sums_and_counts.extend(of_rows(output_head(inner).logits, hidden_BSH, labels_BS))
+                return hidden_BSH.new_zeros(())
 
-    replacement = HeadReplacement(inner, compute)
-    with replacement():
-        replacement.check_logits(trainer.model_wrapped(**inputs, use_cache=False).logits)
-    return sums_and_counts
+            replacement = HeadReplacement(inner, compute)
+            with replacement():
+                replacement.check_logits(model(**inputs, use_cache=False).logits)
+    model.train(was_training)
+    sums, counts = trainer.accelerator.gather(torch.stack(sums_and_counts)).T.tolist()
+    check_labelled(counts)
+    return token_mean(sums, counts)
 
 
 def logged(name: str, mean: Estimate) -> dict[str, float]:

@@ -16,25 +16,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import NodePlace, launch_arguments
+from ...ds_configs.plan.rendering import NodePlace, launch_arguments, planned_training_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
+from ...ds_configs.specs.job import GROUPED_TASKS
 from ...plugins.huggingface_hub import CARD_FILE, model_directory, pushed
 from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
 from ..counting.counts import Estimate, exponential
 from ..data.chat import end_turns
 from ..data.samples import Samples, SampleStatistics
-from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import TRAINING_FILE, write_html
 from ..reports.report import markdown, perplexity, table, with_error
-from ..reports.runs import training_report
-from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
+from ..reports.runs import REPORT_FILE as HTML_FILE
+from ..reports.runs import TRAINING_FILE, training_report, write_html
+from .inputs import CHECKPOINTS, check_resumption, last_checkpoint, optimizer_steps
 from .settings import (
     EVALUATION_SAMPLES,
     JOB_FILE,
@@ -271,8 +272,12 @@ def with_spreads(loss: Estimate | None) -> tuple[str, str]:
     return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
 
 
-def read_metrics(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+def model_file_names(settings: LaunchedSettings) -> tuple[str, ...]:
+    """Return the files that a run writes with its model, in addition to the plan's."""
+    adapter = settings.method != "full"
+    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
+    config = "adapter_config.json" if adapter else "config.json"
+    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
@@ -324,9 +329,28 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @property
     def training_arguments(self) -> dict[str, Any]:
-        evaluated = len(self.samples.evaluation)
-        common = common_arguments(self.settings, self.plan, self.request.output_dir, evaluated)
-        return {**common, **self.own_arguments}
+        """Keys of `TrainingArguments` that the plan and the settings set."""
+        settings, plan, evaluated = self.settings, self.plan, len(self.samples.evaluation)
+        ranks, group = plan.hardware.world_size, plan.job.generations
+        # A micro-batch, or fewer samples if there are few; of grouped tasks complete groups, over all ranks.
+        evaluation_batch = max(1, min(plan.chosen.layout.micro_batch_size, evaluated // ranks))
+        if plan.job.task in GROUPED_TASKS:
+            evaluation_batch = group // gcd(group, ranks)
+        arguments = planned_training_arguments(plan) | {
+            "output_dir": str(self.request.output_dir.absolute() / CHECKPOINTS),
+            "learning_rate": settings.base_learning_rate(),
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 0.03,
+            "num_train_epochs": settings.epochs,
+            "per_device_eval_batch_size": evaluation_batch,
+            "logging_steps": settings.logging_steps,
+            "save_strategy": "no" if settings.save_steps is None else "steps",
+            "seed": settings.seed,
+            "report_to": list(settings.report_to) or "none",
+            "disable_tqdm": True,
+        }
+        own = {"max_steps": settings.max_steps, "save_steps": settings.save_steps}
+        return arguments | {name: value for name, value in own.items() if value is not None} | dict(self.own_arguments)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -356,14 +380,14 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
             logger.info(f"{output_dir}: the run is complete, all of {finished.record.step} steps, model and report")
             content = json.loads((output_dir / TRAINING_FILE).read_bytes())
             if not (output_dir / HTML_FILE).is_file():
-                _write_page(output_dir)
+                write_html(output_dir, must=False)
             return prepared.outcome(content["result"], _outcome_facts(prepared, seconds=content["seconds"]))
         started = time.monotonic()
         try:
             result = _run_ranks(prepared)
             outcome = prepared.outcome(result, _outcome_facts(prepared, seconds=time.monotonic() - started))
             write_files(outcome.files(prepared.kind, request.command), output_dir, force=True)
-            _write_page(output_dir)
+            write_html(output_dir, must=False)
         # Ctrl-C, and SIGTERM to the command.
         except (KeyboardInterrupt, SystemExit):
             try:
@@ -455,22 +479,18 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
         work = Path(directory)
         job = rank_inputs(prepared, work)
         if place is not None:
-            job = job.model_copy(update={"digests": _digests(prepared, work)})
+            # Other machines must have the same inputs.
+            contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
+            contents["settings"] = prepared.settings.model_dump_json().encode()
+            contents |= {file.name: file.read_bytes() for file in sorted(work.iterdir()) if file.is_file()}
+            samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
+            for name, rows in samples.items():
+                read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
+                contents[name] = json.dumps([len(rows), read], default=str).encode()
+            digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+            job = job.model_copy(update={"digests": digests})
         plan_directory = work / PLAN_DIRECTORY
         return launch_job(job, prepared.plan, plan_directory, work, place=place, check_nodes=request.check_nodes)
-
-
-def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
-    """Return digests of this machine's inputs, which other machines must match."""
-    contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
-    contents["settings"] = prepared.settings.model_dump_json().encode()
-    for file in sorted(path for path in work.iterdir() if path.is_file()):
-        contents[file.name] = file.read_bytes()
-    samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
-    for name, rows in samples.items():
-        read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
-        contents[name] = json.dumps([len(rows), read], default=str).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
@@ -499,18 +519,11 @@ def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
 
 
 def _outcome_facts(prepared: PreparedTraining[Any], *, seconds: float) -> dict[str, Any]:
+    lines = (prepared.request.output_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     return {
         "settings": prepared.settings,
         "plan": prepared.plan,
         "statistics": prepared.samples.statistics,
-        "metrics": read_metrics(prepared.request.output_dir),
+        "metrics": [json.loads(line) for line in lines],
         "seconds": seconds,
     }
-
-
-def _write_page(output_dir: Path) -> None:
-    try:
-        write_html(output_dir)
-    except ShardwrightError as error:
-        # The model is saved, so the run must not fail because of its report.
-        logger.info(f"{HTML_FILE} was not written: {error}")

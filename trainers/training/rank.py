@@ -26,10 +26,9 @@ from ...plugins.transformers.training_arguments import (
 )
 from ...plugins.trl import task_of, train_as_one_process
 from ..checkpoints import checked_checkpoint
-from ..counting.counts import Estimate
-from ..counting.own_losses import OwnLoss
+from ..counting.counts import Estimate, OwnLoss
 from ..exact import make_exact
-from ..parallel.trainer_for import (
+from ..parallel.planned import (
     PlannedParallelism,
     attach_long_sequences,
     check_balance_of_batches,

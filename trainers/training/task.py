@@ -15,10 +15,10 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
-from ...plugins.planning import LoadedModel, installed_release_difference, load_model_spec
+from ...plugins.huggingface_hub import shown_name, title_of
+from ...plugins.planning import installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
 from ..counting.counts import Estimate
@@ -38,16 +38,16 @@ from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
-    as_planned,
     chosen_hardware,
     is_without,
+    job_options,
     launch_errors,
     named_samples,
     run_output_errors,
     training_job,
 )
-from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_training, with_spreads
-from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, model_file_names, run_training, with_spreads
+from ..runs.settings import RunRequest
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 logger = logging.getLogger(__name__)
@@ -126,14 +126,6 @@ class TrainOutcome(LaunchedOutcome):
         )
 
 
-def train_file_names(settings: TrainSettings) -> tuple[str, ...]:
-    """Return the files that a run writes into its output directory, in addition to the plan's."""
-    adapter = settings.method != "full"
-    weights = "adapter_model.safetensors" if adapter else "model.safetensors"
-    config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
-
-
 def train(
     model: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
 ) -> TrainOutcome:
@@ -178,7 +170,7 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
-        return train_file_names(self.settings)
+        return model_file_names(self.settings)
 
     @property
     def own_arguments(self) -> dict[str, Any]:
@@ -230,7 +222,17 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     with collecting(errors):
         loaded = load_model_spec(model, revision=settings.revision)
         refuse_other_formats(Path(model), where="model", fix=CONVERTED)
-        errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
+        spec = loaded.spec
+        same: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+        if written_plan is not None and written_plan.model.release != spec.release:
+            # These depend on the release of Transformers rather than on the model.
+            changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
+            same |= {field: getattr(spec, field) for field in changing}
+        # The location of a model does not matter.
+        if written_plan is not None and replace(written_plan.model, **same) != spec:
+            rule = f"is not the model of the plan, {written_plan.model.name}"
+            fix = "plan for this model, or omit --plan"
+            errors.append(ConfigError(where="model", value=spec.name, rule=rule, fix=fix))
         if settings.task != "sft" and is_without(Path(model), ["*.safetensors"]):
             # The reference is what the model was before training.
             rule, fix = f"has no weights, from which task {settings.task} starts", "pass a trained model"
@@ -285,24 +287,13 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if settings.task != "sft":
         layout = plan.chosen.layout
         samples = in_complete_batches(samples, layout.micro_batch_size * layout.data_parallel_size)
-        return PreparedTrain(
-            model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
-        )
-    with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
-    samples = packed_if_possible(
-        samples,
-        settings,
-        plan,
-        [(loaded.config, plan.model.attention)],
-        obstacle=with_cache if settings.arg.get("use_cache") else None,
-    )
+    else:
+        with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
+        obstacle = with_cache if settings.arg.get("use_cache") else None
+        models = [(loaded.config, plan.model.attention)]
+        samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedTrain(
-        model=model,
-        settings=settings,
-        plan=plan,
-        samples=samples,
-        tokenizer=tokenizer,
-        request=request,
+        model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
     )
 
 
@@ -318,18 +309,10 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
     revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
     models = {role: spec.name for role in ("reference", "reward") if (spec := getattr(plan.job, role)) is not None}
-    return as_planned(settings, plan).model_copy(update={"revision": revision} | models)
-
-
-def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:
-    """Return an error if a plan was made for a model of another shape; its location does not matter."""
-    spec = loaded.spec
-    same: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
-    if plan.model.release != spec.release:
-        # These depend on the release of Transformers rather than on the model.
-        changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
-        same |= {field: getattr(spec, field) for field in changing}
-    if replace(plan.model, **same) == spec:
-        return []
-    rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this model, or omit --plan"
-    return [ConfigError(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
+    # Reports show the values of the plan.
+    options, layout = plan.job.options(), plan.chosen.layout
+    options |= {"micro_batch_size": layout.micro_batch_size}
+    options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
+    planned = {name: options[name] for name in job_options(settings)}
+    planned |= {name: plan.hardware.options().get(name) for name in ("host_memory", "nvme")}
+    return settings.model_copy(update=planned | {"hardware": plan.hardware.name, "revision": revision} | models)

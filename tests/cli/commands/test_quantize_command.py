@@ -127,7 +127,7 @@ def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
 @pytest.mark.needs("llmcompressor")
 def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, monkeypatch):
     from safetensors.torch import load_file, save_file
-    from shardwright.trainers.quantization import run as quantization_run
+    from shardwright.trainers import quantization as quantization_run
 
     copy = quantization_run.copy_companions
 

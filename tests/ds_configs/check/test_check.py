@@ -13,7 +13,7 @@ import yaml
 from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, ZERO_2, ZERO_3_CPU, ZERO_3_NVME, E, W, found
 from shardwright.ds_configs.check import check_text, detect_kind
 from shardwright.ds_configs.check.deepspeed import REPLACEMENTS
-from shardwright.ds_configs.check.files import check, run_check
+from shardwright.ds_configs.check.files import check
 from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.specs.errors import UsageError
@@ -143,7 +143,7 @@ def test_pair_checks_the_json_with_the_processes_of_the_yaml(tmp_path: Path, mon
         DEEPSPEED_YAML.replace("num_processes: 8", "num_processes: 4\nmixed_precision: bf16")
     )
     paths = [Path("accelerate.yaml"), Path("ds_config.json")]
-    findings = run_check(paths, world_size=None, uses_transformers=True).findings
+    findings = check(*paths).findings
     assert found(findings, E, "train_batch_size", "4 · 2 · 4 = 32")
     assert found(findings, E, "mixed_precision", "conflicts with fp16.enabled")
     assert found(findings, W, "deepspeed_config.zero3_init_flag", "stage 2")
@@ -155,13 +155,13 @@ def test_good_pair_has_no_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds_config.json").write_text(json.dumps(ZERO_3_CPU))
     (tmp_path / "accelerate.yaml").write_text(DEEPSPEED_YAML)
-    good = run_check([Path("accelerate.yaml")], world_size=8, uses_transformers=True)
+    good = check("accelerate.yaml", num_processes=8)
     assert (good.findings, good.files) == ((), ("accelerate.yaml", "ds_config.json"))
     monkeypatch.chdir("/")
-    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True).findings
+    findings = check(tmp_path / "accelerate.yaml", num_processes=8).findings
     assert found(findings, W, "deepspeed_config.deepspeed_config_file", "working directory")
     (tmp_path / "ds_config.json").unlink()
-    findings = run_check([tmp_path / "accelerate.yaml"], world_size=8, uses_transformers=True).findings
+    findings = check(tmp_path / "accelerate.yaml", num_processes=8).findings
     assert found(findings, E, "deepspeed_config.deepspeed_config_file", "does not exist")
 
 
@@ -169,7 +169,7 @@ def test_paths_that_cannot_be_read_are_findings(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     large.write_bytes(b" " * ((1 << 20) + 1))
     paths = [tmp_path, tmp_path / "none.json", large, Path("a\0b"), Path("/dev/zero"), Path("x" * 5000)]
-    findings = run_check(paths, world_size=None, uses_transformers=True).findings
+    findings = check(*paths).findings
     rules = [finding.error.rule for finding in findings]
     assert len(rules) == len(paths)
     for rule, fragment in zip(rules, ["directory", "not exist", "at most", "", "regular", ""], strict=True):

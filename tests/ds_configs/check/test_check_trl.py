@@ -11,7 +11,7 @@ import shardwright
 import yaml
 from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, E, W, found
 from shardwright.ds_configs.check import check_text, detect_kind
-from shardwright.ds_configs.check.files import run_check
+from shardwright.ds_configs.check.files import check
 from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.check.trl import MEANINGS, candidates
@@ -225,7 +225,7 @@ def launched(directory: Path, keys: dict[str, Any], **files: Any) -> tuple[Any, 
         path = directory / (f"{name}.yaml" if name == "launch" else f"{name}.json")
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         paths.append(path)
-    return run_check(paths, world_size=None, uses_transformers=True, task="grpo").findings
+    return check(*paths, task="grpo").findings
 
 
 ENGINE = {**PLAIN, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", ZERO: {"stage": 3}}

@@ -59,7 +59,7 @@ def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place
     term = Term("dummy_copies", "copies that a test adds", lives_on=place, label="copies of a test")
     monkeypatch.setitem(TERMS, term.name, term)
 
-    bytes_of, host_of, seconds_of = memory_estimate.loss_terms, host.offloaded_states, estimate.offloaded_step_seconds
+    bytes_of, host_of, seconds_of = memory_estimate.loss_terms, host.offloaded_states, estimate.offload_seconds
     formulas = {
         "accelerator": lambda step: {
             moment: summed(each, {term.name: 8 * 10**9}) for moment, each in bytes_of(step).items()
@@ -70,7 +70,7 @@ def test_a_new_term_is_known_everywhere_by_its_declaration_and_its_formula(place
     module, name = {
         "accelerator": (memory_estimate, "loss_terms"),
         "host": (host, "offloaded_states"),
-        "step": (estimate, "offloaded_step_seconds"),
+        "step": (estimate, "offload_seconds"),
     }[place]
     monkeypatch.setattr(module, name, formulas[place])
     plan = make_plan(SMALL, A100, TrainingJob(offload="cpu", seq_len_tokens=1033 + len(place)))

@@ -198,13 +198,13 @@ CASES = {
 
 @pytest.mark.parametrize("axis", CASES)
 def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
-    from shardwright.ds_configs.check.files import run_check
+    from shardwright.ds_configs.check.files import check
 
     made = made_with(**CASES[axis])
     made.write(tmp_path / "plan")
     texts = render_files(made, directory=str(tmp_path / "plan"))
     names = [name for name in ("accelerate.yaml", "ds_config.json") if name in texts]
-    findings = run_check([tmp_path / "plan" / name for name in names], world_size=8, uses_transformers=True).findings
+    findings = check(*(tmp_path / "plan" / name for name in names), num_processes=8).findings
     assert findings == (), [str(finding.error) for finding in findings]
     launch = yaml.safe_load(texts["accelerate.yaml"])
     parallel = launch.get("parallelism_config", {})

@@ -12,7 +12,7 @@ from planning import llama, public_model, step_inputs
 from published_steps import gpt, published_steps
 from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
-from shardwright.ds_configs.memory.host import NVME_BYTES_PER_S, offloaded_step_seconds
+from shardwright.ds_configs.memory.host import NVME_BYTES_PER_S, offload_seconds
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -252,7 +252,8 @@ def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
     link = constants.host_link_bytes_per_s
 
     def terms_of(layout, cluster, parameters):
-        return offloaded_step_seconds(layout, cluster, TrainingJob(), parameters=parameters, host_link_bytes_per_s=link)
+        rates = {"parameters": parameters, "frozen_bytes": 0, "passes": 0, "host_link_bytes_per_s": link}
+        return offload_seconds(layout, cluster, TrainingJob(), **rates)
 
     terms = terms_of(layout, cluster, 72.7e9 / 32)
     assert terms["host_optimizer"] == pytest.approx(10, rel=0.05)
@@ -262,6 +263,7 @@ def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
     stored = terms_of(on_nvme, cluster, 72.7e9 / 32)
     # Weights, two moments and gradients in fp32 are read and written, by all ranks of a node.
     assert stored["nvme"] == pytest.approx(2 * 16 * 72.7e9 / 4 / NVME_BYTES_PER_S)
+    assert terms_of(replace(layout, offload_optimizer="none"), cluster, 72.7e9 / 32) == {}
     alone = replace(layout, dp_shard=1)
     one = terms_of(alone, parse_hardware("1xA100-80GB"), 1e9)
     assert one["host_optimizer"] < terms["host_optimizer"] / 2

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.counting.counts import Counting
-from shardwright.trainers.counting.own_losses import kind_of_loss
+from shardwright.trainers.counting.counts import Counting, kind_of_loss
 from shardwright.trainers.exact import count_as_one_process
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
 

@@ -19,8 +19,7 @@ from shardwright.trainers.distillation import (
     OnPolicy,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.on_policy import completed_by_student
-from shardwright.trainers.distillation.teacher import split_batch, with_decoder_inputs
+from shardwright.trainers.distillation.teacher import completed_by_student, split_batch, with_decoder_inputs
 from shardwright.trainers.exact import count_as_one_process
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer

@@ -16,7 +16,7 @@ from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.releases import installed_version
-from shardwright.trainers.parallel.trainer_for import (
+from shardwright.trainers.parallel.planned import (
     MULTIPLY_BY_RANKS,
     PlannedParallelism,
     check_balance_of_batches,

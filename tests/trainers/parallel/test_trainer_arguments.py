@@ -12,7 +12,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.planning import plan
-from shardwright.trainers.parallel.trainer_for import parallelism_of, planned_parallelism
+from shardwright.trainers.parallel.planned import parallelism_of, planned_parallelism
 from transformers import Trainer, TrainingArguments
 
 SHARED = Layout(engine="deepspeed", zero_stage=1, sp=2)

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.trainers.formats.bit_packing import weighted_error
-from shardwright.trainers.formats.spqr import LowRankOptions, load_spqr, low_rank_residual
-from shardwright.trainers.quantization.run import quantize_to_small_format
+from shardwright.trainers.formats.spqr import LowRankOptions, load_spqr, low_rank_residual, weighted_error
+from shardwright.trainers.quantization import quantize_to_small_format
 from small_spqr import LAYERS, correlated, logits, samples, small_model
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.scheme import METHODS, scheme_named
-from shardwright.trainers.quantization import inputs
+from shardwright.trainers import quantization
 
 EXPERT = LinearLayer(name="experts.0.up_proj", out_features=8, in_features=8, is_expert=True)
 
@@ -18,14 +18,14 @@ EXPERT = LinearLayer(name="experts.0.up_proj", out_features=8, in_features=8, is
 @pytest.mark.parametrize("name", ["W4A16", "W8A8_STATIC", "FP8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("layers", [(), (EXPERT,)], ids=["dense", "experts"])
 def test_only_methods_that_need_a_package_report_it(method, name, layers, monkeypatch):
-    monkeypatch.setattr(inputs, "find_spec", lambda package: None)
+    monkeypatch.setattr(quantization, "find_spec", lambda package: None)
     scheme = scheme_named(name)
-    errors = inputs.missing_engine_errors(method, scheme, layers)
+    errors = quantization.missing_engine_errors(method, scheme, layers)
     rounds = method == "rtn" and not scheme.activations_are_static and not layers
     assert bool(errors) == (method != "bitsandbytes" and not rounds)
     assert all("pip install 'shardwright[quantize]'" in error.fix for error in errors)
-    monkeypatch.setattr(inputs, "find_spec", lambda package: object())
-    assert not inputs.missing_engine_errors(method, scheme, layers)
+    monkeypatch.setattr(quantization, "find_spec", lambda package: object())
+    assert not quantization.missing_engine_errors(method, scheme, layers)
 
 
 @pytest.mark.needs("llmcompressor")

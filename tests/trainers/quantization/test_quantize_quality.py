@@ -15,7 +15,7 @@ import pytest
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor import quantize_with_llm_compressor
-from shardwright.trainers.quantization.run import quantize_to_small_format
+from shardwright.trainers.quantization import quantize_to_small_format
 from small_llama import TrainedLlama, inject_outliers, row_divergences, row_losses, shared_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.once]

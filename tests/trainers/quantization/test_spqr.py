@@ -13,23 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.formats.bit_packing import (
-    ErrorFeedback,
-    inverse_factor,
-    pack_bits,
-    unpack_bits,
-    weighted_error,
-)
 from shardwright.trainers.formats.spqr import (
     SMALL_DIRECTORY,
+    ErrorFeedback,
     SpQROptions,
+    inverse_factor,
     load_spqr,
+    pack_bits,
     read_matrix,
     save_small_format,
     spqr_quantize,
     stored_columns,
+    unpack_bits,
+    weighted_error,
 )
-from shardwright.trainers.quantization.run import quantize_to_small_format
+from shardwright.trainers.quantization import quantize_to_small_format
 from small_spqr import LAYERS, correlated, logits, samples, small_model
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli import settings
 from shardwright.trainers.reports import report, runs
-from shardwright.trainers.reports.make import read_report
 from shardwright.trainers.reports.report import code, curves, markdown, svg, table, usage
+from shardwright.trainers.reports.runs import read_report
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 LOSSES = [(step, 3.0 / step) for step in range(1, 12)]

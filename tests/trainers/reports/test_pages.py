@@ -14,7 +14,7 @@ from commands import Shell, shell_in
 from planning import gallery_directory
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.runs import report_html
 
 ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "tests" / "data" / "runs"

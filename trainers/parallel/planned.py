@@ -41,7 +41,7 @@ from ...plugins.transformers.output_heads import accepts_shifted_labels, base_mo
 from ...plugins.transformers.training_arguments import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, train_as_one_process
 from ..checkpoints import checked_checkpoint
-from ..counting.own_losses import OwnLoss
+from ..counting.counts import OwnLoss
 from ..exact import count_as_one_process, exact_class
 from .balance_loss import balance_over_ranks, check_balance_loss
 
