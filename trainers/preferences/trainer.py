@@ -49,10 +49,10 @@ def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *
                 # TRL would gather all of it as one unit.
                 arguments = context.arguments
                 shard_by_layer(further["ref_model"], arguments.device.type, arguments.world_size)
+    train_dataset, eval_dataset = context.samples
     if job.task in GROUPED_TASKS:
         further["reward_funcs"] = [_reward(reward, settings, context)]
-    train_dataset, eval_dataset = context.samples
-    return planned_parallelism(plan).make_trainer(
+    trainer = planned_parallelism(plan).make_trainer(
         model=trained_model(model, settings, context, score_head=job.task == "reward"),
         trainer_class=class_of_task(task.trainer),
         args=context.arguments,
@@ -61,6 +61,9 @@ def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *
         processing_class=context.tokenizer,
         **further,
     )
+    if reward is not None and not is_reward_function(reward) and isinstance(train_dataset[0]["prompt"], str):
+        end_texts(trainer.reward_processing_classes[0])
+    return trainer
 
 
 def _compute_type(context: RankContext) -> Any:
@@ -88,6 +91,20 @@ def _reward(name: str | None, settings: LaunchedSettings, context: RankContext) 
 
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         return load_causal_lm(name, score_head="stored", dtype=_compute_type(context))
+
+
+def end_texts(tokenizer: Any) -> None:
+    """Make the tokenizer of a reward model end every text with its end-of-sequence token.
+
+    TRL's RewardTrainer ends answers that are text with this token. Its GRPOTrainer and RLOOTrainer pass completions
+    without it, and a reward model would score them at a token at which it has never judged.
+    """
+
+    class EndsTexts(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            return super().__call__([each + (self.eos_token or "") for each in text], **options)
+
+    tokenizer.__class__ = EndsTexts
 
 
 def is_reward_function(name: str) -> bool:
