@@ -403,7 +403,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
 def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
     plan, predictions = rehearsed.plan, dict[str, dict[str, Any]]()
     phases = cpu_rank_terms(plan.chosen.layout, plan.model, plan.job)
-    if TASKS[plan.job.task].head == "fused":
+    if TASKS[plan.job.task].head in ("fused", "score"):
         # Without logits the meter does not see where the backward pass begins.
         parts = phases["loss"], phases.pop("backward")
         phases["loss"] = max(parts, key=lambda terms: sum(terms.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_pla
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.planning import plan as make
+from small_models import llama
 
 QWEN, LLAMA = public_model("Qwen/Qwen2.5-7B"), public_model("meta-llama/Llama-3.1-70B")
 
@@ -25,6 +28,21 @@ def test_a_pair_has_two_sequences_and_a_reference() -> None:
     tokens = dpo.chosen.time.tokens_per_second * dpo.chosen.time.seconds
     assert tokens == pytest.approx(2 * 64 * 2048)
     assert dpo.training_arguments("out")["max_length"] == 2048 and dpo.training_arguments("out")["beta"] == 0.1
+
+
+def test_a_reward_model_has_a_score_instead_of_logits() -> None:
+    plan = planned("8xA100-80GB", task="reward")
+    sizes = QWEN.dimensions
+    assert plan.model.parameter_count == QWEN.parameter_count + sizes.hidden_size * (1 - sizes.vocab_size)
+
+
+def test_the_placement_of_a_reference_needs_no_name_of_it(tmp_path: Path) -> None:
+    llama().config.save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"seq_len": 32, "reference_placement": "cached"}
+    assert make(str(tmp_path), "2xCPU", task="dpo", **sizes).training_arguments("out")["precompute_ref_log_probs"]
+    for job in ({"task": "orpo"}, {"task": "grpo", "beta": 0.0}, {}):
+        with pytest.raises(UsageError, match="requires a reference"):
+            make(str(tmp_path), "2xCPU", **sizes, **job)
 
 
 def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as_reference() -> None:
