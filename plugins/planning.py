@@ -46,7 +46,6 @@ from ..ds_configs.specs.hardware import (
 from ..ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ..ds_configs.specs.model import ModelSpec
 from ..ds_configs.specs.synonyms import REMOVED
-from ..ds_configs.specs.tasks import TASKS
 from ..ds_configs.specs.texts import read_small_file, strict_json, yaml_mapping
 from ..ds_configs.step_time.learning import MeasuredStep
 from .huggingface_hub import ModelSource, read_model_source
@@ -187,14 +186,6 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
     rule, fix = "is not part of a plan: memory and time do not depend on it", "omit it, and pass it to train"
     errors += [ConfigError(where=name, value=fields[name], rule=rule, fix=fix) for name in _UNPLANNED if name in fields]
     errors += adapter_errors(values, values.get("method", "full"))
-    task, beta = TASKS.get(str(values.get("task", "sft"))), values.get("beta")  # type: ignore[call-overload]
-    has_reference = task is not None and "reference" in task.second_models and (task.beta if beta is None else beta)
-    for role in ROLES:
-        name = f"{role}_placement"
-        present = values.get(role) is not None or (role == "reference" and has_reference)
-        if not present and values.get(name, "auto") != "auto":
-            rule, fix = f"requires a {role}", f"pass --{role} too"
-            errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
     made = job
     with collecting(errors):
         for role in ROLES:
@@ -204,6 +195,11 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
                     tell(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
+        for role in ROLES:
+            name = f"{role}_placement"
+            if values.get(name, "auto") != "auto" and not made.needs(role):
+                rule, fix = f"requires a {role}", f"pass --{role} too"
+                errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
         errors += job_errors(made)
     if errors or made is None:
         raise UsageError(errors)

@@ -44,7 +44,7 @@ from .reports.runs import REPORT_FILE, write_html
 from .runs.inputs import PLANNED_DEVICE_FIX, is_without, launch_errors
 from .runs.plan_callback import PlanCallback, RunOutOfMemoryError, memory_errors
 from .runs.ranks import rank_arguments, write_json
-from .runs.run import launch_job
+from .runs.run import launch_job, write_samples
 from .runs.settings import RESULT_FILE, TRAIN_SAMPLES, RankTask
 from .training.synthetic import synthetic_trainer, task_rows
 
@@ -345,7 +345,7 @@ def _run_trial(
             plan.write(plan_directory)
             if job.task != "sft":
                 rows = task_rows(plan, (WARM_UP_STEPS + steps) * candidate.layout.global_batch_size)
-                rows.save_to_disk(str(work / TRAIN_SAMPLES))
+                write_samples(rows, work / TRAIN_SAMPLES)
             task = TrialTask(plan=str(plan_directory), steps=steps, best_seconds=best_seconds)
             result = launch_job(
                 task, plan, plan_directory, work, timeout_seconds=timeout_seconds, on_message=on_message

@@ -38,6 +38,8 @@ class Task:
     """Default weight of the divergence from the reference; without any, no reference is needed."""
     num_generations: int = 1
     """Default number of completions per prompt."""
+    least_micro_batch: int = 1
+    """Samples of a micro-batch, at least."""
     pads: bool = True
     """Whether sequences of a batch are padded to the longest, instead of packed or cut to one length."""
     trainer: str | None = None
@@ -71,6 +73,8 @@ TASKS: Mapping[TaskName, Task] = {
             second_models=("reference",),
             head="fused",
             beta=0.1,
+            # The divergence is estimated from answers of other rows.
+            least_micro_batch=2,
             trainer="trl.KTOTrainer",
             config="trl.KTOConfig",
         ),

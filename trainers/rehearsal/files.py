@@ -41,7 +41,7 @@ from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
-from ..runs.run import launch_job
+from ..runs.run import launch_job, write_samples
 from ..runs.settings import TRAIN_SAMPLES, RankJob
 from ..training.synthetic import task_rows
 
@@ -210,7 +210,7 @@ def scale_plan(
     worker = worker.model_copy(update={"training_arguments": arguments})
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
     if job.task != "sft":
-        task_rows(small, worker.samples).save_to_disk(str(work / TRAIN_SAMPLES))
+        write_samples(task_rows(small, worker.samples), work / TRAIN_SAMPLES)
     return Rehearsed(
         plan=small,
         accelerate=accelerate,

@@ -19,7 +19,11 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
 from ...plugins.accelerate import Engine
-from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ...plugins.transformers.training_arguments import (
+    byte_tokenizer,
+    prepare_model_directory_save,
+    save_model_directory,
+)
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.planned import engine_logits
 from ..runs.clock import ProgressSender
@@ -149,7 +153,10 @@ def _exported_logits(plan: Plan, work: Path, engine: str | None) -> Any:
         from peft import PeftModel
 
         source = StartingModel(model=plan.model.name, method=plan.job.method)
-        base = load_model(source, load_config(source), dtype, seed=0, score_head=is_reward)
+        config = load_config(source)
+        if is_reward:
+            config.pad_token_id = byte_tokenizer(config.vocab_size).eos_token_id
+        base = load_model(source, config, dtype, seed=0, score_head=is_reward)
         model = PeftModel.from_pretrained(base, export, autocast_adapter_dtype=autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
         return model.eval()(input_ids=probe_tokens(plan), use_cache=False).logits.float().contiguous()

@@ -73,10 +73,8 @@ def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, 
     return trainer
 
 
-def task_rows(plan: Plan, count: int) -> Any:
+def task_rows(plan: Plan, count: int) -> list[dict[str, Any]]:
     """Return rows whose preferred answers are one letter; the longest sequence has all tokens of the plan."""
-    from datasets import Dataset
-
     job = plan.job
     length = job.seq_len_tokens - job.generated_tokens if job.task in GROUPED_TASKS else _PROMPT_TOKENS
     # A token ends each answer.
@@ -88,7 +86,7 @@ def task_rows(plan: Plan, count: int) -> Any:
             row |= {"completion": bad if index % 2 else good, "label": index % 2 == 0}
         elif job.task not in GROUPED_TASKS:
             row |= {"chosen": good, "rejected": bad}
-    return Dataset.from_list(rows)
+    return rows
 
 
 _PROMPT_TOKENS = 8

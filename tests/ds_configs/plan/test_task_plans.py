@@ -45,6 +45,24 @@ def test_the_placement_of_a_reference_needs_no_name_of_it(tmp_path: Path) -> Non
             make(str(tmp_path), "2xCPU", **sizes, **job)
 
 
+@pytest.mark.parametrize("tokens", [2048, 32_768])
+def test_a_micro_batch_of_kto_has_rows_to_compare(tokens: int) -> None:
+    hardware = parse_hardware("8xA100-80GB")
+    plan = make_plan(QWEN, hardware, TrainingJob(task="kto", seq_len_tokens=tokens, method="lora"))
+    assert all(each.layout.micro_batch_size >= 2 for each in (plan.chosen, *plan.rejected))
+    for fields in ({"micro_batch_size": 1}, {"global_batch_size": 8}):
+        with pytest.raises(UsageError, match="micro_batch_size = 1: must be at least 2 for task kto"):
+            make_plan(QWEN, hardware, TrainingJob(task="kto", strategy="zero2", **fields))
+
+
+def test_other_placements_of_a_reference_are_those_of_the_trainer() -> None:
+    for strategy, placed in (("zero2", "replica"), ("zero3", "sharded")):
+        choice = planned("8xH100-80GB", task="dpo", strategy=strategy).chosen.placements["reference"]
+        assert choice.placement == placed and "is how TRL places it" in choice.reason
+        assert [other.placement for other in choice.alternatives] == ["cached"]
+        assert "before training" in choice.alternatives[0].reason and choice.alternatives[0].gpu_bytes < 10**6
+
+
 def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as_reference() -> None:
     with pytest.raises(PlanDoesNotFitError, match="would fit: --method lora"):
         planned("1xRTX4090", task="dpo")
