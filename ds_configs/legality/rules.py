@@ -294,6 +294,14 @@ def groups_are_complete(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         yield ConfigError(where="num_generations", value=job.generations, rule=rule, fix=fix)
 
 
+def micro_batches_have_rows(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """A trainer that compares the rows of a micro-batch needs several."""
+    fewest = TASKS[job.task].smallest_micro_batch_size
+    if layout.micro_batch_size < fewest:
+        rule = f"must be at least {fewest} for {job.task}, which compares the rows of a micro-batch"
+        yield ConfigError(where="micro_batch_size", value=layout.micro_batch_size, rule=rule, fix=f"use {fewest}")
+
+
 def losses_read_whole_heads(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """Tasks run no pipeline and no context parallelism: TRL's trainers have neither."""
     if TASKS[job.task].head == "model":
@@ -532,6 +540,7 @@ AXIS_RULES: tuple[Rule, ...] = (
     second_models_follow_the_engine,
     losses_read_whole_heads,
     groups_are_complete,
+    micro_batches_have_rows,
     fp8_is_supported,
     liger_has_kernels,
 )
@@ -568,6 +577,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
     groups_are_complete,
+    micro_batches_have_rows,
     pipeline_parallelism,
     layerwise_updates_do_not_accumulate,
 )

@@ -222,7 +222,7 @@ product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the us
 def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool = False) -> int:
     """Return the sequences of one optimizer step, the same for every layout that is compared.
 
-    `smallest` is for jobs that only fit with one sequence per accelerator.
+    `smallest` is for jobs that only fit with one sequence per accelerator, or as few as their trainer accepts.
 
     >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)
     32
@@ -231,8 +231,9 @@ def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool 
         return job.global_batch_size
     if job.micro_batch_size is not None:
         return job.micro_batch_size * accelerators
-    each = job.seq_len_tokens * TASKS[job.task].sequences_per_sample
-    most = 1 if smallest else max(1, STEP_TOKENS // each)
+    task = TASKS[job.task]
+    each = job.seq_len_tokens * task.sequences_per_sample
+    most = max(task.smallest_micro_batch_size, 1 if smallest else STEP_TOKENS // each)
     sequences = accelerators << (most.bit_length() - 1)
     # Complete groups of completions.
     return lcm(sequences, job.generations) if job.task in GROUPED_TASKS else sequences
@@ -248,10 +249,11 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
     if sequences == planned and planned > accelerators:
         tokens = planned // accelerators * job.seq_len_tokens
         return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
+    each = "one sequence" if sequences == accelerators else f"{sequences // accelerators} sequences"
     if sequences == planned:
-        return "one sequence per accelerator"
-    if sequences == accelerators:
-        return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
+        return f"{each} per accelerator"
+    if sequences == planned_global_batch(job, accelerators, smallest=True):
+        return f"{each} per accelerator, because {planned // accelerators} do not fit without offload"
     return "the global batch of the plan for more nodes"
 
 
