@@ -294,12 +294,13 @@ def groups_are_complete(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         yield ConfigError(where="num_generations", value=job.generations, rule=rule, fix=fix)
 
 
-def micro_batches_have_rows(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """A trainer that compares the rows of a micro-batch needs several."""
-    fewest = TASKS[job.task].smallest_micro_batch_size
-    if layout.micro_batch_size < fewest:
-        rule = f"must be at least {fewest} for {job.task}, which compares the rows of a micro-batch"
-        yield ConfigError(where="micro_batch_size", value=layout.micro_batch_size, rule=rule, fix=f"use {fewest}")
+def micro_batch_is_large_enough(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """KTO estimates a divergence from the answers of other rows of a micro-batch (trl 1.16.0, kto_trainer.py:844)."""
+    least = TASKS[job.task].least_micro_batch
+    if layout.micro_batch_size < least:
+        rule, value = f"must be at least {least} for task {job.task}", layout.micro_batch_size
+        fix = f"use --micro-batch-size {least}, and a global batch of at least {least} per data-parallel rank"
+        yield ConfigError(where="micro_batch_size", value=value, rule=rule, fix=fix)
 
 
 def losses_read_whole_heads(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -540,7 +541,7 @@ AXIS_RULES: tuple[Rule, ...] = (
     second_models_follow_the_engine,
     losses_read_whole_heads,
     groups_are_complete,
-    micro_batches_have_rows,
+    micro_batch_is_large_enough,
     fp8_is_supported,
     liger_has_kernels,
 )
@@ -577,7 +578,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
     groups_are_complete,
-    micro_batches_have_rows,
+    micro_batch_is_large_enough,
     pipeline_parallelism,
     layerwise_updates_do_not_accumulate,
 )

@@ -126,6 +126,9 @@ def frozen_model_terms(
         if placement == "quantized":
             weights = _four_bit_bytes(spec, job)
         always = {f"{role}_weights": weights + spec.buffer_bytes}
+    if placement == "cached" and task.head != "model":
+        # Two log-probabilities per pair.
+        return at_moments({})
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)

@@ -28,6 +28,7 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.settings import rule_of
+from ..specs.tasks import TASKS
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, comparable_steps
@@ -208,6 +209,8 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
+    if TASKS[job.task].head == "score":
+        model = model.with_score_head()
     splits = [(hardware, job)]
     if job.generation == "vllm-server":
         splits = _splits_with_server(model, hardware, job)
@@ -297,14 +300,15 @@ def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
     reasons = {trial.key: rejected_by_trial(trial, best) for trial in trials}
     chosen = next(candidate for candidate in candidates if (candidate.layout, candidate.loss) == best.key)
     rejected = tuple(
-        replace(candidate, reason=reasons.get((candidate.layout, candidate.loss), candidate.reason))
+        replace(candidate, reason=reasons.get((candidate.layout, candidate.loss), candidate.reason), placements={})
         for candidate in candidates
         if candidate is not chosen
     )
     return replace(
         plan,
         job=replace(plan.job, loss=chosen.loss),
-        chosen=replace(chosen, reason=tuned_reason(best, trials)),
+        # All layouts of a plan have the second models where the chosen one has them.
+        chosen=replace(chosen, reason=tuned_reason(best, trials), placements=plan.chosen.placements),
         rejected=rejected,
         trials=trials,
     )

@@ -222,7 +222,7 @@ product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the us
 def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool = False) -> int:
     """Return the sequences of one optimizer step, the same for every layout that is compared.
 
-    `smallest` is for jobs that only fit with one sequence per accelerator, or as few as their trainer accepts.
+    `smallest` is for jobs that only fit with one sequence per accelerator.
 
     >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)
     32
@@ -232,8 +232,8 @@ def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool 
     if job.micro_batch_size is not None:
         return job.micro_batch_size * accelerators
     task = TASKS[job.task]
-    each = job.seq_len_tokens * task.sequences_per_sample
-    most = max(task.smallest_micro_batch_size, 1 if smallest else STEP_TOKENS // each)
+    tokens = job.seq_len_tokens * task.sequences_per_sample
+    most = max(task.least_micro_batch, 1 if smallest else STEP_TOKENS // tokens)
     sequences = accelerators << (most.bit_length() - 1)
     # Complete groups of completions.
     return lcm(sequences, job.generations) if job.task in GROUPED_TASKS else sequences
@@ -246,14 +246,17 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return "requested"
     if job.micro_batch_size is not None and sequences == planned:
         return "one requested micro-batch per accelerator"
-    if sequences == planned and planned > accelerators:
+    least = TASKS[job.task].least_micro_batch
+    if sequences == planned and planned > accelerators * least:
         tokens = planned // accelerators * job.seq_len_tokens
         return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
-    each = "one sequence" if sequences == accelerators else f"{sequences // accelerators} sequences"
+    fewest = (
+        "one sequence per accelerator" if least == 1 else f"{least} sequences per accelerator, the fewest of {job.task}"
+    )
     if sequences == planned:
-        return f"{each} per accelerator"
-    if sequences == planned_global_batch(job, accelerators, smallest=True):
-        return f"{each} per accelerator, because {planned // accelerators} do not fit without offload"
+        return fewest
+    if sequences == accelerators * least:
+        return f"{fewest}, because {planned // accelerators} do not fit without offload"
     return "the global batch of the plan for more nodes"
 
 
@@ -438,5 +441,6 @@ def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -
     per_rank = max(1, batch // layout.data_parallel_size)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
-    most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))
+    least = TASKS[job.task].least_micro_batch
+    most = max(least, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))
     return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]

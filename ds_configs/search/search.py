@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 from math import ceil
 
-from ..legality.rules import LAYOUT_RULES
+from ..legality.rules import legality_errors
 from ..memory.estimate import MemoryEstimate, second_model_bytes
 from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
@@ -269,6 +269,7 @@ _COSTS: dict[Placement, str] = {
     "shared": "runs the trained model without its adapters",
     "layout": "has gradients and optimizer states too",
 }
+_COSTS_WITH_TRL: dict[Placement, str] = {"cached": "TRL computes its log-probabilities before training"}
 _CONDITIONS: dict[str, tuple[str, str]] = {
     "sharded": ("requires at least two ranks to shard over", "use replica or offloaded"),
     "shared": ("requires adapters, and a reference that is the trained model", "use --method lora, or omit it"),
@@ -280,12 +281,13 @@ _CONDITIONS: dict[str, tuple[str, str]] = {
 def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
     """Return a second model's placement under the chosen layout, and what the others would cost."""
     layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
-    costs, needs = [], {}
+    costs, needs, by_trl = [], {}, TASKS[job.task].head != "model"
+    of_trl = _COSTS_WITH_TRL if by_trl else {}
     for other in () if second.trained else PLACEMENTS:
         if other == placement or (other == "sharded" and hardware.world_size == 1):
             continue
         moved = replace(best, context=replace(best.context, job=job.placed(second.role, other)))
-        if any(moved.context.broken_rules(LAYOUT_RULES, layout)):
+        if by_trl and legality_errors(best.context.model, layout, moved.job, hardware):
             continue
         memory, other_model = moved.memory, replace(second, placement=other)
         gpu, host = memory.gpu, memory.host
@@ -302,7 +304,7 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
             gpu_bytes=gpu_bytes,
             host_bytes=host_bytes,
             fits=memory.fits,
-            reason=f"{needs[other]}; {_COSTS[other]}",
+            reason=f"{needs[other]}; {of_trl.get(other, _COSTS[other])}",
         )
         costs.append(cost)
     gpu_bytes, host_bytes = second_model_bytes(second, layout, hardware, job)
@@ -314,11 +316,14 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
     too_large = ", ".join(f"{other} {needs[other]}" for other in preferred if other in needs)
     if requested:
         why = "was requested"
+    elif by_trl and placement in ("replica", "sharded"):
+        why = "is how TRL places it under this engine"
     else:
         why = "is the first placement that fits" if too_large else "is the simplest placement, and it fits"
     return PlacementChoice(
         placement=placement,
-        reason=f"{placement} {why}: {size}; {_COSTS[placement]}." + (f" Rejected: {too_large}." if too_large else ""),
+        reason=f"{placement} {why}: {size}; {of_trl.get(placement, _COSTS[placement])}."
+        + (f" Rejected: {too_large}." if too_large else ""),
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         alternatives=tuple(costs),

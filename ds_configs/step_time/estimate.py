@@ -183,6 +183,8 @@ def stage_seconds(
         if placement == "sharded":
             group = group_of(step.hardware, step.constants, ranks=layout.world_size)
             gathers += passes * gather_seconds(group, spec.parameter_count * element, calls=work.whole.num_layers + 1)
+        elif placement == "shared":
+            gathers += passes * traffic.gathers_forward
     inside, waiting = exchanges(step, layers=layers, recomputed=recomputed, with_head=stage.has_head)
     slowed = 0.0
     if layout.tp > 1:

@@ -228,8 +228,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             # These depend on the release of Transformers rather than on the model.
             changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
             same |= {field: getattr(spec, field) for field in changing}
+        planned = spec.with_score_head() if task == "reward" else spec
         # The location of a model does not matter.
-        if written_plan is not None and replace(written_plan.model, **same) != spec:
+        if written_plan is not None and replace(written_plan.model, **same) != planned:
             rule = f"is not the model of the plan, {written_plan.model.name}"
             fix = "plan for this model, or omit --plan"
             errors.append(ConfigError(where="model", value=spec.name, rule=rule, fix=fix))

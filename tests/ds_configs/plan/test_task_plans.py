@@ -13,6 +13,8 @@ from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_pla
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.planning import plan as make
+from small_models import llama
 
 QWEN, LLAMA = public_model("Qwen/Qwen2.5-7B"), public_model("meta-llama/Llama-3.1-70B")
 
@@ -28,6 +30,39 @@ def test_a_pair_has_two_sequences_and_a_reference() -> None:
     tokens = dpo.chosen.time.tokens_per_second * dpo.chosen.time.seconds
     assert tokens == pytest.approx(2 * 64 * 2048)
     assert dpo.training_arguments("out")["max_length"] == 2048 and dpo.training_arguments("out")["beta"] == 0.1
+
+
+def test_a_reward_model_has_a_score_instead_of_logits() -> None:
+    plan = planned("8xA100-80GB", task="reward")
+    sizes = QWEN.dimensions
+    assert plan.model.parameter_count == QWEN.parameter_count + sizes.hidden_size * (1 - sizes.vocab_size)
+
+
+def test_the_placement_of_a_reference_needs_no_name_of_it(tmp_path: Path) -> None:
+    llama().config.save_pretrained(tmp_path)
+    sizes: dict[str, Any] = {"seq_len": 32, "reference_placement": "cached"}
+    assert make(str(tmp_path), "2xCPU", task="dpo", **sizes).training_arguments("out")["precompute_ref_log_probs"]
+    for job in ({"task": "orpo"}, {"task": "grpo", "beta": 0.0}, {}):
+        with pytest.raises(UsageError, match="requires a reference"):
+            make(str(tmp_path), "2xCPU", **sizes, **job)
+
+
+@pytest.mark.parametrize("tokens", [2048, 32_768])
+def test_a_micro_batch_of_kto_has_rows_to_compare(tokens: int) -> None:
+    hardware = parse_hardware("8xA100-80GB")
+    plan = make_plan(QWEN, hardware, TrainingJob(task="kto", seq_len_tokens=tokens, method="lora"))
+    assert all(each.layout.micro_batch_size >= 2 for each in (plan.chosen, *plan.rejected))
+    for fields in ({"micro_batch_size": 1}, {"global_batch_size": 8}):
+        with pytest.raises(UsageError, match="micro_batch_size = 1: must be at least 2 for task kto"):
+            make_plan(QWEN, hardware, TrainingJob(task="kto", strategy="zero2", **fields))
+
+
+def test_other_placements_of_a_reference_are_those_of_the_trainer() -> None:
+    for strategy, placed in (("zero2", "replica"), ("zero3", "sharded")):
+        choice = planned("8xH100-80GB", task="dpo", strategy=strategy).chosen.placements["reference"]
+        assert choice.placement == placed and "is how TRL places it" in choice.reason
+        assert [other.placement for other in choice.alternatives] == ["cached"]
+        assert "before training" in choice.alternatives[0].reason and choice.alternatives[0].gpu_bytes < 10**6
 
 
 def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as_reference() -> None:
@@ -127,21 +162,12 @@ def test_a_planned_run_breaks_no_rule_of_its_trainer(
     assert [str(finding.error) for finding in findings if finding.kind == "error"] == []
 
 
-def test_kto_compares_the_rows_of_a_micro_batch_and_runs_each_model_twice() -> None:
+def test_kto_runs_each_model_twice() -> None:
     kto, dpo = (planned("8xA100-80GB", task=task, strategy="zero2", global_batch_size=16) for task in ("kto", "dpo"))
-    assert kto.chosen.layout.micro_batch_size == 2
-    with pytest.raises(UsageError) as raised:
-        planned("8xA100-80GB", task="kto", global_batch_size=8)
-    assert str(raised.value).splitlines() == [
-        "micro_batch_size = 1: must be at least 2 for kto, which compares the rows of a micro-batch; use 2"
-    ]
     # Two rows of KTO with two mismatched ones, and a pair of DPO with its reference, are four sequences each.
     terms = kto.chosen.time.terms
     assert terms["reference_forward"] == pytest.approx(2 * terms["mismatched_forward"], rel=0.15)
     assert dpo.chosen.time.terms["reference_forward"] == pytest.approx(terms["reference_forward"], rel=0.05)
-    assert {"sharded", "offloaded"}.isdisjoint(
-        other.placement for other in kto.chosen.placements["reference"].alternatives
-    )
 
 
 def test_a_sharded_reference_is_gathered_in_every_micro_batch() -> None:

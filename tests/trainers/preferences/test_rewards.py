@@ -82,8 +82,7 @@ def test_a_reward_accepts_what_every_reward_gets(tmp_path: Path) -> None:
 def test_a_reward_that_never_returns_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text("import time\ndef waits(completions, **others):\n    while True:\n        time.sleep(0.01)\n")
-    settings: Any = SimpleNamespace(hang_seconds=0.5)
-    reward = preferences._reward(f"{file}:waits", settings, context=None)  # type: ignore[arg-type]
+    reward = preferences.limited_reward(f"{file}:waits", 0.5)
     assert reward.__name__ == "waits"
     with pytest.raises(TimeoutError, match=r"not done after 0.4 s; raise --hang-timeout, or return None"):
         reward(completions=["a"])
