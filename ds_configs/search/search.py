@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from math import ceil
@@ -405,7 +405,7 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
         usual, errors = replace(context, job=defaults), list[ConfigError]()
         layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
         legal = [Search(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
-        raise UsageError(wrong + ([] if any(legal) else list(dict.fromkeys(errors))))
+        raise UsageError(wrong + ([] if any(legal) else _of_requests(errors, job)))
     for attempt in _attempts(context):
         outcome = _search_batch(attempt, compare=compare)
         chosen, smallest = outcome.chosen, _with_smallest_batch(attempt)
@@ -421,6 +421,13 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     return outcome
 
 
+def _of_requests(errors: Sequence[ConfigError], job: TrainingJob) -> list[ConfigError]:
+    """Return different errors, without those of placements that the search tried, unless there are no others."""
+    tried = {f"{second.role}_placement" for second in job.second_models if second.placement == "auto"}
+    different = list(dict.fromkeys(errors))
+    return [error for error in different if error.where not in tried] or different
+
+
 def _attempts(context: SearchContext) -> list[SearchContext]:
     """Return what to try until something fits: with mechanisms for long sequences only these, else them last."""
     if context.long_sequences or "auto" not in (context.job.tiled_mlp, context.job.offload_activations):
@@ -430,7 +437,7 @@ def _attempts(context: SearchContext) -> list[SearchContext]:
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
-    """Return the context with one sequence per accelerator; `None` if its batch is fixed or already as small."""
+    """Return the context with the fewest sequences per accelerator; `None` if its batch is fixed or that small."""
     accelerators = context.hardware.world_size
     smaller = planned_global_batch(context.job, accelerators, smallest=True)
     if smaller == planned_global_batch(context.job, accelerators):
@@ -464,7 +471,7 @@ def _search_batch(context: SearchContext, *, compare: bool) -> Outcome:
         rule = f"has no layout with --offload {job.offload} on this hardware"
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
-        raise UsageError(list(dict.fromkeys(errors)) or nothing)
+        raise UsageError(_of_requests(errors, job) or nothing)
     chosen = None
     if best is None:
         leanest_of: dict[int, Candidate] = {}

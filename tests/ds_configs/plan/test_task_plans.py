@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from planning import public_model
+from shardwright.ds_configs.check.files import check
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -129,3 +131,52 @@ def test_fields_of_other_tasks_are_errors_together() -> None:
     ):
         with pytest.raises(UsageError, match=rule):
             planned("8xA100-80GB", **fields)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "fields"),
+    [
+        ("8xA100-80GB", {}),
+        ("8xA100-40GB", {"method": "lora", "seq_len_tokens": 8192}),
+        ("8xH100-80GB", {"strategy": "zero3", "seq_len_tokens": 16384}),
+        ("2x8xH100-80GB", {"strategy": "fsdp2", "seq_len_tokens": 4096}),
+        ("1xA100-40GB", {"method": "qlora", "seq_len_tokens": 4096}),
+    ],
+)
+@pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "cpo", "reward", "grpo", "rloo"])
+def test_a_planned_run_breaks_no_rule_of_its_trainer(
+    task: Any, hardware: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    beta = {"beta": 0.0} if task == "rloo" and fields.get("strategy") == "fsdp2" else {}
+    job = TrainingJob(task=task, **{"seq_len_tokens": 2048} | fields | beta)
+    plan = make_plan(QWEN, parse_hardware(hardware), job)
+    plan.write(tmp_path / "plan")
+    named: dict[str, Any] = {"model_name_or_path": "model", "dataset_name": "data"}
+    if job.method != "full":
+        named |= {"use_peft": True, **({"lora_task_type": "SEQ_CLS"} if task == "reward" else {})}
+    if job.method == "qlora":
+        named["load_in_4bit"] = True
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(named | plan.training_arguments("out")), encoding="utf-8")
+    findings = check(tmp_path / "plan", run, task=task, hardware=hardware).findings
+    assert [str(finding.error) for finding in findings if finding.kind == "error"] == []
+
+
+def test_kto_runs_each_model_twice() -> None:
+    kto, dpo = (planned("8xA100-80GB", task=task, strategy="zero2", global_batch_size=16) for task in ("kto", "dpo"))
+    # Two rows of KTO with two mismatched ones, and a pair of DPO with its reference, are four sequences each.
+    terms = kto.chosen.time.terms
+    assert terms["reference_forward"] == pytest.approx(2 * terms["mismatched_forward"], rel=0.15)
+    assert dpo.chosen.time.terms["reference_forward"] == pytest.approx(terms["reference_forward"], rel=0.05)
+
+
+def test_a_sharded_reference_is_gathered_in_every_micro_batch() -> None:
+    """Gathers over the network are not hidden by a micro-batch of few tokens."""
+    fields: dict[str, Any] = {"strategy": "zero3", "global_batch_size": 32, "seq_len_tokens": 128, "task": "dpo"}
+    sharded, cached = (
+        make_plan(
+            QWEN, parse_hardware("4x8xA100-80GB"), TrainingJob(reference_placement=placement, **fields)
+        ).chosen.time.terms["parameter_gathers"]
+        for placement in ("sharded", "cached")
+    )
+    assert sharded > 2 * cached
