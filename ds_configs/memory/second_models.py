@@ -20,7 +20,7 @@ from . import communication, layers, loss, model_states
 from .activations import activation_mode, attention_of, estimate_activations
 from .communication import forward_gathered_elements
 from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import NF4_BYTES
+from .rank_parameters import NF4_BYTES, rank_parameters
 
 TERMS = tuple(
     term
@@ -29,7 +29,7 @@ TERMS = tuple(
         Term(
             f"{role}_weights",
             f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
-            "in pinned blocks",
+            "in pinned blocks; a shared reference has a copy of the adapters",
             role="weights",
             offloads=True,
         ),
@@ -126,6 +126,14 @@ def frozen_model_terms(
         if placement == "quantized":
             weights = _four_bit_bytes(spec, job)
         always = {f"{role}_weights": weights + spec.buffer_bytes}
+    if placement == "shared" and task.trainer is not None:
+        # TRL's trainers copy the adapters, which the reference is to have, to frozen ones in fp32. DeepSpeed converts
+        # them, but ZeRO-3 only what exists before (trl 1.16.0, dpo_trainer.py:689, metered).
+        adapters = rank_parameters(spec, job).trainable
+        is_sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
+        converted = layout.engine == "deepspeed" and not is_sharded
+        copied = -(-adapters // layout.world_size) if is_sharded else adapters
+        always = {f"{role}_weights": (width if converted else 4) * copied}
     if placement == "cached" and task.head != "model":
         # Two log-probabilities per pair.
         return at_moments({})
