@@ -189,13 +189,23 @@ _TASK_JOBS = st.fixed_dictionaries(
     gpus=st.sampled_from(["1xRTX4090", "2xA100-40GB", "4xA10G", "8xH100-80GB"]),
     values=_TASK_JOBS,
     placed=st.booleans(),
+    generation=st.sampled_from(
+        [
+            {},
+            {"generation": "vllm-server"},
+            {"generation": "vllm", "vllm_tensor_parallel_size": 1},
+            {"vllm_sleep": "off"},
+        ]
+    ),
 )
-@settings(parent=DRAWN, max_examples=6, derandomize=True)
+@settings(parent=DRAWN, max_examples=24, derandomize=True)
 def test_every_change_of_a_task_that_does_not_fit_plans_and_fits(
-    model: str, gpus: str, values: dict[str, Any], placed: bool
+    model: str, gpus: str, values: dict[str, Any], placed: bool, generation: dict[str, Any]
 ) -> None:
     if placed and values["task"] in ("dpo", "kto"):
         values = values | {"reference_placement": "replica"}
+    if values["task"] in ("grpo", "rloo"):
+        values = values | generation
     spec, hardware, job = load_model_spec(model).spec, parse_hardware(gpus, host_memory="128GB"), TrainingJob(**values)
     try:
         make_plan(spec, hardware, job)

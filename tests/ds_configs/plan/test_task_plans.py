@@ -101,6 +101,27 @@ def test_a_server_has_gpus_of_its_own(
     assert not plan.chosen.memory.gpu.terms.get("vllm_engine")
 
 
+@pytest.mark.parametrize(
+    ("hardware", "model", "fields", "offered"),
+    [
+        ("2xA10G", QWEN, {"generation": "vllm-server"}, "--hardware 4xA10G"),
+        (
+            "8xA100-40GB",
+            LLAMA,
+            {"generation": "vllm", "vllm_tensor_parallel_size": 1},
+            "--vllm-tensor-parallel-size auto",
+        ),
+    ],
+)
+def test_offers_of_a_misfit_are_for_all_gpus_and_open_what_was_fixed(
+    hardware: str, model: Any, fields: dict[str, Any], offered: str
+) -> None:
+    with pytest.raises(PlanDoesNotFitError) as raised:
+        planned(hardware, model, task="grpo", method="lora" if model is LLAMA else "full", **fields)
+    changes = [suggestion.change for suggestion in raised.value.suggestions]
+    assert offered in changes and f"--hardware {hardware}" not in changes
+
+
 def test_too_few_gpus_for_a_split_are_one_line() -> None:
     for hardware, model in (("1xH100-80GB", QWEN), ("4xH100-80GB", LLAMA)):
         with pytest.raises(UsageError, match=r"GPUs or more for the server, and others that train: .* has [14]"):
