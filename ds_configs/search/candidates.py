@@ -234,9 +234,11 @@ def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool 
     task = TASKS[job.task]
     tokens = job.seq_len_tokens * task.sequences_per_sample
     most = max(task.least_micro_batch, 1 if smallest else STEP_TOKENS // tokens)
-    sequences = accelerators << (most.bit_length() - 1)
-    # Complete groups of completions.
-    return lcm(sequences, job.generations) if job.task in GROUPED_TASKS else sequences
+    if job.task not in GROUPED_TASKS:
+        return accelerators << (most.bit_length() - 1)
+    # Complete groups of completions. Decoding more of them together takes hardly longer.
+    most = most if smallest else max(most, job.generations)
+    return lcm(accelerators << (most.bit_length() - 1), job.generations)
 
 
 def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> str:
@@ -247,6 +249,8 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
     if job.micro_batch_size is not None and sequences == planned:
         return "one requested micro-batch per accelerator"
     least = TASKS[job.task].least_micro_batch
+    if sequences == planned and job.task in GROUPED_TASKS and planned * job.seq_len_tokens > accelerators * STEP_TOKENS:
+        return f"{planned // job.generations} groups of {job.generations} completions, which are decoded together"
     if sequences == planned and planned > accelerators * least:
         tokens = planned // accelerators * job.seq_len_tokens
         return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"

@@ -47,6 +47,13 @@ def test_the_placement_of_a_reference_needs_no_name_of_it(tmp_path: Path) -> Non
             make(str(tmp_path), "2xCPU", **sizes, **job)
 
 
+def test_a_step_has_a_group_of_completions_per_accelerator_or_as_many_as_are_efficient() -> None:
+    few = make_plan(QWEN, parse_hardware("8xH100-80GB"), TrainingJob(task="grpo", seq_len_tokens=8192))
+    assert few.chosen.layout.global_batch_size == 64 and "8 groups of 8 completions" in few.chosen.reason
+    many = make_plan(QWEN, parse_hardware("8xH100-80GB"), TrainingJob(task="rloo", seq_len_tokens=1024))
+    assert many.chosen.layout.global_batch_size == 128 and "tokens per accelerator" in many.chosen.reason
+
+
 @pytest.mark.parametrize("tokens", [2048, 32_768])
 def test_a_micro_batch_of_kto_has_rows_to_compare(tokens: int) -> None:
     hardware = parse_hardware("8xA100-80GB")
