@@ -130,7 +130,7 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
     root = {"scoring_gathered": job.compute_bytes * step.model.tail_parameters} if step.layout.engine == "fsdp2" else {}
     scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
-        if not second.trained and second.planned_placement != "cached" and second.role != "teacher":
+        if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
             scoring.append(summed(root, _second_scoring_terms(step, second)))
     largest = max(scoring, key=lambda terms: sum(terms.values()))
     awake = {"vllm_engine": engine_bytes} if job.generation == "vllm" and job.vllm_sleep != "on" else {}
