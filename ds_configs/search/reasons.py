@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..memory.moments import Terms
+from ..memory.rank_parameters import Terms
 from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
