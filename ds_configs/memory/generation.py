@@ -17,8 +17,7 @@ from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from .communication import forward_gathered_elements
 from .layers import weight_copies
-from .moments import Moment, Terms, summed
-from .rank_parameters import RankStep
+from .rank_parameters import Moment, RankStep, Terms, summed
 from .second_models import forward_bytes, head_pass, running_terms
 
 TERMS = (

@@ -16,8 +16,7 @@ from ..specs.model import ModelSpec
 from ..specs.tasks import TASKS, Head
 from ..specs.terms import Term
 from .activations import ActivationEstimate, activation_mode, loss_tiles, norm_backward_bytes
-from .moments import Moment, Terms, at_moments
-from .rank_parameters import RankStep, engine_parameters
+from .rank_parameters import Moment, RankStep, Terms, at_moments, engine_parameters
 
 TERMS = (
     Term(

@@ -19,8 +19,7 @@ from ..specs.units import pinned_block_bytes
 from . import communication, layers, loss, model_states
 from .activations import activation_mode, attention_of, estimate_activations
 from .communication import forward_gathered_elements
-from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import NF4_BYTES, rank_parameters
+from .rank_parameters import NF4_BYTES, PHASES, Moment, Terms, at_moments, rank_parameters
 
 TERMS = tuple(
     term

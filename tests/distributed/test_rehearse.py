@@ -193,7 +193,8 @@ def test_plans_of_tasks_pass(strategy: str, job: dict[str, Any], deepspeed_cpu_o
     found = rehearse(directory, steps=STEPS)
     assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
     assert found.measured is not None and found.predicted is not None
-    assert set(found.measured) == ({"generate", "score"} if job["task"] == "grpo" else set()) | {"loss", "step"}
+    further = {"grpo": {"generate", "score"}, "orpo": {"backward"}}.get(job["task"], set())
+    assert set(found.measured) == {"loss", "step"} | further
     for phase, measured in found.measured.items():
         predicted = sum(found.predicted[phase][role] for role in measured)
         assert predicted == pytest.approx(sum(measured.values()), rel=0.03), phase

@@ -85,6 +85,7 @@ def test_a_reference_under_zero3_is_sharded_and_colocated_vllm_has_a_share() -> 
     arguments = plan.training_arguments("out")
     assert plan.job.generation == "vllm" and arguments["vllm_mode"] == "colocate" and arguments["use_vllm"]
     share = plan.chosen.memory.gpu.terms["vllm_engine"] / plan.hardware.gpu_bytes
+    assert f"1 GPU per engine with {share:.0%} of the memory, awake during updates." in plan.chosen.reason
     assert arguments["vllm_gpu_memory_utilization"] == pytest.approx(share, abs=1e-9)
     assert arguments["num_generations"] == 8 and plan.chosen.layout.global_batch_size % 8 == 0
     assert {"generation_decode", "weight_synchronization"} <= plan.chosen.time.terms.keys()
