@@ -21,8 +21,7 @@ from shardwright.ds_configs.memory.estimate import (
     estimate_memory,
     share_moment_terms,
 )
-from shardwright.ds_configs.memory.moments import Moment, Terms
-from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.memory.rank_parameters import Moment, Terms, rank_shares
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware

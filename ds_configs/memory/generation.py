@@ -17,8 +17,7 @@ from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from .communication import forward_gathered_elements
 from .layers import weight_copies
-from .moments import Moment, Terms, summed
-from .rank_parameters import RankStep
+from .rank_parameters import Moment, RankStep, Terms, summed
 from .second_models import forward_bytes, head_pass, running_terms
 
 TERMS = (
@@ -130,7 +129,7 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
     root = {"scoring_gathered": job.compute_bytes * step.model.tail_parameters} if step.layout.engine == "fsdp2" else {}
     scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
-        if not second.trained and second.planned_placement != "cached" and second.role != "teacher":
+        if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
             scoring.append(summed(root, _second_scoring_terms(step, second)))
     largest = max(scoring, key=lambda terms: sum(terms.values()))
     awake = {"vllm_engine": engine_bytes} if job.generation == "vllm" and job.vllm_sleep != "on" else {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..memory.generation import vllm_share
-from ..memory.moments import Terms
+from ..memory.rank_parameters import Terms
 from ..specs.job import AXIS_FIELDS, GROUPED_TASKS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes

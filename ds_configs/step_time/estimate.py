@@ -24,8 +24,7 @@ from ..specs.terms import StepTerm, Term
 from . import communication, generation
 from .communication import Calls, DataTraffic, data_traffic, exchanges, transfer_seconds
 from .generation import GENERATION_ERROR, generation_seconds
-from .inputs import StepInputs
-from .model_work import Pass, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
+from .model_work import Pass, StepInputs, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
 from .rates import GpuConstants, Software, constants_of, gather_seconds, group_of, software_of
 
 COMPUTATION = (
