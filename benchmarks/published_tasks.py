@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import shardwright
 from page_parts import with_part
 from shardwright.ds_configs.memory.estimate import (
     CONTEXT_BYTES,
@@ -20,14 +21,15 @@ from shardwright.ds_configs.memory.estimate import (
     estimate_memory,
     share_moment_terms,
 )
-from shardwright.ds_configs.memory.moments import Moment, Terms
-from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.memory.rank_parameters import Moment, Terms, rank_shares
 from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
-from shardwright.ds_configs.specs.tasks import in_sequences
+from shardwright.ds_configs.specs.tasks import TASKS, in_sequences
+from shardwright.plugins.planning import load_model_spec
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "tasks.md"
 
@@ -279,8 +281,86 @@ def longest_table() -> str:
     return "\n".join(lines)
 
 
+def packaged(name: str) -> ModelSpec:
+    return load_model_spec(str(Path(shardwright.__file__).parent / "ds_configs" / "data" / "models" / name)).spec
+
+
+def plans_table() -> str:
+    """Return one markdown line for each plan that `shardwright plan` chooses by default."""
+    qwen7, llama8 = packaged("Qwen--Qwen2.5-7B"), packaged("meta-llama--Llama-3.1-8B")
+    qwen32 = qwen("32B", 5120, 64, 40, 27648, groups=8)
+    long = {"completion_tokens": 3072, "global_batch_size": 256}
+    jobs: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
+        ("dpo Qwen2.5-7B", qwen7, "1xRTX4090", {"seq_len_tokens": 2048, "method": "qlora"}),
+        ("dpo Qwen2.5-7B", qwen7, "1xRTX4090", {"seq_len_tokens": 2048}),
+        ("dpo Qwen2.5-7B", qwen7, "8xA100-80GB", {"seq_len_tokens": 2048}),
+        ("dpo Llama-3.1-70B", packaged("meta-llama--Llama-3.1-70B"), "8xH100-80GB", {"method": "lora"}),
+        ("kto Qwen2.5-7B", qwen7, "8xA100-80GB", {}),
+        ("orpo Llama-3.1-8B", llama8, "8xA100-80GB", {"seq_len_tokens": 2048}),
+        ("reward Llama-3.1-8B", llama8, "8xA100-80GB", {}),
+        ("grpo Qwen2.5-7B", qwen7, "8xH100-80GB", long),
+        ("grpo Qwen2.5-7B", qwen7, "8xH100-80GB", long | {"generation": "vllm-server"}),
+        (
+            "grpo Qwen2.5-32B",
+            qwen32,
+            "4x8xH100-80GB",
+            {"seq_len_tokens": 8192, "completion_tokens": 6144, "global_batch_size": 256},
+        ),
+        ("grpo Qwen2.5-32B", qwen32, "8xA100-40GB", {"completion_tokens": 2048, "global_batch_size": 128}),
+        (
+            "grpo Qwen2.5-0.5B",
+            packaged("Qwen--Qwen2.5-0.5B"),
+            "1xA100-80GB",
+            {"seq_len_tokens": 2048, "completion_tokens": 1024, "global_batch_size": 64},
+        ),
+        (
+            "ppo Llama-3.1-8B",
+            llama8,
+            "8xA100-80GB",
+            {"seq_len_tokens": 1024, "completion_tokens": 512, "reward": llama8, "value": llama8},
+        ),
+        (
+            "gkd Qwen2.5-7B",
+            qwen7,
+            "8xA100-80GB",
+            {"seq_len_tokens": 2048, "completion_tokens": 512, "teacher": QWEN14},
+        ),
+    ]
+    lines = ["| task, model, hardware | options | chosen | GB | seconds |", "|---|---|---|---|---|"]
+    for name, model, hardware, fields in jobs:
+        shown = {key: Path(getattr(value, "name", str(value))).name for key, value in fields.items()}
+        options = " ".join(
+            f"{key.removesuffix('_tokens') if key[:3] == 'seq' else key} {value}" for key, value in shown.items()
+        )
+        start = f"| {name}, {hardware} | {options.replace('_', '-')}"
+        try:
+            plan = make_plan(model, parse_hardware(hardware), TrainingJob(task=name.split()[0], **fields))  # type: ignore[arg-type]
+        except PlanDoesNotFitError as error:
+            lines.append(f"{start} | does not fit; would fit: {error.suggestions[0].change} | | |")
+            continue
+        chosen, job = plan.chosen, plan.job
+        layout, gpu, time = chosen.layout, chosen.memory.gpu, chosen.time
+        parts = [f"{layout.label}, {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"]
+        layers = layout.checkpointed_layers or model.dimensions.num_layers
+        parts[0] += (
+            f", {layers} of {model.dimensions.num_layers} layers recomputed" if layout.gradient_checkpointing else ""
+        )
+        parts += [f"{role} {choice.placement}" for role, choice in chosen.placements.items()]
+        if job.generation == "vllm-server":
+            parts.append(f"server on {job.vllm_gpus}, training on {plan.hardware.world_size}")
+        elif job.generation == "vllm":
+            share = plan.training_arguments("out")["vllm_gpu_memory_utilization"]
+            parts.append(f"vLLM over {job.vllm_tensor_parallel_size}, sleep {job.vllm_sleep}, share {share}")
+        elif TASKS[job.task].generates:
+            parts.append("`generate`")
+        most = max(time.terms, key=lambda term: time.terms[term]).replace("_", " ")
+        seconds = f"{time.seconds:.1f} ({time.low_seconds:.0f} to {time.high_seconds:.0f}), {most}"
+        lines.append(f"{start} | {'; '.join(parts)} | {gpu.peak_bytes / 1e9:.1f} ({gpu.phase}) | {seconds} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    tables = {"published": table(), "longest": longest_table()}
+    tables = {"published": table(), "longest": longest_table(), "plans": plans_table()}
     for name, text in tables.items():
         print(text, end="\n\n")
         if "--write" in sys.argv:

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..ds_configs.check import Finding
+from ..ds_configs.check.report import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line

@@ -440,8 +440,11 @@ class _PhaseCallback(TrainerCallback):
 
     def _label(self) -> None:
         """Assign roles to the tensors that the engine keeps between steps."""
-        model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
-        parameters = list(model.parameters())
+        trainer: Any = self._trainer
+        optimizer = trainer.optimizer
+        # TRL's reference and reward models, which may be functions.
+        models = [trainer.model_wrapped, getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())]
+        parameters = [p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters()]
         self._meter.label((p if hasattr(p, "_local_tensor") else p.data for p in parameters), "weights")
         # Partitions of ZeRO-3.
         kept = (getattr(p, name, None) for p in parameters for name in ("ds_tensor", "ds_secondary_tensor"))

@@ -266,6 +266,12 @@ PATCHES: tuple[Patch, ...] = (
         "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         "Only the input of a recomputed layer moves to host memory, and only that of the first layers.",
     ),
+    instance(
+        "recomputed-layers",
+        f"{_MODEL}._set_gradient_checkpointing(self, enable, gradient_checkpointing_func)",
+        "TRL disables checkpointing while it scores and generates, and then enables it for all layers.",
+        "tests/plugins/transformers/test_partial_checkpointing.py::test_transformers_still_enables_all_layers_again",
+    ),
     context(
         "zero3-while-loading",
         "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",

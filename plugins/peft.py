@@ -53,6 +53,9 @@ def add_lora(
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
     # PEFT's class for causal language models asks for `prepare_inputs_for_generation`, which encoders lack.
     task = "CAUSAL_LM" if model.can_generate() and not model.config.is_encoder_decoder else None
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        # The head, which is new, is trained and saved beside the adapters.
+        task = "SEQ_CLS"
     lora = LoraConfig(
         r=chosen_rank,
         lora_alpha=2 * chosen_rank if alpha is None else alpha,

@@ -186,11 +186,6 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
     rule, fix = "is not part of a plan: memory and time do not depend on it", "omit it, and pass it to train"
     errors += [ConfigError(where=name, value=fields[name], rule=rule, fix=fix) for name in _UNPLANNED if name in fields]
     errors += adapter_errors(values, values.get("method", "full"))
-    for role in ROLES:
-        name = f"{role}_placement"
-        if values.get(role) is None and values.get(name, "auto") != "auto":
-            rule, fix = f"requires a {role}", f"pass --{role} too"
-            errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
     made = job
     with collecting(errors):
         for role in ROLES:
@@ -200,6 +195,11 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
                     tell(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
+        for role in ROLES:
+            name = f"{role}_placement"
+            if values.get(name, "auto") != "auto" and not made.needs(role):
+                rule, fix = f"requires a {role}", f"pass --{role} too"
+                errors.append(ConfigError(where=name, value=values[name], rule=rule, fix=fix))
         errors += job_errors(made)
     if errors or made is None:
         raise UsageError(errors)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.check import Finding
+from shardwright.ds_configs.check.report import Finding
 
 DATA = Path(__file__).parent / "data" / "check"
 ZERO_2: dict[str, Any] = json.loads((DATA / "zero_2.json").read_text())

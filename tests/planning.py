@@ -15,8 +15,7 @@ from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.step_time.inputs import StepInputs
-from shardwright.ds_configs.step_time.model_work import device_of, model_work
+from shardwright.ds_configs.step_time.model_work import StepInputs, device_of, model_work
 from shardwright.ds_configs.step_time.rates import TRANSFORMERS, constants_of
 from shardwright.plugins.releases import transformers_release
 

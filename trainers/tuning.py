@@ -31,18 +31,22 @@ from ..ds_configs.search.tuning import (
     spread,
 )
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ..ds_configs.specs.tasks import TASKS
 from ..ds_configs.step_time.learning import MeasuredStep, published_time
 from ..plugins.launching.launch import LaunchFailedError
 from ..plugins.launching.messages import Message, Progress, log_message
 from ..plugins.metering import start_meter
 from ..plugins.planning import CalibrationStore, detect_hardware, own_release
 from ..plugins.transformers.loading import gathered
+from ..plugins.transformers.training_arguments import BYTE_COUNT
+from .preferences.trainer import generation_errors, task_errors
 from .reports.runs import REPORT_FILE, write_html
-from .runs.inputs import PLANNED_DEVICE_FIX, launch_errors
+from .runs.inputs import PLANNED_DEVICE_FIX, is_without, launch_errors
 from .runs.plan_callback import PlanCallback, RunOutOfMemoryError, memory_errors
-from .runs.ranks import rank_arguments, synthetic_trainer, write_json
-from .runs.run import launch_job
-from .runs.settings import RESULT_FILE, RankTask
+from .runs.ranks import rank_arguments, write_json
+from .runs.run import launch_job, write_samples
+from .runs.settings import RESULT_FILE, TRAIN_SAMPLES, RankTask
+from .training.synthetic import synthetic_trainer, task_rows
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class TrialTask(RankTask):
     def run(self, work: Path) -> None:
         """Train on this rank; the first one writes the step times and the largest peak of all ranks."""
         import torch
+        from datasets import load_from_disk
 
         plan, trial = Plan.load(self.plan), self
         meter, metered = start_meter(), ExitStack()
@@ -110,7 +115,7 @@ class TrialTask(RankTask):
             job, steps = plan.job, WARM_UP_STEPS + self.steps
             settings = planned_training_arguments(plan) | _NO_OUTPUT
             settings |= {"output_dir": str(work / "output"), "max_steps": steps}
-            arguments, engine = rank_arguments(settings, method=job.method)
+            arguments, engine = rank_arguments(settings, method=job.method, task=job.task)
             if arguments.world_size != plan.hardware.world_size:
                 raise ShardwrightError(
                     f"{arguments.world_size} ranks started, but the plan has {plan.hardware.world_size}"
@@ -126,8 +131,12 @@ class TrialTask(RankTask):
                     tokens_T = torch.randint(vocab_size, (job.seq_len_tokens,), generator=draw)
                     return {"input_ids": tokens_T, "labels": tokens_T}
 
-            # 4-bit weights are quantized while they are loaded, so that random ones do not exist.
-            trainer = synthetic_trainer(plan, arguments, engine, RandomTokens(), random_weights=job.method != "qlora")
+            is_sft = job.task == "sft"
+            samples = RandomTokens() if is_sft else load_from_disk(str(work / TRAIN_SAMPLES))
+            # 4-bit weights are quantized while they are loaded, so that random ones do not exist. TRL and vLLM load
+            # the reference and the weights that generate by their name.
+            random_weights = is_sft and job.method != "qlora"
+            trainer = synthetic_trainer(plan, arguments, engine, samples, random_weights=random_weights)
             trainer.add_callback(clock)
             trainer.train()
             # A rank that exits while others communicate makes gloo abort them.
@@ -196,13 +205,12 @@ def tune(
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
-    if plan.job.task != "sft":
-        rule = "is not what trials run, which are supervised steps"
-        fix = "measure a short `shardwright train --max-steps`"
-        errors.append(ConfigError(where="task", value=plan.job.task, rule=rule, fix=fix))
-    for second in plan.job.second_models:
-        rule = "is not loaded by trials"
-        errors.append(ConfigError(where=second.role, value=second.spec.name, rule=rule, fix="plan without it"))
+    if plan.job.task == "sft":
+        for second in plan.job.second_models:
+            rule = "is not loaded by trials"
+            errors.append(ConfigError(where=second.role, value=second.spec.name, rule=rule, fix="plan without it"))
+    else:
+        errors += _task_trial_errors(plan)
     if plan.model.task != "causal_lm":
         rule = f"is a {plan.model.task} model; trials train causal language models"
         errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule))
@@ -222,6 +230,27 @@ def tune(
         tuned.write(target, force=True)
         write_html(target)
     return tuned
+
+
+def _task_trial_errors(plan: Plan) -> list[ConfigError]:
+    """Return the errors of trials of a task other than `sft`."""
+    job, name = plan.job, plan.model.name
+    errors = [error for error in task_errors(job.task, reward=None) if error.where == "task"]
+    errors += generation_errors(plan)
+    if job.generation == "vllm-server":
+        rule, fix = "needs a server, which trials do not start", "measure a short `shardwright train --max-steps`"
+        errors.append(ConfigError(where="generation", value=job.generation, rule=rule, fix=fix))
+    if (count := job.steps_per_generation) and count > plan.chosen.layout.gradient_accumulation_steps:
+        rule = "gives steps with and without generation, of which trials have one time"
+        fix = "plan without --steps-per-generation"
+        errors.append(ConfigError(where="steps_per_generation", value=count, rule=rule, fix=fix))
+    if plan.model.dimensions.vocab_size <= BYTE_COUNT:
+        rule = f"must be more than {BYTE_COUNT}, for the tokens of trials"
+        errors.append(ConfigError(where="vocab_size", value=plan.model.dimensions.vocab_size, rule=rule))
+    if is_without(Path(name), ["*.safetensors"]):
+        rule, fix = f"has no weights, from which task {job.task} starts", "plan for a trained model"
+        errors.append(ConfigError(where="model", value=name, rule=rule, fix=fix))
+    return errors
 
 
 def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
@@ -249,7 +278,9 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
         trials.append(trial)
         if trial.outcome != "measured" or trial.step_seconds is None:
             continue
-        # The step time corrects later plans.
+        if TASKS[plan.job.task].generates:
+            continue
+        # The step time corrects later plans, which that of decoding would distort.
         content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
         step = MeasuredStep(
             identifier=hashlib.sha256(content.encode()).hexdigest(),
@@ -286,6 +317,8 @@ def _run_trial(
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
     job = replace(plan.job, loss=candidate.loss)
+    # All layouts of a plan have the second models where the chosen one has them.
+    candidate = replace(candidate, placements=plan.chosen.placements)
     plan = replace(plan, job=job, chosen=candidate, rejected=())
     trial = Trial(
         layout=candidate.layout,
@@ -310,6 +343,9 @@ def _run_trial(
         plan_directory = work / "plan"
         try:
             plan.write(plan_directory)
+            if job.task != "sft":
+                rows = task_rows(plan, (WARM_UP_STEPS + steps) * candidate.layout.global_batch_size)
+                write_samples(rows, work / TRAIN_SAMPLES)
             task = TrialTask(plan=str(plan_directory), steps=steps, best_seconds=best_seconds)
             result = launch_job(
                 task, plan, plan_directory, work, timeout_seconds=timeout_seconds, on_message=on_message

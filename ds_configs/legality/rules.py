@@ -294,6 +294,15 @@ def groups_are_complete(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         yield ConfigError(where="num_generations", value=job.generations, rule=rule, fix=fix)
 
 
+def micro_batch_is_large_enough(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """KTO estimates a divergence from the answers of other rows of a micro-batch (trl 1.16.0, kto_trainer.py:844)."""
+    least = TASKS[job.task].least_micro_batch
+    if layout.micro_batch_size < least:
+        rule, value = f"must be at least {least} for task {job.task}", layout.micro_batch_size
+        fix = f"use --micro-batch-size {least}, and a global batch of at least {least} per data-parallel rank"
+        yield ConfigError(where="micro_batch_size", value=value, rule=rule, fix=fix)
+
+
 def losses_read_whole_heads(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """Tasks run no pipeline and no context parallelism: TRL's trainers have neither."""
     if TASKS[job.task].head == "model":
@@ -511,7 +520,7 @@ def settings_are_proven(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         "lora": job.method != "full",
         "gradient_checkpointing": layout.gradient_checkpointing,
         "compile": job.torch_compile,
-        "distillation": any(second.role == "teacher" for second in job.second_models),
+        "distillation": job.imitated is not None,
     }
     names = (job.optimizer, *(name for name, is_set in settings.items() if is_set))
     yield from incompatibility_errors(names, columns_of(layout))
@@ -532,6 +541,7 @@ AXIS_RULES: tuple[Rule, ...] = (
     second_models_follow_the_engine,
     losses_read_whole_heads,
     groups_are_complete,
+    micro_batch_is_large_enough,
     fp8_is_supported,
     liger_has_kernels,
 )
@@ -568,6 +578,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     sizes_are_positive,
     batch_equation,
     groups_are_complete,
+    micro_batch_is_large_enough,
     pipeline_parallelism,
     layerwise_updates_do_not_accumulate,
 )

@@ -18,8 +18,7 @@ from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from ..specs.terms import Term
 from .activations import tiled_mlp_elements
 from .model_states import reduces_once
-from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import RankParameters, engine_parameters, rank_parameters
+from .rank_parameters import PHASES, Moment, RankParameters, Terms, at_moments, engine_parameters, rank_parameters
 
 TERMS = (
     Term(

@@ -29,8 +29,20 @@ from .layers import (
 )
 from .loss import kept_loss_bytes, loss_terms
 from .model_states import model_state_terms
-from .moments import PHASES, Moment, Phase, Terms, at_moments, fullest_by_phase, summed
-from .rank_parameters import RankShare, growing_gradients, rank_parameters, rank_shares, share_parameters
+from .rank_parameters import (
+    PHASES,
+    Moment,
+    Phase,
+    RankShare,
+    Terms,
+    at_moments,
+    fullest_by_phase,
+    growing_gradients,
+    rank_parameters,
+    rank_shares,
+    share_parameters,
+    summed,
+)
 from .second_models import frozen_model_terms, runs_after_forward, trained_model_terms
 
 

@@ -17,8 +17,7 @@ from ..specs.units import pinned_block_bytes
 from .activations import activation_mode, activations_of
 from .layers import checkpoint_bytes
 from .model_states import loaded_unit, optimizer_state_bytes, zero3_weights
-from .moments import Moment, Terms, at_moments
-from .rank_parameters import RankParameters, growing_gradients, rank_parameters, rank_shares
+from .rank_parameters import Moment, RankParameters, Terms, at_moments, growing_gradients, rank_parameters, rank_shares
 from .second_models import frozen_model_host_terms, terms_of_role
 
 PROCESS_BYTES = 3 * 10**9

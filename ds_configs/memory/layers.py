@@ -24,8 +24,16 @@ from .activations import (
     with_tiled_mlp,
 )
 from .loss import with_tiled_loss
-from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import RankShare, RankStep, micro_batches_in_flight, share_parameters
+from .rank_parameters import (
+    PHASES,
+    Moment,
+    RankShare,
+    RankStep,
+    Terms,
+    at_moments,
+    micro_batches_in_flight,
+    share_parameters,
+)
 
 TERMS = (
     Term(

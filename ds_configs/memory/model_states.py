@@ -11,8 +11,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
 from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from ..specs.terms import Term
-from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import RankParameters, growing_gradients
+from .rank_parameters import PHASES, Moment, RankParameters, Terms, at_moments, growing_gradients
 
 TERMS = (
     Term(

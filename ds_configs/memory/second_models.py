@@ -19,8 +19,7 @@ from ..specs.units import pinned_block_bytes
 from . import communication, layers, loss, model_states
 from .activations import activation_mode, attention_of, estimate_activations
 from .communication import forward_gathered_elements
-from .moments import PHASES, Moment, Terms, at_moments
-from .rank_parameters import NF4_BYTES
+from .rank_parameters import NF4_BYTES, PHASES, Moment, Terms, at_moments, rank_parameters
 
 TERMS = tuple(
     term
@@ -29,7 +28,7 @@ TERMS = tuple(
         Term(
             f"{role}_weights",
             f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
-            "in pinned blocks",
+            "in pinned blocks; a shared reference has a copy of the adapters",
             role="weights",
             offloads=True,
         ),
@@ -126,15 +125,26 @@ def frozen_model_terms(
         if placement == "quantized":
             weights = _four_bit_bytes(spec, job)
         always = {f"{role}_weights": weights + spec.buffer_bytes}
+    if placement == "shared" and task.trainer is not None:
+        # TRL's trainers copy the adapters, which the reference is to have, to frozen ones in fp32. DeepSpeed converts
+        # them, but ZeRO-3 only what exists before (trl 1.16.0, dpo_trainer.py:689, metered).
+        adapters = rank_parameters(spec, job).trainable
+        is_sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
+        converted = layout.engine == "deepspeed" and not is_sharded
+        copied = -(-adapters // layout.world_size) if is_sharded else adapters
+        always = {f"{role}_weights": (width if converted else 4) * copied}
+    if placement == "cached" and task.head != "model":
+        # Two log-probabilities per pair.
+        return at_moments({})
     if placement == "cached":
         targets = {f"{role}_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
     running = running_terms(second, layout, job, gpu=gpu)
     if task.head != "model":
-        # A task that generates runs its reference and reward models before the update, and a teacher's logits are part
-        # of the loss. Other references run after the forward pass of the trained model, whose kept activations exist
+        # A task that generates runs its reference and reward models before the update, and imitated logits are part of
+        # the loss. Other references run after the forward pass of the trained model, whose kept activations exist
         # meanwhile; only one log-probability per token remains.
-        runs_before = task.generates and role != "teacher"
+        runs_before = task.generates and not second.is_imitated
         return at_moments(always) if runs_before else at_moments(always, forward_end=running)
     # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
     outputs = {

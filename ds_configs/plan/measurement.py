@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..memory.estimate import MeasuredRun, check_ratio
 from ..specs.errors import ConfigError, RefusedInputError, UsageError
+from ..specs.tasks import TASKS
 from ..specs.texts import strict_json
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep
@@ -249,10 +250,14 @@ def measured_run(measurement: RunMeasurement) -> MeasuredRun:
 def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     """Return the step time, which corrects later plans; `None` without a timed step or its prediction.
 
+    Steps that generate correct none: decoding is slower or faster than predicted for other reasons than an update.
+
     Raises:
         UsageError: the run differed from its plan.
     """
     if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
+        return None
+    if any(task.generates for task in TASKS.values() if task.name == measurement.plan.job.get("task")):
         return None
     _refuse_differences(measurement)
     return MeasuredStep(

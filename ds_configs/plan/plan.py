@@ -18,8 +18,8 @@ from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
 from ..search.optimizer_choice import search_optimizers
 from ..search.run_estimates import doubts
-from ..search.search import Evaluated, search
-from ..search.suggestions import Suggestion, cheapest_changes
+from ..search.search import Evaluated, Outcome, search
+from ..search.suggestions import Suggestion, cheapest_changes, splits_with_server
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -28,6 +28,7 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.settings import rule_of
+from ..specs.tasks import TASKS
 from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, comparable_steps
@@ -208,15 +209,16 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
-    splits = [(hardware, job)]
-    if job.generation == "vllm-server":
-        splits = _splits_with_server(model, hardware, job)
+    if TASKS[job.task].head == "score":
+        model = model.with_score_head()
+    whole = SearchContext(
+        model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
+    )
     plans: list[Plan] = []
-    failures: list[UsageError | PlanDoesNotFitError] = []
-    for cluster, of_cluster in splits:
-        context = SearchContext(
-            model=model, hardware=cluster, job=of_cluster, calibration=calibration, measured_steps=measured_steps
-        )
+    failures: list[UsageError] = []
+    misfits: list[tuple[SearchContext, Outcome]] = []
+    for context in splits_with_server(whole):
+        cluster = context.hardware
         try:
             outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
         except UsageError as error:
@@ -224,10 +226,7 @@ def make_plan(
             continue
         chosen = outcome.chosen
         if chosen is None:
-            changes = cheapest_changes(replace(context, job=replace(of_cluster, optimizer=outcome.job.optimizer)))
-            failures.append(
-                PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=cluster, job=of_cluster)
-            )
+            misfits.append((context, outcome))
             continue
         if job.generation == "vllm-server":
             reason = (
@@ -248,46 +247,13 @@ def make_plan(
                 learned_from=comparable_steps(measured_steps, cluster, chosen.layout.engine)[0],
             )
         )
+    if misfits and not plans:
+        context, outcome = misfits[0]
+        changes = cheapest_changes(replace(whole, job=replace(job, optimizer=outcome.job.optimizer)))
+        raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=context.hardware, job=context.job)
     if not plans:
         raise failures[0]
     return max(plans, key=lambda plan: plan.chosen.time.tokens_per_second)
-
-
-SERVED_SHARE = 0.8
-"""Share of a GPU's memory that the weights of a vLLM server may fill, beside its cache."""
-
-
-def _splits_with_server(
-    model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> list[tuple[HardwareSpec, TrainingJob]]:
-    """Return the GPUs that can train beside a vLLM server, each with the job that says how many serve.
-
-    A server has whole nodes of several, or 1, 2, 4, ... GPUs of a single one; as few share its weights as hold them.
-
-    Raises:
-        UsageError: there are too few GPUs for the server and a training rank.
-    """
-    node, whole = hardware.gpus_per_node, hardware.nodes > 1
-    sizes = [size for size in (1, 2, 4, 8, 16) if size <= node]
-    held = [size for size in sizes if 2 * model.parameter_count <= SERVED_SHARE * size * hardware.gpu_bytes]
-    servers = [node] if whole else [size for size in held if size < node]
-    if job.vllm_gpus is not None:
-        servers = [job.vllm_gpus]
-    left = [hardware.world_size - count for count in servers if held and (count % node == 0 if whole else True)]
-    if not held or not left or min(left) < 1:
-        rule = f"needs {held[0] if held else 'more'} GPUs or more for the server, and others that train"
-        rule += f": {hardware.name} has {hardware.world_size}" + (f", in nodes of {node}" if whole else "")
-        fix = "use more GPUs, or --generation vllm, whose engine shares them"
-        raise UsageError(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
-    splits = []
-    for count in servers:
-        trained = hardware.world_size - count
-        nodes = trained // node if whole else 1
-        name = f"{nodes}x{node}x{hardware.gpu}" if nodes > 1 else f"{trained}x{hardware.gpu}"
-        rest = replace(hardware, name=name, nodes=nodes, gpus_per_node=trained // nodes)
-        size = job.vllm_tensor_parallel_size or held[0]
-        splits.append((rest, replace(job, vllm_gpus=count, vllm_tensor_parallel_size=size)))
-    return splits
 
 
 def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
@@ -297,14 +263,15 @@ def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
     reasons = {trial.key: rejected_by_trial(trial, best) for trial in trials}
     chosen = next(candidate for candidate in candidates if (candidate.layout, candidate.loss) == best.key)
     rejected = tuple(
-        replace(candidate, reason=reasons.get((candidate.layout, candidate.loss), candidate.reason))
+        replace(candidate, reason=reasons.get((candidate.layout, candidate.loss), candidate.reason), placements={})
         for candidate in candidates
         if candidate is not chosen
     )
     return replace(
         plan,
         job=replace(plan.job, loss=chosen.loss),
-        chosen=replace(chosen, reason=tuned_reason(best, trials)),
+        # All layouts of a plan have the second models where the chosen one has them.
+        chosen=replace(chosen, reason=tuned_reason(best, trials), placements=plan.chosen.placements),
         rejected=rejected,
         trials=trials,
     )

@@ -104,6 +104,8 @@ def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
     words = _dataset_words(plan)
     if plan.job.teacher is None:
         words[2:2] = ["--plan", directory]
+    if plan.job.task in GROUPED_TASKS and plan.job.reward is None:
+        words += ["--reward", "FILE.py:FUNCTION"]
     return ["shardwright", *words, "--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
 
 

@@ -231,11 +231,14 @@ def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool 
         return job.global_batch_size
     if job.micro_batch_size is not None:
         return job.micro_batch_size * accelerators
-    each = job.seq_len_tokens * TASKS[job.task].sequences_per_sample
-    most = 1 if smallest else max(1, STEP_TOKENS // each)
-    sequences = accelerators << (most.bit_length() - 1)
-    # Complete groups of completions.
-    return lcm(sequences, job.generations) if job.task in GROUPED_TASKS else sequences
+    task = TASKS[job.task]
+    tokens = job.seq_len_tokens * task.sequences_per_sample
+    most = max(task.least_micro_batch, 1 if smallest else STEP_TOKENS // tokens)
+    if job.task not in GROUPED_TASKS:
+        return accelerators << (most.bit_length() - 1)
+    # Complete groups of completions. Decoding more of them together takes hardly longer.
+    most = most if smallest else max(most, job.generations)
+    return lcm(accelerators << (most.bit_length() - 1), job.generations)
 
 
 def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> str:
@@ -245,13 +248,19 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return "requested"
     if job.micro_batch_size is not None and sequences == planned:
         return "one requested micro-batch per accelerator"
-    if sequences == planned and planned > accelerators:
+    least = TASKS[job.task].least_micro_batch
+    if sequences == planned and job.task in GROUPED_TASKS and planned * job.seq_len_tokens > accelerators * STEP_TOKENS:
+        return f"{planned // job.generations} groups of {job.generations} completions, which are decoded together"
+    if sequences == planned and planned > accelerators * least:
         tokens = planned // accelerators * job.seq_len_tokens
         return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
+    fewest = (
+        "one sequence per accelerator" if least == 1 else f"{least} sequences per accelerator, the fewest of {job.task}"
+    )
     if sequences == planned:
-        return "one sequence per accelerator"
-    if sequences == accelerators:
-        return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
+        return fewest
+    if sequences == accelerators * least:
+        return f"{fewest}, because {planned // accelerators} do not fit without offload"
     return "the global batch of the plan for more nodes"
 
 
@@ -436,5 +445,6 @@ def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -
     per_rank = max(1, batch // layout.data_parallel_size)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
-    most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))
+    least = TASKS[job.task].least_micro_batch
+    most = max(least, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))
     return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]

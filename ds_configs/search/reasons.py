@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..memory.moments import Terms
-from ..specs.job import AXIS_FIELDS
+from ..memory.generation import vllm_share
+from ..memory.rank_parameters import Terms
+from ..specs.job import AXIS_FIELDS, GROUPED_TASKS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import term_title
@@ -95,6 +96,8 @@ def chosen_reason(
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         global_batch,
     ]
+    if job.task in GROUPED_TASKS and job.generation != "vllm-server":
+        sentences.append(_generation(best, context))
     if low := low_utilization_reason(time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
@@ -114,6 +117,20 @@ def chosen_reason(
     if layout.axes and (large := _too_large(layout, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
+
+
+def _generation(best: Candidate, context: SearchContext) -> str:
+    """Return where completions come from."""
+    job, hardware, requested = best.job, context.hardware, context.job
+    if job.generation == "transformers":
+        tried = requested.generation == "auto" and hardware.gpu != "CPU"
+        return "Completions come from `generate`" + (": vLLM does not fit beside training." if tried else ".")
+    share, size = vllm_share(best.layout, context.model, job, hardware.gpu_bytes), job.vllm_tensor_parallel_size or 1
+    engine = f"{size} GPU{'s' if size > 1 else ''} per engine with {share:.0%} of the memory"
+    state = "asleep during updates" if job.vllm_sleep == "on" else "awake during updates"
+    is_open = requested.vllm_tensor_parallel_size is None or requested.vllm_sleep == "auto"
+    why = " It is the simplest way that fits." if is_open else ""
+    return f"Completions come from vLLM on the training GPUs: {engine}, {state}.{why}"
 
 
 def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from math import ceil
 
+from ..legality.rules import legality_errors
 from ..memory.estimate import MemoryEstimate, second_model_bytes
 from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
@@ -268,6 +269,7 @@ _COSTS: dict[Placement, str] = {
     "shared": "runs the trained model without its adapters",
     "layout": "has gradients and optimizer states too",
 }
+_COSTS_WITH_TRL: dict[Placement, str] = {"cached": "TRL computes its log-probabilities before training"}
 _CONDITIONS: dict[str, tuple[str, str]] = {
     "sharded": ("requires at least two ranks to shard over", "use replica or offloaded"),
     "shared": ("requires adapters, and a reference that is the trained model", "use --method lora, or omit it"),
@@ -279,11 +281,14 @@ _CONDITIONS: dict[str, tuple[str, str]] = {
 def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
     """Return a second model's placement under the chosen layout, and what the others would cost."""
     layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
-    costs, needs = [], {}
+    costs, needs, by_trl = [], {}, TASKS[job.task].head != "model"
+    of_trl = _COSTS_WITH_TRL if by_trl else {}
     for other in () if second.trained else PLACEMENTS:
         if other == placement or (other == "sharded" and hardware.world_size == 1):
             continue
         moved = replace(best, context=replace(best.context, job=job.placed(second.role, other)))
+        if by_trl and legality_errors(best.context.model, layout, moved.job, hardware):
+            continue
         memory, other_model = moved.memory, replace(second, placement=other)
         gpu, host = memory.gpu, memory.host
         if not gpu.fits:
@@ -299,7 +304,7 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
             gpu_bytes=gpu_bytes,
             host_bytes=host_bytes,
             fits=memory.fits,
-            reason=f"{needs[other]}; {_COSTS[other]}",
+            reason=f"{needs[other]}; {of_trl.get(other, _COSTS[other])}",
         )
         costs.append(cost)
     gpu_bytes, host_bytes = second_model_bytes(second, layout, hardware, job)
@@ -311,11 +316,14 @@ def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) 
     too_large = ", ".join(f"{other} {needs[other]}" for other in preferred if other in needs)
     if requested:
         why = "was requested"
+    elif by_trl and placement in ("replica", "sharded"):
+        why = "is how TRL places it under this engine"
     else:
         why = "is the first placement that fits" if too_large else "is the simplest placement, and it fits"
     return PlacementChoice(
         placement=placement,
-        reason=f"{placement} {why}: {size}; {_COSTS[placement]}." + (f" Rejected: {too_large}." if too_large else ""),
+        reason=f"{placement} {why}: {size}; {of_trl.get(placement, _COSTS[placement])}."
+        + (f" Rejected: {too_large}." if too_large else ""),
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
         alternatives=tuple(costs),
@@ -345,11 +353,6 @@ class Evaluated:
     def strategy(self) -> Layout:
         """Former name of `layout`, for scripts that were written before."""
         return self.layout
-
-    @property
-    def teacher(self) -> PlacementChoice | None:
-        """Placement of the teacher; `None` without one."""
-        return self.placements.get("teacher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -397,7 +400,7 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
         usual, errors = replace(context, job=defaults), list[ConfigError]()
         layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
         legal = [Search(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
-        raise UsageError(wrong + ([] if any(legal) else list(dict.fromkeys(errors))))
+        raise UsageError(wrong + ([] if any(legal) else _of_requests(errors, job)))
     for attempt in _attempts(context):
         outcome = _search_batch(attempt, compare=compare)
         chosen, smallest = outcome.chosen, _with_smallest_batch(attempt)
@@ -413,6 +416,13 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     return outcome
 
 
+def _of_requests(errors: Sequence[ConfigError], job: TrainingJob) -> list[ConfigError]:
+    """Return different errors, without those of placements that the search tried, unless there are no others."""
+    tried = {f"{second.role}_placement" for second in job.second_models if second.placement == "auto"}
+    different = list(dict.fromkeys(errors))
+    return [error for error in different if error.where not in tried] or different
+
+
 def _attempts(context: SearchContext) -> list[SearchContext]:
     """Return what to try until something fits: with mechanisms for long sequences only these, else them last."""
     if context.long_sequences or "auto" not in (context.job.tiled_mlp, context.job.offload_activations):
@@ -422,7 +432,7 @@ def _attempts(context: SearchContext) -> list[SearchContext]:
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
-    """Return the context with one sequence per accelerator; `None` if its batch is fixed or already as small."""
+    """Return the context with the fewest sequences per accelerator; `None` if its batch is fixed or that small."""
     accelerators = context.hardware.world_size
     smaller = planned_global_batch(context.job, accelerators, smallest=True)
     if smaller == planned_global_batch(context.job, accelerators):
@@ -456,7 +466,7 @@ def _search_batch(context: SearchContext, *, compare: bool) -> Outcome:
         rule = f"has no layout with --offload {job.offload} on this hardware"
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
-        raise UsageError(list(dict.fromkeys(errors)) or nothing)
+        raise UsageError(_of_requests(errors, job) or nothing)
     chosen = None
     if best is None:
         leanest_of: dict[int, Candidate] = {}

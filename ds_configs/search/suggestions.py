@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..specs.errors import ShardwrightError
+from ..specs.errors import ConfigError, ShardwrightError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
-from ..specs.job import AXIS_FIELDS, Method, TrainingJob
+from ..specs.job import AXIS_FIELDS, GROUPED_TASKS, Method, TrainingJob
 from ..specs.second_models import Placement
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
@@ -32,6 +32,45 @@ def change_flags(hardware: HardwareSpec, job: TrainingJob, other: HardwareSpec, 
     is_named = bool(hardware.file) and not other.file
     differing = {name: text for name, text in options.items() if is_named or known.get(name) != text}
     return shlex.join([*flag_words(differing), *changed_job.flags(job)])
+
+
+SERVED_SHARE = 0.8
+"""Share of a GPU's memory that the weights of a vLLM server may fill, beside its cache."""
+
+
+def splits_with_server(context: SearchContext) -> list[SearchContext]:
+    """Return the context; with a vLLM server one for each split, with the GPUs that train and how many serve.
+
+    A server has whole nodes of several, or 1, 2, 4, ... GPUs of a single one; as few share its weights as hold them.
+
+    Raises:
+        UsageError: there are too few GPUs for the server and a training rank.
+    """
+    model, hardware, job = context.model, context.hardware, context.job
+    if job.generation != "vllm-server":
+        return [context]
+    node, whole = hardware.gpus_per_node, hardware.nodes > 1
+    sizes = [size for size in (1, 2, 4, 8, 16) if size <= node]
+    held = [size for size in sizes if 2 * model.parameter_count <= SERVED_SHARE * size * hardware.gpu_bytes]
+    servers = [node] if whole else [size for size in held if size < node]
+    if job.vllm_gpus is not None:
+        servers = [job.vllm_gpus]
+    left = [hardware.world_size - count for count in servers if held and (count % node == 0 if whole else True)]
+    if not held or not left or min(left) < 1:
+        rule = f"needs {held[0] if held else 'more'} GPUs or more for the server, and others that train"
+        rule += f": {hardware.name} has {hardware.world_size}" + (f", in nodes of {node}" if whole else "")
+        fix = "use more GPUs, or --generation vllm, whose engine shares them"
+        raise UsageError(ConfigError(where="vllm_gpus", value=job.vllm_gpus, rule=rule, fix=fix))
+    splits = []
+    for count in servers:
+        trained = hardware.world_size - count
+        nodes = trained // node if whole else 1
+        name = f"{nodes}x{node}x{hardware.gpu}" if nodes > 1 else f"{trained}x{hardware.gpu}"
+        rest = replace(hardware, name=name, nodes=nodes, gpus_per_node=trained // nodes)
+        size = job.vllm_tensor_parallel_size or held[0]
+        split = replace(job, vllm_gpus=count, vllm_tensor_parallel_size=size)
+        splits.append(replace(context, hardware=rest, job=split))
+    return splits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +106,12 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
         for cluster, changed in changes:
             trial = replace(context, hardware=cluster, job=changed)
             try:
-                chosen = search(trial, compare=False).chosen if anything_fits(trial) else None
+                splits = [split for split in splits_with_server(trial) if anything_fits(split)]
+                evaluated = [search(split, compare=False).chosen for split in splits]
             except ShardwrightError:
                 continue
+            fitting = [each for each in evaluated if each is not None]
+            chosen = max(fitting, key=lambda each: each.time.tokens_per_second, default=None)
             flags = change_flags(hardware, job, cluster, changed)
             # A larger accelerator can be among the other clusters too.
             if chosen is not None and flags not in (known.change for known in suggestions):
@@ -92,6 +134,9 @@ def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[Tra
         **{f"{second.role}_placement": "auto" for second in job.second_models},
         **dict.fromkeys(AXIS_FIELDS),
     }
+    if job.task in GROUPED_TASKS:
+        fields |= dict.fromkeys(("vllm_tensor_parallel_size", "vllm_memory_share", "vllm_gpus"))
+        fields |= {"vllm_sleep": "auto", "generation": "auto"}
     fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
     one_open = [replace(job, **{field: value}) for field, value in fixed.items()]
     yield one_open + ([replace(job, **fixed)] if len(fixed) > 1 else [])

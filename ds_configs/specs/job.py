@@ -277,7 +277,7 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
         usual = TrainingJob().options()
         values, known = self.options(), usual if base is None else base.options()
         unused = {"lora_rank", "lora_targets"} if self.method == "full" else set()
-        unused |= {f"{role}_placement" for role in ROLES if getattr(self, role) is None}
+        unused |= {f"{role}_placement" for role in ROLES if not self.needs(role)}
         if base is not None and base.method == "full":
             # A command of full training cannot have these.
             known |= {name: usual[name] for name in ("lora_rank", "lora_targets")}
@@ -306,6 +306,16 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
         )
 
     @property
+    def imitated(self) -> ModelSpec | None:
+        """The second model whose logits the loss compares with those of the trained model."""
+        return next((second.spec for second in self.second_models if second.is_imitated), None)
+
+    def needs(self, role: SecondModelRole) -> bool:
+        """Return whether the job has a second model; `completed` adds the trained model as reference to some."""
+        is_own = role == "reference" and role in TASKS[self.task].second_models and self.divergence_weight > 0
+        return is_own or getattr(self, role) is not None
+
+    @property
     def divergence_weight(self) -> float:
         """`beta`, or that of the task."""
         return TASKS[self.task].beta if self.beta is None else self.beta
@@ -327,7 +337,7 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
         """
         needed = TASKS[self.task].second_models
         changed: dict[str, Any] = {}
-        if "reference" in needed and self.reference is None and self.divergence_weight:
+        if self.reference is None and self.needs("reference"):
             changed["reference"] = model
         for role in ("reward", "value"):
             if role in needed and (spec := getattr(self, role)) is not None:

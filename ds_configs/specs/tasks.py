@@ -38,6 +38,11 @@ class Task:
     """Default weight of the divergence from the reference; without any, no reference is needed."""
     num_generations: int = 1
     """Default number of completions per prompt."""
+    least_micro_batch: int = 1
+    """Samples of a micro-batch, at least."""
+    mismatched_passes: int = 0
+    """Forward passes per micro-batch over prompts with answers of other rows, without gradients: of the trained model,
+    and of a reference that is not precomputed."""
     pads: bool = True
     """Whether sequences of a batch are padded to the longest, instead of packed or cut to one length."""
     trainer: str | None = None
@@ -71,6 +76,9 @@ TASKS: Mapping[TaskName, Task] = {
             second_models=("reference",),
             head="fused",
             beta=0.1,
+            # The divergence is estimated from answers of other rows (trl 1.16.0, kto_trainer.py:845 and :1364).
+            least_micro_batch=2,
+            mismatched_passes=1,
             trainer="trl.KTOTrainer",
             config="trl.KTOConfig",
         ),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..memory.communication import Gathered
 from ..specs.terms import StepTerm
-from .inputs import StepInputs
+from .model_work import StepInputs
 from .rates import exchange_seconds, gather_seconds, group_of, reduction_seconds
 
 TERMS = (

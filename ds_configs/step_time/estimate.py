@@ -24,9 +24,8 @@ from ..specs.terms import StepTerm, Term
 from . import communication, generation
 from .communication import Calls, DataTraffic, data_traffic, exchanges, transfer_seconds
 from .generation import GENERATION_ERROR, generation_seconds
-from .inputs import StepInputs
-from .model_work import Pass, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
-from .rates import GpuConstants, Software, constants_of, software_of
+from .model_work import Pass, StepInputs, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
+from .rates import GpuConstants, Software, constants_of, gather_seconds, group_of, software_of
 
 COMPUTATION = (
     StepTerm(
@@ -49,6 +48,11 @@ COMPUTATION = (
         label="recomputation of MLP tiles",
     ),
     StepTerm("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
+    StepTerm(
+        "mismatched_forward",
+        "the trained model's forward pass over prompts with answers of other rows, for the KL term of KTO",
+        label="forward pass for the KL term",
+    ),
     StepTerm(
         "kernel_launches",
         "time that the device waits while the host launches kernels and runs ZeRO-3 hooks, and host work per micro-"
@@ -153,8 +157,12 @@ def stage_seconds(
     if job.loss == "chunked" and not has_fused_loss(step.model, layout, job, gpu=step.hardware.gpu != "CPU"):
         # Tiles compute the logits again in the backward pass.
         terms["head_and_loss"] += head.device
-    # Device time of the forward pass.
-    ahead = layers * forward.device + head.device
+    # Device time of the forward passes, and the gathers that they hide.
+    ahead, gathers = layers * forward.device + head.device, traffic.gathers_forward
+    mismatched = TASKS[job.task].mismatched_passes
+    if mismatched:
+        terms["mismatched_forward"] = mismatched * ahead
+        ahead, gathers = (1 + mismatched) * ahead, (1 + mismatched) * gathers
     for second in job.second_models if stage.has_head else ():
         placement, spec = second.planned_placement, second.spec
         if placement in ("cached", "layout"):
@@ -168,8 +176,14 @@ def stage_seconds(
         if placement == "offloaded":
             # Its weights are copied from the host.
             seconds += spec.parameter_count * element / step.constants.host_link_bytes_per_s
-        terms[f"{second.role}_forward"] = seconds
-        ahead += seconds
+        passes = 1 + mismatched
+        terms[f"{second.role}_forward"] = passes * seconds
+        ahead += passes * seconds
+        if placement == "sharded":
+            group = group_of(step.hardware, step.constants, ranks=layout.world_size)
+            gathers += passes * gather_seconds(group, spec.parameter_count * element, calls=work.whole.num_layers + 1)
+        elif placement == "shared":
+            gathers += passes * traffic.gathers_forward
     inside, waiting = exchanges(step, layers=layers, recomputed=recomputed, with_head=stage.has_head)
     slowed = 0.0
     if layout.tp > 1:
@@ -190,7 +204,7 @@ def stage_seconds(
     if layout.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(step)
     ahead *= busy / device if device else 1.0
-    in_forward, slowed_forward = exposed(step, traffic.gathers_forward, ahead)
+    in_forward, slowed_forward = exposed(step, gathers, ahead)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(step) else 0.0)
     in_backward, slowed_backward = exposed(step, behind, busy - ahead)
     alone = 0.0 if overlaps_reductions(step) else traffic.reductions_each

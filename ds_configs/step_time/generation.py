@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..memory.generation import cache_bytes, generated_sequences, scores_completions
 from ..specs.terms import StepTerm
-from .inputs import StepInputs
-from .model_work import head_passes, layer_passes
+from .model_work import StepInputs, head_passes, layer_passes
 from .rates import gather_seconds, group_of
 
 TERMS = (

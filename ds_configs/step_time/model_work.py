@@ -10,6 +10,7 @@ from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
+from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec
 from .rates import GpuConstants, Software
 
@@ -123,6 +124,22 @@ class Device:
     layer_speedup: float
     """Speed-up of products inside layers: 2 with fp8."""
     constants: GpuConstants
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """What every part of a step's time depends on."""
+
+    layout: Layout
+    model: ModelSpec
+    hardware: HardwareSpec
+    job: TrainingJob
+    software: Software
+    constants: GpuConstants
+    device: Device
+    work: ModelWork
+    tokens: float
+    """Of a micro-batch on a rank, with sequences split by sequence and context parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.tasks import TASKS
 from .estimate import StepTime, term_title
 from .model_work import model_work
 from .rates import constants_of
@@ -32,11 +33,14 @@ def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, jo
     products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2
     needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
+    mismatched = TASKS[job.task].mismatched_passes
+    if mismatched:
+        needed["mismatched_forward"] = mismatched * (products + attention + head)
     for second in job.second_models:
         if second.trained:
             needed[f"{second.role}_step"] = passes * sum(_forward_flops(second.spec, job))
         elif second.planned_placement != "cached":
-            needed[f"{second.role}_forward"] = sum(_forward_flops(second.spec, job))
+            needed[f"{second.role}_forward"] = (1 + mismatched) * sum(_forward_flops(second.spec, job))
     return {term: tokens * flops for term, flops in needed.items()}
 
 

@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.check import effect_errors
+from ...ds_configs.check.effects import effect_errors
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from ..launching.background import FirstRank

@@ -49,7 +49,32 @@ def checkpoint_first_layers(model: nn.Module, count: int) -> int:
         raise UsageError(ConfigError(where="checkpointed_layers", value=count, rule=rule, fix=fix))
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index < count
+    _keep_recomputed(model)
     return len(layers)
+
+
+def _keep_recomputed(model: nn.Module) -> None:
+    """Make a model that disables gradient checkpointing for a while recompute the same layers in the same way later."""
+    from transformers import PreTrainedModel
+
+    paused: list[Any] = []
+
+    def keeping(original: Callable[..., None]) -> Callable[..., None]:
+        def set_gradient_checkpointing(enable: bool = True, *arguments: Any, **settings: Any) -> None:
+            if not enable:
+                paused.extend(part for part in model.modules() if getattr(part, "gradient_checkpointing", False))
+            elif not paused:
+                original(enable, *arguments, **settings)
+            for part in paused:
+                part.gradient_checkpointing = enable
+            if enable:
+                paused.clear()
+
+        return set_gradient_checkpointing
+
+    # PEFT's model is outside of it, and a pipeline's stage has none.
+    if (inner := next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)) is not None:
+        patches.apply("recomputed-layers", keeping, on=inner)
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
@@ -93,6 +118,8 @@ def offload_checkpoints(model: nn.Module, count: int) -> None:
     offload = _Offload(count)
     for index, layer in enumerate(recomputed[:count]):
         patches.apply("offloaded-checkpoints", partial(partial, offload.run, index), on=layer)
+    if count:
+        _keep_recomputed(model)
 
 
 class _Offload:

@@ -21,6 +21,7 @@ from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_pla
 from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
@@ -68,7 +69,7 @@ def _used(job: TrainingJob) -> TrainingJob:
     if any(error.where in ("teacher", "reward", "value") and error.value is None for error in job_errors(job)):
         job = replace(job, task="sft")
     job = replace(job, **{error.where: getattr(usual, error.where) for error in job_errors(job)})
-    unplaced = {f"{role}_placement": "auto" for role in ROLES if getattr(job, role) is None}
+    unplaced = {f"{role}_placement": "auto" for role in ROLES if not job.needs(role)}
     assert not job_errors(job)
     return replace(job, **unplaced)
 
@@ -170,6 +171,50 @@ def test_every_change_of_a_job_that_does_not_fit_plans_and_fits(model: str, gpus
         made = _planned_by(spec, hardware, job, suggestion.change)
         gpu = made.chosen.memory.gpu
         assert (gpu.high_bytes, gpu.capacity_bytes) == (suggestion.high_bytes, suggestion.capacity_bytes)
+
+
+_TASK_JOBS = st.fixed_dictionaries(
+    {
+        "task": st.sampled_from(["dpo", "kto", "orpo", "reward", "grpo", "rloo"]),
+        "method": st.sampled_from(["full", "lora", "qlora"]),
+        "seq_len_tokens": st.sampled_from([2048, 16_384, 131_072]),
+        "offload": st.sampled_from(["auto", "none"]),
+        "strategy": st.sampled_from(["auto", "zero2", "zero3"]),
+    }
+)
+
+
+@given(
+    model=st.sampled_from([LLAMA, str(CONFIGS / "meta-llama--Llama-3.1-70B")]),
+    gpus=st.sampled_from(["1xRTX4090", "2xA100-40GB", "4xA10G", "8xH100-80GB"]),
+    values=_TASK_JOBS,
+    placed=st.booleans(),
+    generation=st.sampled_from(
+        [
+            {},
+            {"generation": "vllm-server"},
+            {"generation": "vllm", "vllm_tensor_parallel_size": 1},
+            {"vllm_sleep": "off"},
+        ]
+    ),
+)
+@settings(parent=DRAWN, max_examples=24, derandomize=True)
+def test_every_change_of_a_task_that_does_not_fit_plans_and_fits(
+    model: str, gpus: str, values: dict[str, Any], placed: bool, generation: dict[str, Any]
+) -> None:
+    if placed and values["task"] in ("dpo", "kto"):
+        values = values | {"reference_placement": "replica"}
+    if values["task"] in ("grpo", "rloo"):
+        values = values | generation
+    spec, hardware, job = load_model_spec(model).spec, parse_hardware(gpus, host_memory="128GB"), TrainingJob(**values)
+    try:
+        make_plan(spec, hardware, job)
+    except PlanDoesNotFitError as error:
+        for suggestion in error.suggestions:
+            gpu = _planned_by(spec, hardware, job, suggestion.change).chosen.memory.gpu
+            assert (gpu.high_bytes, gpu.capacity_bytes) == (suggestion.high_bytes, suggestion.capacity_bytes)
+    except UsageError:
+        pass
 
 
 def _planned_by(spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob, change: str) -> Plan:

@@ -179,9 +179,14 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
     ("strategy", "job"),
     [
         ("zero2", {"task": "dpo"}),
+        ("zero3", {"task": "dpo", "method": "lora"}),
+        ("zero2", {"task": "dpo", "reference_placement": "cached"}),
         ("fsdp2", {"task": "kto"}),
         ("zero3", {"task": "orpo", "method": "lora"}),
         ("zero2", {"task": "grpo", "beta": 0.1, "generation": "vllm"}),
+        ("fsdp2", {"task": "grpo"}),
+        ("zero2", {"task": "reward"}),
+        ("fsdp2", {"task": "reward", "method": "lora"}),
     ],
 )
 def test_plans_of_tasks_pass(strategy: str, job: dict[str, Any], deepspeed_cpu_ops: None, tmp_path: Path) -> None:
@@ -189,6 +194,9 @@ def test_plans_of_tasks_pass(strategy: str, job: dict[str, Any], deepspeed_cpu_o
     found = rehearse(directory, steps=STEPS)
     assert found.passed, "\n".join(f"{check.name}: {check.detail}" for check in found.checks if not check.passed)
     assert found.measured is not None and found.predicted is not None
-    phases = {"generate", "score", "step"} if job["task"] == "grpo" else {"step"}
-    assert phases <= found.measured.keys() & found.predicted.keys()
+    further = {"grpo": {"generate", "score"}, "orpo": {"backward"}}.get(job["task"], set())
+    assert set(found.measured) == {"loss", "step"} | further
+    for phase, measured in found.measured.items():
+        predicted = sum(found.predicted[phase][role] for role in measured)
+        assert predicted == pytest.approx(sum(measured.values()), rel=0.03), phase
     assert not any(change.where == "job: task" for change in found.changes)

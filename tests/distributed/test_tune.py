@@ -15,6 +15,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.trainers.runs.plan_callback import LIMIT_VARIABLE
 from shardwright.trainers.tuning import tune
+from small_models import llama
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
@@ -68,3 +69,43 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
     with pytest.raises(ShardwrightError, match="out of memory in phase"):
         tune(plan, trials=1, steps=3)
+
+
+_GROUPED = {"completion_tokens": 16, "num_generations": 4}
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize(
+    ("task", "job"),
+    [
+        ("dpo", {}),
+        ("grpo", {"beta": 0.1, **_GROUPED}),
+        *(
+            pytest.param(task, job, marks=pytest.mark.full)
+            for task, job in (
+                ("dpo", {"method": "lora", "strategy": "zero3"}),
+                ("dpo", {"reference_placement": "cached"}),
+                ("kto", {"strategy": "fsdp2"}),
+                ("orpo", {}),
+                ("cpo", {}),
+                ("reward", {"strategy": "zero2"}),
+                ("reward", {"method": "lora"}),
+                ("rloo", _GROUPED),
+            )
+        ),
+    ],
+)
+def test_tasks_are_measured_with_their_trainer(
+    task: str, job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    llama(vocab_size=300, eos_token_id=256).save_pretrained(tmp_path / "model")
+    plan = shardwright.plan(
+        str(tmp_path / "model"), "2xCPU", task=task, seq_len=32, global_batch_size=8, precision="fp32", **job
+    )
+    tuned = tune(plan, trials=1, steps=3, output_dir=tmp_path / "out")
+    (trial,) = tuned.trials
+    assert trial.outcome == "measured" and trial.step_seconds is not None, trial.detail
+    # The rows have the planned number of tokens, and no completion ends early.
+    assert trial.peak_allocated_bytes == pytest.approx(trial.predicted_allocated_bytes, rel=0.05)
+    assert Plan.load(tmp_path / "out").chosen.placements == plan.chosen.placements

@@ -137,6 +137,38 @@ def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -
     assert [error.where for error in caught.value.errors] == ["hardware", "objective"]
 
 
+def test_errors_of_a_task_are_reported_before_ranks_start(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    labels = ranks(lambda label, task: [0.2] * task.steps)
+    sizes: dict[str, Any] = {"seq_len": 32, "precision": "fp32"}
+    model = str(tmp_path / "model")
+    ppo = make(model, "2xCPU", task="ppo", reward=model, value=model, **sizes)
+    with pytest.raises(UsageError, match="has no trainer for ppo"):
+        tune(ppo)
+    with pytest.raises(UsageError, match="has no weights, from which task dpo starts"):
+        tune(make(str(tmp_path / "model" / "config.json"), "2xCPU", task="dpo", **sizes))
+    ahead = make(
+        model, "2xCPU", task="grpo", completion_tokens=8, steps_per_generation=8, global_batch_size=16, **sizes
+    )
+    with pytest.raises(UsageError, match="steps with and without generation"):
+        tune(ahead)
+    assert not labels
+
+
+def test_a_tuned_plan_keeps_the_placement_of_its_reference(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    placements = []
+
+    def behave(label: str, task: TrialTask) -> Any:
+        placements.append(Plan.load(task.plan).chosen.placements["reference"].placement)
+        return [0.1] * task.steps if len(placements) == 2 else [0.2] * task.steps
+
+    ranks(behave)
+    sizes: dict[str, Any] = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32"}
+    plan = make(str(tmp_path / "model"), "2xCPU", task="dpo", **sizes)
+    tuned = tune(plan, trials=2, output_dir=tmp_path / "out")
+    assert tuned.chosen.layout != plan.chosen.layout and placements == ["replica", "replica"]
+    assert Plan.load(tmp_path / "out").chosen.placements == plan.chosen.placements
+
+
 def test_the_command_prints_trials_and_keeps_other_files(
     planned: Path, ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

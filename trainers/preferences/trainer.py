@@ -23,74 +23,85 @@ from ...plugins.transformers.training_arguments import class_of_task
 from ...plugins.trl import vllm_releases
 from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer
 from ..parallel.planned import planned_parallelism
-from ..runs.inputs import is_without
-from ..runs.ranks import RankContext, trained_model
-from ..runs.settings import LaunchedSettings
 
 
-def task_trainer(model: str, settings: LaunchedSettings, context: RankContext, *, reward: str | None) -> Any:
-    """Return TRL's trainer of the planned task, with its reference and `reward`.
+def task_trainer(
+    plan: Plan,
+    arguments: Any,
+    engine: str,
+    *,
+    name: str,
+    revision: str | None = None,
+    reward: Any = None,
+    **settings: Any,
+) -> Any:
+    """Return TRL's trainer of the planned task for a loaded `model`, one of the `settings`, with its reference.
 
     TRL loads a reference that is the trained model itself, or computes it ahead, and shards it as the engine does.
     Under FSDP2 the ranks other than the first would give it no weights, so that every rank loads it here.
+
+    Args:
+        plan: The plan.
+        arguments: Configuration of TRL.
+        engine: Engine of the ranks.
+        name: Hub id or directory from which the model was loaded.
+        revision: Of a Hub id.
+        reward: Reward function of a task that generates, or name of a reward model.
+        settings: Further arguments of the trainer.
     """
-    plan, job = context.plan, context.plan.job
-    task = TASKS[job.task]
+    job, task = plan.job, TASKS[plan.job.task]
     assert task.trainer is not None, "rejected before ranks start"
-    further: dict[str, Any] = {}
     reference = job.reference
     if reference is not None and job.task not in GROUPED_TASKS:
         placement = plan.chosen.placements["reference"].placement
         is_other = reference.name != plan.model.name
-        if is_other or (placement == "sharded" and context.engine == "fsdp2"):
-            name, revision = (reference.name, None) if is_other else (model, settings.revision)
-            further["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(context))
-            if context.engine == "fsdp2":
+        if is_other or (placement == "sharded" and engine == "fsdp2"):
+            name, revision = (reference.name, None) if is_other else (name, revision)
+            settings["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(arguments))
+            if engine == "fsdp2":
                 # TRL would gather all of it as one unit.
-                arguments = context.arguments
-                shard_by_layer(further["ref_model"], arguments.device.type, arguments.world_size)
-    train_dataset, eval_dataset = context.samples
+                shard_by_layer(settings["ref_model"], arguments.device.type, arguments.world_size)
     if job.task in GROUPED_TASKS:
-        further["reward_funcs"] = [_reward(reward, settings, context)]
-    trainer = planned_parallelism(plan).make_trainer(
-        model=trained_model(model, settings, context, score_head=job.task == "reward"),
-        trainer_class=class_of_task(task.trainer),
-        args=context.arguments,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=context.tokenizer,
-        **further,
-    )
-    if reward is not None and not is_reward_function(reward) and isinstance(train_dataset[0]["prompt"], str):
+        assert reward is not None, "rejected before ranks start"
+        settings["reward_funcs"] = [_reward_model(reward, arguments) if isinstance(reward, str) else reward]
+    kind, rows = class_of_task(task.trainer), settings["train_dataset"]
+    trainer = planned_parallelism(plan).make_trainer(trainer_class=kind, args=arguments, **settings)
+    if job.task in GROUPED_TASKS and isinstance(reward, str) and isinstance(rows[0]["prompt"], str):
         end_texts(trainer.reward_processing_classes[0])
     return trainer
 
 
-def _compute_type(context: RankContext) -> Any:
+def _compute_type(arguments: Any) -> Any:
     import torch
 
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
 
 
-def _reward(name: str | None, settings: LaunchedSettings, context: RankContext) -> Any:
-    """Return a reward function, or a reward model."""
-    assert name is not None, "rejected before ranks start"
-    if is_reward_function(name):
-        function, seconds = reward_function(name), settings.hang_seconds
-        if seconds is None or inspect.iscoroutinefunction(function):
-            return function
-
-        @functools.wraps(function)
-        def limited(*arguments: Any, **columns: Any) -> Any:
-            # Before the guard ends this rank, and the others that wait for it, without the name of the function.
-            with _limited(_SHARE_OF_HANG * seconds, "raise --hang-timeout, or return None for such completions"):
-                return function(*arguments, **columns)
-
-        return limited
+def _reward_model(name: str, arguments: Any) -> Any:
     from accelerate.utils import patch_environment
 
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-        return load_causal_lm(name, score_head="stored", dtype=_compute_type(context))
+        return load_causal_lm(name, score_head="stored", dtype=_compute_type(arguments))
+
+
+def limited_reward(name: str | None, seconds: float | None) -> Any:
+    """Return a reward function that fails when a call takes too long for a run that ends after `seconds` of silence.
+
+    The names of reward models, and `None`, are returned unchanged.
+    """
+    if name is None or not is_reward_function(name):
+        return name
+    function = reward_function(name)
+    if seconds is None or inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    def limited(*arguments: Any, **columns: Any) -> Any:
+        # Before the guard ends this rank, and the others that wait for it, without the name of the function.
+        with _limited(_SHARE_OF_HANG * seconds, "raise --hang-timeout, or return None for such completions"):
+            return function(*arguments, **columns)
+
+    return limited
 
 
 def end_texts(tokenizer: Any) -> None:
@@ -205,7 +216,7 @@ def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
         rule = f"can be planned, but trl 1.16.0 has no trainer for {task}"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix="use --task grpo or rloo"))
     if task == "gkd":
-        rule, fix = "is a command of its own", "use shardwright distill TEACHER STUDENT --on-policy"
+        rule, fix = "is a command of its own", "use shardwright distill with --on-policy 1"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
     if task in GROUPED_TASKS and reward is None:
         rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"
@@ -232,8 +243,6 @@ def scores_sequences(config: Mapping[str, Any]) -> bool:
 def second_model_errors(role: str, name: str, config: Mapping[str, Any], tokenizer: Any) -> list[ConfigError]:
     """Return the errors of a reference or reward model for a task whose model has this tokenizer."""
     errors = []
-    if is_without(Path(name), ["*.safetensors"]):
-        errors.append(ConfigError(where=role, value=name, rule="has no weights", fix="pass a trained model"))
     scores = scores_sequences(config)
     labels = int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
     if role == "reward" and not (scores and labels == 1):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from ...ds_configs.memory.generation import generated_sequences
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, HEADER, copied_configuration, task_arguments
 from ...ds_configs.shrink import (
@@ -33,14 +34,16 @@ from ...ds_configs.shrink import (
 )
 from ...ds_configs.specs.errors import ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import parse_hardware
-from ...ds_configs.specs.job import without_kernels
+from ...ds_configs.specs.job import GROUPED_TASKS, TrainingJob, without_kernels
 from ...ds_configs.specs.layout import Layout
+from ...ds_configs.specs.model import ModelSpec
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.texts import strict_json
 from ...plugins.launching.launch import LaunchFailedError
 from ...plugins.launching.messages import Message, Progress, log_message
-from ..runs.run import launch_job
-from ..runs.settings import RankJob
-from .tasks import small_task
+from ..runs.run import launch_job, write_samples
+from ..runs.settings import TRAIN_SAMPLES, RankJob
+from ..training.synthetic import task_rows
 
 SCRIPT_STAGE = "script"
 """Name of the records of a script's ranks."""
@@ -145,6 +148,8 @@ def scale_plan(
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(shrunken, indent=1), encoding="utf-8")
     model = load_model_spec(str(work / "model")).spec
+    if plan.job.task == "reward":
+        model = model.with_score_head()
     zero = shrink_zero_options(
         layout.zero,
         original=plan.model,
@@ -204,6 +209,8 @@ def scale_plan(
     arguments |= task_arguments(small)
     worker = worker.model_copy(update={"training_arguments": arguments})
     (work / "plan.json").write_text(json.dumps(small.to_dict()), encoding="utf-8")
+    if job.task != "sft":
+        write_samples(task_rows(small, worker.samples), work / TRAIN_SAMPLES)
     return Rehearsed(
         plan=small,
         accelerate=accelerate,
@@ -211,6 +218,27 @@ def scale_plan(
         offloads_optimizer=offload.get("device", "none") != "none",
         changes=tuple(changes),
     )
+
+
+def small_task(plan: Plan, alone: TrainingJob, model: ModelSpec, layout: Layout) -> TrainingJob:
+    """Return the job of a rehearsal with the plan's task: completions of the same share of a sequence by `generate`.
+
+    `alone` is its supervised job, and `model` the shrunken one, which is also the reference.
+    """
+    planned = plan.job
+    if TASKS[planned.task].trainer is None or planned.task in ("sft", "gkd"):
+        return alone
+    job = replace(alone, task=planned.task, beta=planned.beta, loss="auto")
+    if planned.task in GROUPED_TASKS:
+        share = planned.generated_tokens / planned.seq_len_tokens
+        completions = layout.data_parallel_size * generated_sequences(layout, job)
+        sizes = range(min(planned.generations, completions), 1, -1)
+        group = next((size for size in sizes if completions % size == 0), 2)
+        tokens = min(alone.seq_len_tokens - 8, max(1, round(share * alone.seq_len_tokens)))
+        job = replace(job, generation="transformers", num_generations=group, completion_tokens=tokens)
+    job = job.completed(model) if planned.reference is not None else job
+    choice = plan.chosen.placements.get("reference")
+    return job if choice is None or job.reference is None else job.placed("reference", choice.placement)
 
 
 def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:

@@ -393,7 +393,10 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     launched = passed("launch", f"{settings.ranks} ranks trained, ended, and resumed in a second launch")
     resumed = rank_records(work, "resume", settings.ranks)
     on_host = rehearsed.offloads_optimizer
-    checks.append(check_resumed(losses, resumed[0]["losses"], save_step=worker.save_step, cpu_optimizer=on_host))
+    resumed_losses = resumed[0]["losses"]
+    checks.append(
+        check_resumed(losses, resumed_losses, save_step=worker.save_step, cpu_optimizer=on_host, learns=learns)
+    )
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
     checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.plan.job.precision))
@@ -403,7 +406,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
 def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
     plan, predictions = rehearsed.plan, dict[str, dict[str, Any]]()
     phases = cpu_rank_terms(plan.chosen.layout, plan.model, plan.job)
-    if TASKS[plan.job.task].head == "fused":
+    if TASKS[plan.job.task].head in ("fused", "score"):
         # Without logits the meter does not see where the backward pass begins.
         parts = phases["loss"], phases.pop("backward")
         phases["loss"] = max(parts, key=lambda terms: sum(terms.values()))

@@ -19,16 +19,20 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
 from ...plugins.accelerate import Engine
-from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ...plugins.transformers.training_arguments import (
+    byte_tokenizer,
+    prepare_model_directory_save,
+    save_model_directory,
+)
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.planned import engine_logits
 from ..runs.clock import ProgressSender
 from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
-from ..runs.ranks import chosen_engine, rank_arguments, synthetic_trainer, write_json
-from ..runs.settings import RankTask
+from ..runs.ranks import chosen_engine, rank_arguments, write_json
+from ..runs.settings import TRAIN_SAMPLES, RankTask
 from ..training.rank import run_script
+from ..training.synthetic import synthetic_trainer
 from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
-from .tasks import task_trainer
 
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
@@ -46,7 +50,7 @@ def train_shrunken(job: RehearsalJob, plan: Plan, work: Path) -> None:
     arguments, engine = _arguments(job, plan, work)
     prepare_model_directory_save(arguments)
     with start_meter() as meter:
-        trainer = _trainer(job, plan, arguments, engine)
+        trainer = _trainer(job, plan, work, arguments, engine)
         meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
@@ -76,7 +80,7 @@ def resume(job: RehearsalJob, plan: Plan, work: Path) -> None:
             record["export_error"] = f"{type(error).__name__}: {error}"
     # With NVMe offload DeepSpeed 0.19.8 cannot save a step again where the first launch saved it.
     arguments, engine = _arguments(job, plan, work, output_dir=str(work / "resumed"), save_strategy="no")
-    trainer = _trainer(job, plan, arguments, engine)
+    trainer = _trainer(job, plan, work, arguments, engine)
     trainer.train(resume_from_checkpoint=str(work / "checkpoints" / f"checkpoint-{job.save_step}"))
     record |= {"world_size": arguments.world_size, "losses": _losses(trainer, after=job.save_step)}
     write_json(record, work / f"resume-rank{arguments.process_index}.json")
@@ -92,21 +96,22 @@ def _losses(trainer: Any, *, after: int = 0) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > after]
 
 
-def _trainer(job: RehearsalJob, plan: Plan, arguments: Any, engine: Engine) -> Any:
+def _trainer(job: RehearsalJob, plan: Plan, work: Path, arguments: Any, engine: Engine) -> Any:
+    from datasets import load_from_disk
     from transformers import TrainerCallback
 
     class PlannedMemory(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             keep_planned_memory(plan, args, kwargs["model"])
 
-    if plan.job.task != "sft":
-        trainer = task_trainer(plan, arguments, engine, job.samples)
-        trainer.add_callback(PlannedMemory())
-        return trainer
-    length = plan.job.seq_len_tokens
-    stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
-    samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]
-    trainer = synthetic_trainer(plan, arguments, engine, samples, random_weights=plan.job.method == "full")
+    if plan.job.task == "sft":
+        length = plan.job.seq_len_tokens
+        stream = skewed_tokens(job.samples * length, plan.model.dimensions.vocab_size, seed=0)
+        samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, length)]
+    else:
+        samples = load_from_disk(str(work / TRAIN_SAMPLES))
+    random_weights = plan.job.task == "sft" and plan.job.method == "full"
+    trainer = synthetic_trainer(plan, arguments, engine, samples, random_weights=random_weights)
     trainer.add_callback(PlannedMemory())
     return trainer
 
@@ -133,20 +138,25 @@ def probe_tokens(plan: Plan) -> Any:
 def _exported_logits(plan: Plan, work: Path, engine: str | None) -> Any:
     """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    is_reward = plan.job.task == "reward"
+    kind: Any = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     bf16, is_full = plan.job.precision == "bf16", plan.job.method == "full"
     autocast = bf16 and engine == "ddp"
     dtype = torch.bfloat16 if bf16 and not (autocast and is_full) else torch.float32
     export = str(work / "export")
     if is_full:
         loading = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
-        model = AutoModelForCausalLM.from_pretrained(export, **loading)
+        model = kind.from_pretrained(export, **loading)
     else:
         from peft import PeftModel
 
         source = StartingModel(model=plan.model.name, method=plan.job.method)
-        base = load_model(source, load_config(source), dtype, seed=0)
+        config = load_config(source)
+        if is_reward:
+            config.pad_token_id = byte_tokenizer(config.vocab_size).eos_token_id
+        base = load_model(source, config, dtype, seed=0, score_head=is_reward)
         model = PeftModel.from_pretrained(base, export, autocast_adapter_dtype=autocast)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext(), torch.no_grad():
         return model.eval()(input_ids=probe_tokens(plan), use_cache=False).logits.float().contiguous()

@@ -149,6 +149,43 @@ _LOSSES = {
     "kl_per_token": "KL(teacher | trained model)",
 }
 """Labels of losses and measures in nats per token, by name in the log."""
+_TASK_CURVES = (
+    (
+        "Rewards by step",
+        "reward",
+        {
+            "rewards/chosen": "preferred answers",
+            "rewards/rejected": "rejected answers",
+            "rewards/margins": "margin",
+            "margin": "margin",
+            "reward": "reward of completions",
+            "reward_std": "its deviation within a group",
+            "min_reward": "smallest",
+            "mean_reward": "mean",
+            "max_reward": "largest",
+        },
+    ),
+    ("Accuracy by step", "share of pairs", {"rewards/accuracies": "preferred first", "accuracy": "preferred first"}),
+    (
+        "Length of completions by step",
+        "tokens",
+        {
+            "completions/mean_length": "mean",
+            "completions/min_length": "shortest",
+            "completions/max_length": "longest",
+        },
+    ),
+)
+"""Charts of what TRL's trainers log: title, unit, and labels by name in the log."""
+_ACCURACIES = {
+    "dpo": (
+        "rewards/accuracies",
+        "Win rate against the reference",
+        "held-out pairs whose preferred answer gained more log-probability over the reference than the rejected one",
+    ),
+    "reward": ("accuracy", "Accuracy on held-out pairs", "held-out pairs whose preferred answer has the higher score"),
+}
+"""Name in an evaluation, label, and meaning of the share of pairs that a task ranks correctly."""
 _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
@@ -157,9 +194,11 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
     kind = data["kind"]
     title = " to ".join(short_name(data[name]) for name in ("teacher", "student")) if kind == "distill" else ""
-    measures = data["measures"]
+    measures, evaluations = data["measures"], data.get("evaluations")
     caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
-    if any("±" in cell for row in measures["rows"] for cell in row):
+    if evaluations:
+        caption = f"Means over {data['dataset']['evaluation_samples']} held-out samples, by TRL's trainer."
+    elif any("±" in cell for row in measures["rows"] for cell in row):
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
@@ -219,10 +258,20 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
             f"{data['seconds']:,.0f} s total",
         ),
     ]
+    name, label, meaning = _ACCURACIES.get(data.get("task", ""), ("", "", ""))
+    if evaluations and name in evaluations["after"]:
+        share, pairs = evaluations["after"][name], data["dataset"]["evaluation_samples"]
+        low, high = _wilson_interval(share, pairs)
+        value = f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+        speeds.insert(0, (label, value, f"{meaning}; {pairs:,} pairs, with the 95 % interval"))
     logged = {label: values for key, label in _LOSSES.items() if (values := points(metrics, key))}
     end = ", ".join(f"{label} {values[-1][1]:.4f}" for label, values in logged.items())
     note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
-    charts = [Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)]
+    unit = "loss" if evaluations else "nats per token"
+    charts = [Chart(f"Loss by step{'' if evaluations else ', nats per token'}", curves(logged, unit), note)]
+    for chart_title, unit, labels in _TASK_CURVES:
+        if series := {label: values for key, label in labels.items() if (values := points(metrics, key))}:
+            charts.append(Chart(chart_title, curves(series, unit), ""))
     counted = "tokens_per_second" if share_with_padding == 1 else "positions_per_second"
     if measured := points(metrics, counted):
         expected = (time.tokens_per_second, *speed_interval(plan))
@@ -241,6 +290,17 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         versions=data["versions"],
         files=("report.json", "metrics.jsonl", "plan/plan.json"),
     )
+
+
+def _wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent cases (Wilson 1927).
+
+    >>> [round(bound, 3) for bound in _wilson_interval(1.0, 8)]
+    [0.676, 1.0]
+    """
+    z2 = 1.96**2
+    middle, half = share + z2 / (2 * count), math.sqrt(z2 * share * (1 - share) / count + (z2 / (2 * count)) ** 2)
+    return max(0.0, (middle - half) / (1 + z2 / count)), min(1.0, (middle + half) / (1 + z2 / count))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:

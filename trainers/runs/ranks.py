@@ -40,7 +40,6 @@ from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_me
 from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from ..parallel.planned import planned_parallelism
 from .clock import MetricsWriter, ProgressSender
 from .inputs import job_options
 from .plan_callback import memory_errors
@@ -297,39 +296,6 @@ def trained_model(
     if settings.method != "full":
         model = add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed")
     return model
-
-
-def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, random_weights: bool) -> Any:
-    """Return a Trainer of the plan's model, method and layout, which reports its progress.
-
-    Args:
-        plan: The plan.
-        arguments: `TrainingArguments`.
-        engine: Engine of the ranks.
-        samples: Samples of one length, without padding.
-        random_weights: Whether the model's weights are random.
-    """
-    from transformers import default_data_collator
-
-    job, parallelism = plan.job, planned_parallelism(plan)
-    source = StartingModel(
-        model=plan.model.name, revision=plan.model.revision, random_weights=random_weights, method=job.method
-    )
-    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
-    stages = parallelism.is_pipeline
-    model = load_model(source, load_config(source), dtype, arguments.seed, engine=engine, for_stages=stages)
-    if job.method != "full":
-        targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
-        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32)
-    trainer = parallelism.make_trainer(
-        model=model,
-        args=arguments,
-        revision=plan.model.revision,
-        train_dataset=samples,
-        data_collator=default_data_collator,
-    )
-    trainer.add_callback(ProgressSender())
-    return trainer
 
 
 def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:

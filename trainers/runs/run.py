@@ -432,8 +432,6 @@ def _finished(prepared: PreparedTraining[Any]) -> Selection | None:
 
 def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
     """Write the plan, samples and tokenizer that ranks read into a directory, and return their job."""
-    from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
-
     request, plan, statistics = prepared.request, prepared.plan, prepared.samples.statistics
     settings = prepared.settings
     # Resolve commits before anything is written, since the Hub may not have them; ranks load these commits.
@@ -459,17 +457,23 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
     job = prepared.job(fields, work)
     # Machines may share the output directory, where only the first one writes.
     plan.write(work / PLAN_DIRECTORY)
-    # Datasets on disk, which all ranks of a machine map into memory.
-    shown = is_progress_bar_enabled()
-    disable_progress_bars()
-    for rows, name in ((prepared.samples.train, TRAIN_SAMPLES), (prepared.samples.evaluation, EVALUATION_SAMPLES)):
-        (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
-    if shown:
-        enable_progress_bars()
+    write_samples(prepared.samples.train, work / TRAIN_SAMPLES)
+    write_samples(prepared.samples.evaluation, work / EVALUATION_SAMPLES)
     if statistics.template_rows:
         job = job.model_copy(update={"turn_end": end_turns(prepared.tokenizer)})
     prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
     return job
+
+
+def write_samples(rows: Any, directory: Path) -> None:
+    """Write a dataset to disk, which all ranks of a machine map into memory."""
+    from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
+
+    shown = is_progress_bar_enabled()
+    disable_progress_bars()
+    (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(directory))
+    if shown:
+        enable_progress_bars()
 
 
 def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:

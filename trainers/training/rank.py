@@ -35,7 +35,7 @@ from ..parallel.planned import (
     check_learned_positions,
     planned_parallelism,
 )
-from ..preferences.trainer import evaluated, task_trainer
+from ..preferences.trainer import evaluated, limited_reward, task_trainer
 from ..runs.plan_callback import PlanCallback, argument_differences, keep_planned_memory, memory_errors
 from ..runs.ranks import (
     RankContext,
@@ -70,7 +70,19 @@ class TrainTask(TrainJob, TrainingTask):
                 **context.trainer_arguments(),
             )
         else:
-            trainer = task_trainer(self.model, self.settings, context, reward=self.settings.reward)
+            train_dataset, eval_dataset = context.samples
+            trainer = task_trainer(
+                plan,
+                context.arguments,
+                context.engine,
+                name=self.model,
+                revision=self.settings.revision,
+                reward=limited_reward(self.settings.reward, self.settings.hang_seconds),
+                model=trained_model(self.model, self.settings, context, score_head=plan.job.task == "reward"),
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=context.tokenizer,
+            )
 
         class EvaluateBeforeTraining(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,7 +190,7 @@ def other_task_errors(plan: Plan, args: Any) -> list[ConfigError]:
     Other arguments, and a plan without a task, are only reported: the plan predicts another run.
     """
     task, planned, kind = task_of(args), plan.job.task, type(args).__name__
-    if task == planned or plan.job.teacher is not None:
+    if task == planned or plan.job.imitated is not None:
         return []
     if task is None:
         if planned == "sft":

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...ds_configs.check import effect_errors
+from ...ds_configs.check.effects import effect_errors
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import (

@@ -11,10 +11,9 @@ import pytest
 import shardwright
 import yaml
 from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, ZERO_2, ZERO_3_CPU, ZERO_3_NVME, E, W, found
-from shardwright.ds_configs.check import check_text, detect_kind
 from shardwright.ds_configs.check.deepspeed import REPLACEMENTS
-from shardwright.ds_configs.check.files import check
-from shardwright.ds_configs.check.parsing import parse
+from shardwright.ds_configs.check.files import check, check_text
+from shardwright.ds_configs.check.parsing import detect_kind, parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.specs.errors import UsageError
 

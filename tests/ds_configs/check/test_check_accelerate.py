@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from checking import DEEPSPEED_YAML, FSDP2, E, W, found
-from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.check.files import check_text
 
 
 def launch(text: str = "", **changes: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checking import ZERO, ZERO_2, E, W, found
-from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.check.files import check_text
 
 OFFLOAD = f"{ZERO}.offload_optimizer"
 
@@ -219,6 +219,6 @@ def test_a_scheduler_of_one_rate_is_an_error_only_beside_two_rates_of_muon(
 
 
 def test_a_run_with_accelerates_infinite_print_interval_has_no_errors() -> None:
-    from shardwright.ds_configs.check import effect_errors
+    from shardwright.ds_configs.check.effects import effect_errors
 
     assert effect_errors({"steps_per_print": float("inf"), "zero_optimization": {"stage": 2}}) == []

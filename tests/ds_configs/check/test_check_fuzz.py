@@ -14,8 +14,7 @@ import yaml
 from checking import FSDP2, PLAIN, ZERO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.check.files import check
+from shardwright.ds_configs.check.files import check, check_text
 from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.check.trl import keys_of

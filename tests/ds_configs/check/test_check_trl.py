@@ -10,9 +10,8 @@ import pytest
 import shardwright
 import yaml
 from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, E, W, found
-from shardwright.ds_configs.check import check_text, detect_kind
-from shardwright.ds_configs.check.files import check
-from shardwright.ds_configs.check.parsing import parse
+from shardwright.ds_configs.check.files import check, check_text
+from shardwright.ds_configs.check.parsing import detect_kind, parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.check.trl import MEANINGS, candidates
 from shardwright.ds_configs.specs.errors import UsageError

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parallel_rules import rule_errors
 from planning import llama
-from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.check.files import check_text
 from shardwright.ds_configs.legality.axes import context_parallel_errors, expert_errors, sequence_parallel_errors
 from shardwright.ds_configs.legality.rules import legality_errors
 from shardwright.ds_configs.specs.hardware import parse_hardware

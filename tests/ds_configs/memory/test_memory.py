@@ -13,9 +13,9 @@ from shardwright.ds_configs.memory.communication import buffer_terms, default_ze
 from shardwright.ds_configs.memory.estimate import estimate_memory, share_moment_terms
 from shardwright.ds_configs.memory.host import estimate_host_memory, offloaded_states
 from shardwright.ds_configs.memory.model_states import model_state_terms, whole_tensors_of_partitions
-from shardwright.ds_configs.memory.moments import fullest_by_phase
 from shardwright.ds_configs.memory.rank_parameters import (
     engine_parameters,
+    fullest_by_phase,
     rank_parameters,
     rank_shares,
     share_parameters,

@@ -16,7 +16,7 @@ from shardwright.ds_configs.memory import estimate as memory_estimate
 from shardwright.ds_configs.memory import host
 from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.memory.estimate import declared_terms, estimate_memory
-from shardwright.ds_configs.memory.moments import summed
+from shardwright.ds_configs.memory.rank_parameters import summed
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from shardwright.ds_configs.plan.plan import make_plan, plan_to_dict
 from shardwright.ds_configs.specs.hardware import parse_hardware

@@ -32,6 +32,17 @@ def test_every_figure_is_that_of_the_rank_that_decides_it() -> None:
     assert step is not None and (step.measured_seconds, step.ratio, step.ranks) == (3.0, 1.5, 3)
 
 
+def test_steps_that_generate_do_not_correct_later_plans() -> None:
+    measurement = replace(measurement_of(plan_on()), predicted_step_seconds=2.0)
+    of = {
+        task: measured_step(
+            replace(measurement, plan=replace(measurement.plan, job=measurement.plan.job | {"task": task}))
+        )
+        for task in ("sft", "dpo", "grpo")
+    }
+    assert [task for task, step in of.items() if step is not None] == ["sft", "dpo"]
+
+
 def test_the_prediction_has_the_fragmentation_of_the_allocator() -> None:
     gpu = plan_on().chosen.memory.gpu
     predicted = predicted_memory(plan_on())

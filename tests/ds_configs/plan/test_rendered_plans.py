@@ -18,7 +18,7 @@ import pytest
 import yaml
 from shardwright.cli.main import build_app
 from shardwright.cli.settings import resolve
-from shardwright.ds_configs.check import check_text
+from shardwright.ds_configs.check.files import check_text
 from shardwright.ds_configs.plan.gallery import GALLERY_RELEASE, packaged_model
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, render_files

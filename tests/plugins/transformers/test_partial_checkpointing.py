@@ -8,6 +8,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
     decoder_layers,
+    offload_checkpoints,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -55,6 +56,33 @@ def test_the_decoder_of_two_stacks_counts() -> None:
     assert checkpoint_first_layers(model, 1) == 2
     assert [block.gradient_checkpointing for block in model.get_decoder().block] == [True, False]
     assert [block.gradient_checkpointing for block in model.get_encoder().block] == [True, True]
+
+
+def test_layers_stay_the_same_when_checkpointing_is_disabled_for_a_while() -> None:
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    checkpoint_first_layers(model, 2)
+    offload_checkpoints(model, 1)
+    functions = [layer._gradient_checkpointing_func for layer in decoder_layers(model)]
+    for _ in range(2):
+        model.gradient_checkpointing_disable()
+        assert not model.is_gradient_checkpointing
+        model.gradient_checkpointing_enable()
+        assert [layer.gradient_checkpointing for layer in decoder_layers(model)] == [True, True, False, False]
+        assert [layer._gradient_checkpointing_func for layer in decoder_layers(model)] == functions
+
+
+@pytest.mark.needs("trl")
+def test_transformers_still_enables_all_layers_again() -> None:
+    from trl.models.utils import disable_gradient_checkpointing
+
+    model = model_of("llama")
+    model.gradient_checkpointing_enable()
+    for index, layer in enumerate(decoder_layers(model)):
+        layer.gradient_checkpointing = index < 1
+    with disable_gradient_checkpointing(model):
+        assert not model.is_gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in decoder_layers(model))
 
 
 def test_what_cannot_be_recomputed_is_rejected() -> None:
