@@ -152,14 +152,13 @@ def _generate_terms(step: RankStep) -> Terms:
         # gathered (trl 1.9.0, experimental/ppo/ppo_trainer.py, `generate` and `PolicyAndValueWrapper`).
         sampling = max(sampling, 2 * 4 * sequences * job.generated_tokens * sizes.vocab_size)
         together += sum(second.spec.parameter_count for second in job.second_models if second.trained)
-    terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling), **autocast_copies(step)}
-    if layout.zero_stage == 3:
-        terms["generation_weights"] = width * together
-    elif layout.engine == "fsdp2":
-        # Layers are gathered again for every token.
-        gathered = model.parameters_outside_layers + 2 * model.layer_parameter_count
-        terms["generation_weights"] = width * gathered
-    return terms
+    activations, gathered = max(prefill, sampling), width * together if layout.zero_stage == 3 else 0
+    if layout.engine == "fsdp2":
+        # Layers are gathered again for every token, as metered beside embedding and head from the second one on.
+        outside, layers = width * model.parameters_outside_layers, 2 * width * model.layer_parameter_count
+        activations, gathered = max((prefill, layers), (0, outside + layers), (sampling, outside), key=sum)
+    terms = {"kv_cache": cache, "generation_activations": activations, **autocast_copies(step)}
+    return terms | ({"generation_weights": gathered} if gathered else {})
 
 
 def _synchronized(step: RankStep) -> int:
