@@ -253,7 +253,8 @@ def planned_facts(plan: Plan, arguments: Mapping[str, object], samples: Any) -> 
         "global_batch_size": None if layout.axes else layout.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
         **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
-        "data": _data(samples),
+        # TRL's trainers of pairs tokenize the rows, so that only the ranks know the samples.
+        "data": _data(samples) if plan.job.task == "sft" else None,
     }
     return _as_recorded(facts)
 

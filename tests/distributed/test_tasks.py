@@ -116,3 +116,5 @@ def test_losses_and_rewards_are_those_of_one_process(
         assert "Rewards by step" in page
     assert ("Length of completions by step" in page) == (name in ("grpo", "rloo"))
     assert outcome.to_dict()["task"] == SETTINGS[name]["task"]
+    # With another adapter in a checkpoint, the trained one is not resumed.
+    assert "ref" not in files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from planning import public_model
@@ -74,3 +75,11 @@ def test_the_batch_of_a_layout_with_axes_is_left_to_the_ranks(axis: str | None, 
     job = TrainingJob(strategy="zero1", seq_len_tokens=512, **({axis: 2} if axis else {}))
     made = make_plan(public_model("meta-llama/Llama-3.2-1B"), parse_hardware("8xA100-80GB"), job)
     assert ("global_batch_size" in planned_facts(made, {"per_device_train_batch_size": 1}, None)) is stated
+
+
+@pytest.mark.parametrize(("task", "is_known"), [("sft", True), ("dpo", False)])
+def test_rows_that_a_task_tokenizes_are_left_to_the_ranks(task: Any, is_known: bool) -> None:
+    job = TrainingJob(task=task, seq_len_tokens=512)
+    made = make_plan(public_model("meta-llama/Llama-3.2-1B"), parse_hardware("8xA100-80GB"), job)
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    assert ("data" in planned_facts(made, {"per_device_train_batch_size": 1}, rows)) is is_known
