@@ -157,14 +157,10 @@ class Report:
 
     def _add(self, kind: Literal["error", "warning"], path: str, rule: str, fix: str, value: object, line: int) -> None:
         shown = self.value(path) if value is None else value
-        where = f"{self.filename}:{line or self.line(path)} {printable_key(path)}".rstrip()
+        # A key path is shown as one line of printable characters.
+        key = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in path[:200])
+        where = f"{self.filename}:{line or self.line(path)} {key}{'...' * (len(path) > 200)}".rstrip()
         self.findings.append(Finding(kind=kind, error=ConfigError(where=where, value=shown, rule=rule, fix=fix)))
-
-
-def printable_key(text: str, longest: int = 200) -> str:
-    """Return a key path as one line of printable characters."""
-    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:longest])
-    return shown + "..." * (len(text) > longest)
 
 
 def as_integer(value: object) -> int | None:
