@@ -117,7 +117,7 @@ class Sources(Env):
     """Environment and file of the called command, for the options without a flag.
 
     Subclass of Cyclopts' `Env`, whose names the help shows. Seen with cyclopts 5.4.0: `Env` ignores unknown names and
-    keeps the hyphen of `cache-teacher`, and `Yaml` drops a key that is also a command's name.
+    keeps the hyphens of commands, and `Yaml` drops a key that is also a command's name.
     """
 
     def __init__(self, commands: Iterable[str]) -> None:

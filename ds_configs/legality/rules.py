@@ -520,7 +520,7 @@ def settings_are_proven(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         "lora": job.method != "full",
         "gradient_checkpointing": layout.gradient_checkpointing,
         "compile": job.torch_compile,
-        "distillation": any(second.role == "teacher" for second in job.second_models),
+        "distillation": job.imitated is not None,
     }
     names = (job.optimizer, *(name for name, is_set in settings.items() if is_set))
     yield from incompatibility_errors(names, columns_of(layout))

@@ -128,7 +128,7 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
     root = {"scoring_gathered": job.compute_bytes * step.model.tail_parameters} if step.layout.engine == "fsdp2" else {}
     scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
-        if not second.trained and second.planned_placement != "cached" and second.role != "teacher":
+        if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
             # A reward model reads all completions together (`_calculate_rewards`).
             together = step.layout.changed(micro_batch_size=generated_sequences(step.layout, job))
             layout = together if second.role == "reward" else step.layout
@@ -154,13 +154,13 @@ def _generate_terms(step: RankStep) -> Terms:
         # gathered (trl 1.9.0, experimental/ppo/ppo_trainer.py, `generate` and `PolicyAndValueWrapper`).
         sampling = max(sampling, 2 * 4 * sequences * job.generated_tokens * sizes.vocab_size)
         together += sum(second.spec.parameter_count for second in job.second_models if second.trained)
-    terms = {"kv_cache": cache, "generation_activations": max(prefill, sampling), **autocast_copies(step)}
-    if layout.zero_stage == 3:
-        terms["generation_weights"] = width * together
-    elif layout.engine == "fsdp2":
-        # Layers are gathered again for every token.
-        terms["generation_weights"] = width * forward_gathered_elements(layout.engine, model, layout.zero)
-    return terms
+    activations, gathered = max(prefill, sampling), width * together if layout.zero_stage == 3 else 0
+    if layout.engine == "fsdp2":
+        # Layers are gathered again for every token, as metered beside embedding and head from the second one on.
+        outside, layers = width * model.parameters_outside_layers, 2 * width * model.layer_parameter_count
+        activations, gathered = max((prefill, layers), (0, outside + layers), (sampling, outside), key=sum)
+    terms = {"kv_cache": cache, "generation_activations": activations, **autocast_copies(step)}
+    return terms | ({"generation_weights": gathered} if gathered else {})
 
 
 def _synchronized(step: RankStep) -> int:

@@ -21,13 +21,13 @@ from .rank_parameters import Moment, RankStep, Terms, at_moments, engine_paramet
 TERMS = (
     Term(
         "loss",
-        "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher those "
-        "of a chunk of rows, and with a chunked loss those of a chunk or tile",
+        "logits, their fp32 copy and the gradients of head and loss at their joint peak; in distillation "
+        "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
         role="activations",
     ),
     Term(
         "head_gradient",
-        "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher or a fused head",
+        "gradient of the output head, which a chunked loss computes early; fp32 in distillation or with a fused head",
         role="gradients",
     ),
 )
@@ -101,8 +101,8 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
         ahead, _, back = head_bytes(layout, model, job, element=step.element_bytes, on_gpu=step.on_gpu)
         gradient = {"head_gradient": back.head_gradient} if back.head_gradient else {}
         return at_moments({}, forward_end={"loss": ahead}, loss_backward=gradient | {"loss": back.others})
-    if any(second.role == "teacher" for second in job.second_models):
-        return distillation_loss_terms(layout, model, job)
+    if job.imitated is not None:
+        return distillation_loss_terms(layout, model, job.imitated, job)
     tiles, more = traced.loss_tiles, Terms()
     tokens = step.tokens // step.ranks
     all_logits = job.compute_bytes * tokens * model.dimensions.vocab_size
@@ -219,17 +219,18 @@ def head_bytes(
     return forward, kept, HeadBackward(max(backward, norm), head_gradient)
 
 
-def distillation_loss_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+def distillation_loss_terms(
+    layout: Layout, model: ModelSpec, imitated: ModelSpec, job: TrainingJob
+) -> dict[Moment, Terms]:
     """Return the bytes of the fused loss: temporaries, gradient of the hidden states, fp32 gradient of the head.
 
     The gradient of a trained head is computed in the forward pass and cast to the dtype of the weight in the backward
     pass.
     """
-    (second,) = (each.spec for each in job.second_models if each.role == "teacher")
     tokens = layout.micro_batch_size * job.seq_len_tokens // (layout.sp * layout.cp)
     hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
-    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, second, tokens, job)}
+    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, imitated, tokens, job)}
     backward = {"loss": hidden_gradient + norm_backward_bytes(job.compute_bytes) * tokens * hidden}
     if job.method == "full":
         sixteen_bit = job.precision != "fp32" and layout.engine in ("deepspeed", "fsdp2")

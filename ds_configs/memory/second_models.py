@@ -140,10 +140,10 @@ def frozen_model_terms(
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
     running = running_terms(second, layout, job, gpu=gpu)
     if task.head != "model":
-        # A task that generates runs its reference and reward models before the update, and a teacher's logits are part
-        # of the loss. Other references run after the forward pass of the trained model, whose kept activations exist
+        # A task that generates runs its reference and reward models before the update, and imitated logits are part of
+        # the loss. Other references run after the forward pass of the trained model, whose kept activations exist
         # meanwhile; only one log-probability per token remains.
-        runs_before = task.generates and role != "teacher"
+        runs_before = task.generates and not second.is_imitated
         return at_moments(always) if runs_before else at_moments(always, forward_end=running)
     # The loss reads the input of the output head, and on every rank its complete weight, in addition to the shards.
     outputs = {

@@ -354,11 +354,6 @@ class Evaluated:
         """Former name of `layout`, for scripts that were written before."""
         return self.layout
 
-    @property
-    def teacher(self) -> PlacementChoice | None:
-        """Placement of the teacher; `None` without one."""
-        return self.placements.get("teacher")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:

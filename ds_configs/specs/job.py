@@ -305,6 +305,11 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
             if (spec := getattr(self, role)) is not None
         )
 
+    @property
+    def imitated(self) -> ModelSpec | None:
+        """The second model whose logits the loss compares with those of the trained model."""
+        return next((second.spec for second in self.second_models if second.is_imitated), None)
+
     def needs(self, role: SecondModelRole) -> bool:
         """Return whether the job has a second model; `completed` adds the trained model as reference to some."""
         is_own = role == "reference" and role in TASKS[self.task].second_models and self.divergence_weight > 0

@@ -37,6 +37,11 @@ class SecondModel:
     """Whether it has gradients and optimizer states too, which the layout places."""
 
     @property
+    def is_imitated(self) -> bool:
+        """Whether the loss compares all its logits with those of the trained model."""
+        return self.role == "teacher"
+
+    @property
     def planned_placement(self) -> Placement:
         """The placement; `auto` counts as `replica` until the planner has chosen."""
         if self.trained:

@@ -4,7 +4,7 @@ Observed with deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py, paralle
 transformers 5.17.0:
 
 - The attention function is replaced permanently in the registry of Transformers for every model of the process:
-  generation, a teacher, or the next run would exchange heads too.
+  generation, a second model, or the next run would exchange heads too.
 - Shapes are fixed when the function is registered, so the last, smaller batch of a data set fails an assertion.
 - With fewer key/value heads than ranks it changes `num_key_value_groups` of the model's modules permanently.
 - `num_key_value_heads` is read from every configuration; GPT-NeoX, OPT, Persimmon and BioGPT have none.
@@ -228,9 +228,9 @@ def keep_own_attention(model: PreTrainedModel) -> None:
     if name.endswith(_SUFFIX):
         return
     if name not in ALL_ATTENTION_FUNCTIONS:
-        rule = f"attention implementation {name!r} cannot be separated from the student's under sequence parallelism"
-        fix = "load the teacher with attn_implementation='sdpa'"
-        raise UsageError(ConfigError(where="teacher", rule=rule, fix=fix))
+        rule = "cannot be separated from the trained model's attention under sequence parallelism"
+        fix = "load the second model with attn_implementation='sdpa'"
+        raise UsageError(ConfigError(where="attn_implementation", value=name, rule=rule, fix=fix))
     ALL_ATTENTION_FUNCTIONS.register(name + _SUFFIX, ALL_ATTENTION_FUNCTIONS[name])
     ALL_MASK_ATTENTION_FUNCTIONS.register(name + _SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
     model.set_attn_implementation(name + _SUFFIX)

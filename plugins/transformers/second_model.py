@@ -168,7 +168,7 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
     model.requires_grad_(False)
     model.eval()
     if placement == "cached":
-        rule, fix = "needs stored outputs, not a model", "pass a TeacherCache, or another placement"
+        rule, fix = "needs stored outputs, not a model", "pass its stored outputs, or use another placement"
         raise UsageError(ConfigError(where="placement", value=placement, rule=rule, fix=fix))
     if placement == "quantized":
         return PlacedModel(model)

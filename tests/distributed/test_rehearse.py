@@ -184,6 +184,7 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
         ("fsdp2", {"task": "kto"}),
         ("zero3", {"task": "orpo", "method": "lora"}),
         ("zero2", {"task": "grpo", "beta": 0.1, "generation": "vllm"}),
+        ("fsdp2", {"task": "grpo"}),
         ("zero2", {"task": "reward"}),
         ("fsdp2", {"task": "reward", "method": "lora"}),
     ],

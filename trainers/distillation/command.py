@@ -30,9 +30,9 @@ from ..runs.inputs import (
     chosen_hardware,
     is_without,
     launch_errors,
+    load_second_model_spec,
     named_samples,
     run_output_errors,
-    trained_teacher,
     training_job,
 )
 from ..runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
@@ -319,7 +319,7 @@ def prepare_distillation(
             if teacher is None:
                 rule, fix = "is missing", "pass TEACHER STUDENT, or the address of a served teacher with --teacher-url"
                 raise UsageError(ConfigError(where="teacher", rule=rule, fix=fix))
-            loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
+            loaded_teacher = load_second_model_spec("teacher", teacher, revision=settings.teacher_revision)
     if loaded_student is not None and (loaded_teacher is not None or is_served):
         with collecting(errors):
             settings, tokenizer, vocab_size = _with_tokenizers(settings, None if is_served else teacher, student)

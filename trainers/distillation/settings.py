@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, collecting
-from ...ds_configs.specs.job import adapter_errors
-from ..runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
+from ...ds_configs.specs.job import TeacherFields, adapter_errors
+from ...ds_configs.specs.settings import Settings
+from ..losses.token_objective import Divergence
+from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
 from .served_teacher import SERVED_TOP_K, TIMEOUT_SECONDS, server_address
 
 if TYPE_CHECKING:
     from .config import DistillationConfig
+
+
+class ObjectiveSettings(Settings, TeacherFields):
+    """Objective of a student: the distance to its teacher and the weight of the labels."""
+
+    group = "Objective"
+    own_options: ClassVar[frozenset[str]] = frozenset({"loss"})
+
+    loss: Divergence = Field("forward_kl", description="Distance between teacher and student")
+    mixture: float = Field(0.5, description="Teacher's weight in JSD")
+    alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
+    temperature: float = Field(1.0, description="Softens both distributions")
+    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
 class DistillSettings(ObjectiveSettings, LaunchedSettings):

@@ -23,7 +23,6 @@ from ...plugins.transformers.training_arguments import class_of_task
 from ...plugins.trl import vllm_releases
 from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer
 from ..parallel.planned import planned_parallelism
-from ..runs.inputs import is_without
 
 
 def task_trainer(
@@ -199,7 +198,7 @@ def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
         rule = f"can be planned, but trl 1.16.0 has no trainer for {task}"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix="use --task grpo or rloo"))
     if task == "gkd":
-        rule, fix = "is a command of its own", "use shardwright distill TEACHER STUDENT --on-policy"
+        rule, fix = "is a command of its own", "use shardwright distill with --on-policy 1"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
     if task in GROUPED_TASKS and reward is None:
         rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"
@@ -226,8 +225,6 @@ def scores_sequences(config: Mapping[str, Any]) -> bool:
 def second_model_errors(role: str, name: str, config: Mapping[str, Any], tokenizer: Any) -> list[ConfigError]:
     """Return the errors of a reference or reward model for a task whose model has this tokenizer."""
     errors = []
-    if is_without(Path(name), ["*.safetensors"]):
-        errors.append(ConfigError(where=role, value=name, rule="has no weights", fix="pass a trained model"))
     scores = scores_sequences(config)
     labels = int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
     if role == "reward" and not (scores and labels == 1):

@@ -32,10 +32,10 @@ from ..runs.inputs import (
     chosen_hardware,
     last_checkpoint,
     launch_errors,
+    load_second_model_spec,
     named_samples,
     optimizer_steps,
     run_output_errors,
-    trained_teacher,
     training_job,
 )
 from ..runs.ranks import (
@@ -380,7 +380,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
     with collecting(errors):
         if named is not None:
-            teacher = trained_teacher(*named)
+            teacher = load_second_model_spec("teacher", named[0], revision=named[1])
     with collecting(errors):
         source = open_source(model, revision=settings.revision)
     if source is not None and config is not None:

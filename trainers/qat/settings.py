@@ -13,8 +13,9 @@ from ...ds_configs.quantization.scheme import QuantizationScheme, changed, combi
 from ...ds_configs.quantization.settings import SchemeSettings
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import adapter_errors
+from ..distillation.settings import ObjectiveSettings
 from ..losses.token_objective import Divergence
-from ..runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
+from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
 from .rounding import WeightRule
 
 if TYPE_CHECKING:

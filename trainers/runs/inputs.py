@@ -1,4 +1,4 @@
-"""Inputs of every launched training: hardware, samples, teacher, the job to plan, and checkpoints."""
+"""Inputs of every launched training: hardware, samples, second models, the job to plan, and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ...plugins.transformers.loading import refuse_other_formats
 from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
-from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
+from .settings import LaunchedSettings, RunRequest
 
 if TYPE_CHECKING:
     from ...ds_configs.specs.hardware import HardwareSpec
     from ...ds_configs.specs.layout import Layout
+    from ...ds_configs.specs.second_models import SecondModelRole
 
 _DEFAULT_GLOBAL_BATCH = 32
 
@@ -72,19 +73,19 @@ def launch_errors(
 CONVERTED = "convert them to safetensors, or pass the config.json for random weights"
 
 
-def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
-    """Return a teacher's sizes.
+def load_second_model_spec(role: SecondModelRole, name: str, *, revision: str | None = None) -> LoadedModel:
+    """Return the sizes of a trained second model.
 
     Raises:
         UsageError: it has no weights.
         RefusedInputError: its weights are not safetensors.
     """
-    source = Path(teacher)
+    source = Path(name)
     if is_without(source, ["*.safetensors"]):
-        refuse_other_formats(source, where="teacher")
+        refuse_other_formats(source, where=role)
         fix = "pass a trained model"
-        raise UsageError(ConfigError(where="teacher", value=teacher, rule="has no weights", fix=fix))
-    return load_model_spec(teacher, revision=revision)
+        raise UsageError(ConfigError(where=role, value=name, rule="has no weights", fix=fix))
+    return load_model_spec(name, revision=revision)
 
 
 def named_samples(
@@ -131,7 +132,7 @@ def optimizer_steps(settings: LaunchedSettings, layout: Layout, samples: int) ->
 
 
 def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: Any) -> TrainingJob:
-    """Return the job to plan; `further` contains fields of `TrainingJob`, such as those of a teacher.
+    """Return the job to plan; `further` contains fields of `TrainingJob`, such as second models.
 
     Without axis sizes in `further` the job uses data parallelism only, as trainers with custom losses require.
     """
@@ -148,7 +149,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 def job_options(settings: LaunchedSettings) -> set[str]:
     """Return the options of a command that are fields of its job, without second models and a student's loss."""
     names = TrainingJob().options().keys() & type(settings).model_fields.keys()
-    return names - {*ROLES} - ({"loss"} if isinstance(settings, ObjectiveSettings) else set())
+    return names - {*ROLES} - settings.own_options
 
 
 CHECKPOINTS = "checkpoints"

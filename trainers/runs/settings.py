@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.job import Method, TeacherFields, TrainingFields, TrainingJob
+from ...ds_configs.specs.job import Method, TrainingFields, TrainingJob
 from ...ds_configs.specs.second_models import Placement, SecondModelRole
 from ...ds_configs.specs.settings import (
     GuardFields,
@@ -24,7 +24,6 @@ from ...ds_configs.specs.settings import (
 from ...plugins.huggingface_hub import push_errors
 from ...plugins.transformers.training_arguments import tracker_errors
 from ..data.sources import DataSettings
-from ..losses.token_objective import Divergence
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Default learning rates after warm-up, by method."""
@@ -32,18 +31,6 @@ LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 PLAN_DIRECTORY, METRICS_FILE, REPORT_FILE = "plan", "metrics.jsonl", "REPORT.md"
 JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
-
-
-class ObjectiveSettings(Settings, TeacherFields):
-    """Objective of a student: the distance to its teacher and the weight of the labels."""
-
-    group = "Objective"
-
-    loss: Divergence = Field("forward_kl", description="Distance between teacher and student")
-    mixture: float = Field(0.5, description="Teacher's weight in JSD")
-    alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
-    temperature: float = Field(1.0, description="Softens both distributions")
-    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
 class EvaluationSettings(Settings):
@@ -64,6 +51,8 @@ class LaunchedSettings(
     """Settings that every launched training has."""
 
     group = "Training"
+    own_options: ClassVar[frozenset[str]] = frozenset()
+    """Options with the name of a field of the job, but another meaning."""
 
     hardware: str | None = Field(
         None, description="Hardware, as for plan. Default: this machine's accelerators, or two CPU ranks"

@@ -190,7 +190,7 @@ def other_task_errors(plan: Plan, args: Any) -> list[ConfigError]:
     Other arguments, and a plan without a task, are only reported: the plan predicts another run.
     """
     task, planned, kind = task_of(args), plan.job.task, type(args).__name__
-    if task == planned or plan.job.teacher is not None:
+    if task == planned or plan.job.imitated is not None:
         return []
     if task is None:
         if planned == "sft":

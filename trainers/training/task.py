@@ -16,6 +16,7 @@ from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import shown_name, title_of
 from ...plugins.planning import installed_release_difference, load_model_spec
@@ -42,6 +43,7 @@ from ..runs.inputs import (
     is_without,
     job_options,
     launch_errors,
+    load_second_model_spec,
     named_samples,
     run_output_errors,
     training_job,
@@ -257,12 +259,13 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
                 read = partial(task_samples, settings.task, completion_tokens=generation.generated_tokens)
             samples = named_samples(settings, tokenizer, read=read)
     seconds: dict[str, Any] = {}
-    for role in ("reference", "reward") if written_plan is None else ():
+    roles: tuple[SecondModelRole, ...] = ("reference", "reward")
+    for role in roles if written_plan is None else ():
         name = getattr(settings, role)
         # A file without a function is among the errors already.
         if name is not None and not is_reward_function(name) and not name.endswith(".py"):
             with collecting(errors):
-                second = load_model_spec(name)
+                second = load_second_model_spec(role, name)
                 seconds[role] = second.spec
                 errors += [] if tokenizer is None else second_model_errors(role, name, second.config, tokenizer)
     if errors:

@@ -50,21 +50,19 @@ class TestChoice:
     )
     def test_first_placement_that_fits_is_selected(self, student, teacher, hardware, expected):
         chosen = make_plan(student, parse_hardware(hardware), TrainingJob(teacher=teacher)).chosen
-        assert chosen.teacher is not None
-        assert chosen.teacher.placement == expected
+        assert chosen.placements["teacher"].placement == expected
         assert chosen.memory.fits
         order = ("replica", "sharded", "offloaded")
-        fits = {cost.placement: cost.fits for cost in chosen.teacher.alternatives}
+        fits = {cost.placement: cost.fits for cost in chosen.placements["teacher"].alternatives}
         assert not any(fits.get(earlier, False) for earlier in order[: order.index(expected)])
 
     def test_other_placements_are_listed_with_bytes_and_reasons(self):
         job = TrainingJob(teacher=LLAMA_70B, strategy="zero3")
         chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), job).chosen
-        assert chosen.teacher is not None
-        costs = {cost.placement: cost for cost in chosen.teacher.alternatives}
-        assert {chosen.teacher.placement, *costs} == set(PLACEMENTS)
+        costs = {cost.placement: cost for cost in chosen.placements["teacher"].alternatives}
+        assert {chosen.placements["teacher"].placement, *costs} == set(PLACEMENTS)
         whole = 2 * LLAMA_70B.parameter_count
-        assert "217.7 of 84.9 GB" in chosen.teacher.reason
+        assert "217.7 of 84.9 GB" in chosen.placements["teacher"].reason
         assert costs["replica"].gpu_bytes > whole > costs["quantized"].gpu_bytes > 0.25 * whole
         assert whole < costs["offloaded"].host_bytes < 1.2 * whole
         assert costs["cached"].gpu_bytes < 10**8
@@ -72,8 +70,10 @@ class TestChoice:
 
     def test_requested_placement_is_the_only_candidate(self):
         chosen = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), placed("quantized")).chosen
-        assert chosen.teacher is not None
-        assert chosen.teacher.placement == "quantized" and "was requested" in chosen.teacher.reason
+        assert (
+            chosen.placements["teacher"].placement == "quantized"
+            and "was requested" in chosen.placements["teacher"].reason
+        )
         with pytest.raises(UsageError, match="teacher_placement = 'sharded': requires at least two ranks"):
             make_plan(LLAMA_1B, parse_hardware("1xH100-80GB"), placed("sharded"))
 
@@ -120,7 +120,7 @@ class TestFusedLoss:
 
         student = llama(hidden_size=hidden, vocab_size=vocab)
         job = TrainingJob(teacher=student, precision=precision, method=method, seq_len_tokens=tokens)
-        loss = distillation_loss_terms(ZERO2, student, job)
+        loss = distillation_loss_terms(ZERO2, student, student, job)
         hidden_gradient = job.compute_bytes * tokens * hidden
         backward = hidden_gradient + 32 * tokens + loss["loss_backward"].get("head_gradient", 0)
         expected = fused_peak_bytes(
@@ -162,8 +162,8 @@ class TestFusedLoss:
         student = llama(hidden_size=hidden, vocab_size=vocab)
         job = TrainingJob(teacher=llama(hidden_size=taught_hidden, vocab_size=vocab), precision=precision)
         job = replace(job, seq_len_tokens=tokens)
-        terms = distillation_loss_terms(ZERO2, student, job)
         assert job.teacher is not None
+        terms = distillation_loss_terms(ZERO2, student, job.teacher, job)
         on_gpu = fused_temporary_bytes(student, job.teacher, tokens, job)
         on_cpu = fused_temporary_bytes(student, job.teacher, tokens, job, block_bytes=BLOCKS["cpu"])
         planned = sum(terms["forward_end"].values()) - on_gpu + on_cpu

@@ -10,7 +10,7 @@ import pytest
 import shardwright
 from packaging.specifiers import SpecifierSet
 from paths import CONFIGS
-from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.preferences import trainer as preferences
 from shardwright.trainers.preferences.trainer import (
@@ -19,6 +19,7 @@ from shardwright.trainers.preferences.trainer import (
     second_model_errors,
     task_errors,
 )
+from shardwright.trainers.runs.inputs import load_second_model_spec
 from shardwright.trainers.training.script import train_words
 from small_models import llama
 
@@ -53,7 +54,7 @@ def test_a_reward_is_a_function_of_a_file(tmp_path: Path) -> None:
             "org/model",
             ["task = 'ppo': can be planned, but trl 1.16.0 has no trainer for ppo; use --task grpo or rloo"],
         ),
-        ("gkd", None, ["task = 'gkd': is a command of its own; use shardwright distill TEACHER STUDENT --on-policy"]),
+        ("gkd", None, ["task = 'gkd': is a command of its own; use shardwright distill with --on-policy 1"]),
     ],
 )
 def test_errors_of_a_task_are_known_before_anything_is_read(task, reward, messages) -> None:
@@ -124,8 +125,16 @@ def test_second_models_fit_the_task_and_its_tokenizer(tmp_path: Path) -> None:
     assert rules("reference", "same", scores) == ["returns a score of a sequence instead of tokens"]
     assert rules("reward", "same", tokens) == ["returns no score of a sequence"]
     assert rules("reward", "same", scores) == ["returns 2 classes"]
-    (tmp_path / "same" / "model.safetensors").unlink()
-    assert rules("reward", "same", scores | {"num_labels": 1}) == ["has no weights"]
+
+
+@pytest.mark.parametrize("role", ["teacher", "reference", "reward"])
+def test_second_model_must_have_safe_weights_in_every_role(tmp_path, role):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=f"{role} = .*: has no weights; pass a trained model"):
+        load_second_model_spec(role, str(tmp_path))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(RefusedInputError, match=f"{role} = .*: weights are read only from safetensors"):
+        load_second_model_spec(role, str(tmp_path))
 
 
 @pytest.mark.parametrize(
