@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -32,16 +32,10 @@ _COMMANDS = {
     "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
     "rehearse": ("trials:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
     "tune": ("trials:tune_command", "Measure the best layouts of a plan in short runs, and keep the fastest."),
-    "launch": (
-        "launch:launch_command",
-        "Run a plan, or your script with it, here or on a cluster.",
-    ),
+    "launch": ("launch:launch_command", "Run a plan, or your script with it, here or on a cluster."),
     "train": ("training:train_command", "Train a model on your data: plan, launch, evaluate, report."),
     "distill": ("training:distill_command", "Distill a teacher into a student: plan, train, evaluate, report."),
-    "cache-teacher": (
-        "teacher:cache_teacher_command",
-        "Store the outputs of a teacher, to distill without running it.",
-    ),
+    "cache-teacher": ("teacher:cache_teacher_command", "Store outputs of a teacher, to distill without running it."),
     "merge": ("merge:merge_command", "Merge a LoRA adapter into its base model."),
     "student": ("teacher:student_command", "Prune a teacher to a smaller student for distillation."),
     "qat": ("training:qat_command", "Train with quantized weights, and export that checkpoint."),
@@ -248,7 +242,7 @@ def run(arguments: Sequence[str]) -> int:
         raise
     except BrokenPipeError:
         # The reader of stdout is gone (`| head`).
-        _discard_stdout()
+        _discard(sys.stdout)
         return 0
     except Exception as error:
         # A library may request a file of the Hub where no caller expects it.
@@ -263,13 +257,15 @@ def run(arguments: Sequence[str]) -> int:
         try:
             sys.stdout.flush()
         except OSError:
-            _discard_stdout()
+            _discard(sys.stdout)
         return code
 
 
-def _discard_stdout() -> None:
-    # Otherwise the flush at exit fails again, and Python 3.11.2 exits with 120.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _discard(stream: TextIO) -> None:
+    """Let a stream write to the null device: otherwise its flush at exit fails, and Python 3.11.2 exits with 120."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class LastingStream(TextIOWrapper):
@@ -282,20 +278,14 @@ class LastingStream(TextIOWrapper):
         try:
             return super().write(text)
         except BrokenPipeError:
-            self._turn_to_null()
+            _discard(self)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
         except BrokenPipeError:
-            self._turn_to_null()
-
-    def _turn_to_null(self) -> None:
-        # The next flush writes the buffer there.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())
-        os.close(null)
+            _discard(self)
 
 
 def outlast_readers() -> None:

@@ -93,16 +93,6 @@ class Machine(Settings):
         return NodePlace(rank=self.node_rank, main_address=self.main_address, main_port=self.main_port)
 
 
-class TrainingRun(Output, Machine):
-    """Options of a command that launches a training run."""
-
-    output_dir: Path = Field(description="Directory for the model, its report, model card and plan")
-    resume: bool = Field(False, description="Resume from the last checkpoint in the output directory")
-    resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
-    force: bool = Field(False, description="Write into a directory that is not empty")
-    dry_run: bool = Field(False, description="Print data, plan and files; launch and write nothing")
-
-
 class CheckedFor(Settings):
     """How the checked files will be used."""
 

@@ -40,8 +40,8 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def _handled(draw: Draw | None = None) -> Iterator[None]:
-    """Handle the log messages of the run pipeline."""
+def notes_on_stderr(draw: Draw | None = None) -> Iterator[None]:
+    """Print the log messages of the run pipeline on stderr during the block, or pass its progress to `draw`."""
     handler = _Handler(draw)
     loggers = [logging.getLogger(f"shardwright.{name}") for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
@@ -54,10 +54,6 @@ def _handled(draw: Draw | None = None) -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
-
-
-notes_on_stderr = _handled
-"""Print the log messages of the run pipeline on stderr during the block."""
 
 
 def note(text: str) -> None:
@@ -129,12 +125,12 @@ def compared(figures: Figures, plan: Plan | None) -> str:
 def progress_on_stderr(begins: str, elsewhere: Draw | None = None, plan: Plan | None = None) -> Iterator[None]:
     """Show the progress that is logged during the block: a bar on a terminal, else `elsewhere`, by default lines."""
     if not sys.stderr.isatty():
-        with _handled(elsewhere or Lines(plan)):
+        with notes_on_stderr(elsewhere or Lines(plan)):
             yield
         return
     from rich.console import Console
 
     # Not `stderr=True`, which follows redirections.
     bar = Bar(begins, Console(file=sys.stderr), plan)
-    with bar.shown, _handled(bar):
+    with bar.shown, notes_on_stderr(bar):
         yield

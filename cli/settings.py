@@ -166,6 +166,9 @@ class Sources(Env):
 
     def _read_environment(self, own: str, options: Mapping[str, Argument]) -> None:
         """Append the tokens of variables; collect errors for variables that no command uses."""
+        # Imported here, as in other functions of this module: pydantic takes a fifth of the time of --help.
+        from ..ds_configs.specs.settings import unknown_error
+
         names = {f"{start}{name.upper()}": name for name in options for start in (PREFIX, own)}
         for variable, text in sorted(os.environ.items()):
             name = variable.removeprefix(own).lower()
@@ -180,10 +183,11 @@ class Sources(Env):
             elif name in options:
                 _append(options[name], text, variable)
             else:
-                self.errors.append(_unknown(name, options, variable))
+                self.errors.append(unknown_error(name, options, where=variable))
 
     def _read_file(self, options: Mapping[str, Argument]) -> None:
         """Append the tokens of the settings file; collect errors for keys that cannot be used."""
+        from ..ds_configs.specs.settings import unknown_error
         from ..ds_configs.specs.texts import read_small_file, settings_mapping
 
         file = options["config"].tokens[0].value
@@ -197,7 +201,7 @@ class Sources(Env):
             source = f"{file}:{lines[name]}"
             where = f"{name} (from {source})"
             if name not in options:
-                self.errors.append(_unknown(name, options, where))
+                self.errors.append(unknown_error(name, options, where=where))
             elif name == "config":
                 rule = "a settings file cannot name another one"
                 self.errors.append(ConfigError(where=where, value=value, rule=rule, fix="use --config"))
@@ -259,13 +263,6 @@ def _options(arguments: ArgumentCollection) -> dict[str, Argument]:
 def _options_of(command: App) -> dict[str, Argument]:
     """Return the options of a command; none for a group of commands."""
     return {} if command.default_command is None else _options(command.assemble_argument_collection())
-
-
-def _unknown(name: str, options: Iterable[str], where: str) -> ConfigError:
-    # Imported here, like the other functions of this module: pydantic takes a fifth of the time of --help.
-    from ..ds_configs.specs.settings import unknown_error
-
-    return unknown_error(name, options, where=where)
 
 
 def sources_of(app: App) -> Sources:

@@ -9,27 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..ds_configs.check.report import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
-from ..ds_configs.search.tensor_layouts import TensorLayout
 from ..ds_configs.specs.job import ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import term_title
 from ..ds_configs.step_time.utilization import utilization
-
-if TYPE_CHECKING:
-    from ..trainers.reports.report import Report
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
@@ -96,22 +91,6 @@ def print_rows(
     for row in rows:
         table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)
-
-
-def show_report(report: Report) -> None:
-    """Print the summary of a report, and the paragraphs and tables of its sections."""
-    from ..trainers.reports.report import Section
-
-    out = console()
-    for section in (Section("", tables=report.summary), *report.sections):
-        out.print()
-        if section.heading:
-            out.print(Text(section.heading, style="bold"))
-        for text in section.texts:
-            out.print(text, markup=False)
-        for table in section.tables:
-            folded = {table.headings[-1]: 40}
-            print_rows(out, table.headings, table.rows, title=table.caption, folded=folded)
 
 
 def print_figures(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -265,21 +244,6 @@ def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
     return [*rows, (Text("total", style="bold"), Text(gigabytes(sum(terms.values())), style="bold"))]
 
 
-def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
-    """Print the costs of 1D, 2D, 2.5D and 3D tensor parallelism, of which only 1D runs."""
-    title = "Tensor parallelism: one layer, one micro-batch per rank; all but 1D are analysis only"
-    rows: list[tuple[str, ...]] = []
-    for layout in layouts:
-        sizes = (layout.weight_bytes, layout.activation_bytes, layout.communication_bytes)
-        name = f"{layout.name} {' x '.join(map(str, layout.shape))}"
-        milliseconds = f"{layout.communication_seconds * 1e3:.2f}"
-        rows.append((name, str(layout.ranks), *(f"{size / 1e6:.1f}" for size in sizes), milliseconds))
-    headings = ("layout", "ranks", "weights MB", "activations MB", "received MB", "ms")
-    out = console()
-    out.print()
-    print_rows(out, headings, rows, title=title, figures=headings[1:])
-
-
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
     rows, chosen = [], TrainingJob().options().keys() - set(ROLES)
@@ -289,11 +253,3 @@ def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None
             text = "auto"
         rows.append((name, text, origins[name]))
     print_rows(console(), ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
-
-
-def show_findings(findings: Sequence[Finding]) -> None:
-    """Print findings, errors first, each with location, rule and fix."""
-    out = console()
-    for finding in sorted(findings, key=lambda item: item.kind != "error"):
-        style = "bold red" if finding.kind == "error" else "yellow"
-        out.print(Text.assemble((f"{finding.kind}: ", style), str(finding.error)))

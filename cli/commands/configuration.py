@@ -43,9 +43,15 @@ def check_command(
     if options.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
-        from ..show import console, show_findings
+        from rich.text import Text
 
-        show_findings(result.findings)
+        from ..show import console
+
+        out = console()
+
+        for finding in sorted(result.findings, key=lambda item: item.kind != "error"):
+            style = "bold red" if finding.kind == "error" else "yellow"
+            out.print(Text.assemble((f"{finding.kind}: ", style), str(finding.error)))
         warnings = len(result.findings) - result.errors
         if not {str(file) for file in files}.issuperset(result.files):
             console().print(f"Checked {', '.join(result.files)}", markup=False)

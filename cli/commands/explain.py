@@ -81,13 +81,23 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         return 0
     from rich.text import Text
 
+    from ...trainers.reports.report import Section
     from ...trainers.reports.runs import plan_report
-    from ..show import console, show_report
+    from ..show import console, print_rows
 
     out = console()
     place = f" for {plan.model.name} on {plan.hardware.name}"
     out.print(Text.assemble((display_name(chosen.layout), "bold"), place))
-    show_report(plan_report(plan))
+    report = plan_report(plan)
+    for section in (Section("", tables=report.summary), *report.sections):
+        out.print()
+        if section.heading:
+            out.print(Text(section.heading, style="bold"))
+        for text in section.texts:
+            out.print(text, markup=False)
+        for table in section.tables:
+            folded = {table.headings[-1]: 40}
+            print_rows(out, table.headings, table.rows, title=table.caption, folded=folded)
     if plan.learned_from:
         from .calibrate import show_steps
 

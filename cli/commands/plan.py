@@ -43,7 +43,6 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
         Hub id, local directory, or config.json; reads config.json and safetensors headers only.
     """
     from ...plugins.planning import plan as select_plan
-    from ..show import show_tensor_layouts
 
     if options.trust_remote_code:
         note("--trust-remote-code has no effect: planning never runs the code of a model")
@@ -78,7 +77,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
                 print(f"error: {line}", file=sys.stderr)
             return error.exit_code
         if layouts is not None:
-            show_tensor_layouts(layouts)
+            _show_tensor_layouts(layouts)
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
     tokens = settings.tokens
@@ -105,7 +104,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
     if run is not None:
         print(f"The run: {run}.")
     if layouts is not None:
-        show_tensor_layouts(layouts)
+        _show_tensor_layouts(layouts)
     return 0
 
 
@@ -118,3 +117,20 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tupl
         return None
     # Squares, cubes and multiples of squares, so that each layout occurs.
     return tuple(layout for ranks in (4, 8, 16, 64) for layout in compare_tensor_layouts(model, hardware, job, ranks))
+
+
+def _show_tensor_layouts(layouts: tuple[TensorLayout, ...]) -> None:
+    """Print the costs of 1D, 2D, 2.5D and 3D tensor parallelism, of which only 1D runs."""
+    from ..show import console, print_rows
+
+    title = "Tensor parallelism: one layer, one micro-batch per rank; all but 1D are analysis only"
+    rows: list[tuple[str, ...]] = []
+    for layout in layouts:
+        sizes = (layout.weight_bytes, layout.activation_bytes, layout.communication_bytes)
+        name = f"{layout.name} {' x '.join(map(str, layout.shape))}"
+        milliseconds = f"{layout.communication_seconds * 1e3:.2f}"
+        rows.append((name, str(layout.ranks), *(f"{size / 1e6:.1f}" for size in sizes), milliseconds))
+    headings = ("layout", "ranks", "weights MB", "activations MB", "received MB", "ms")
+    out = console()
+    out.print()
+    print_rows(out, headings, rows, title=title, figures=headings[1:])

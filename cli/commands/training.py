@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import Field
 from rich.text import Text
 
 from ...ds_configs.specs.errors import UsageError, collecting
@@ -18,7 +19,7 @@ from ...ds_configs.specs.job import AXIS_FIELDS
 from ...trainers.distillation.settings import DistillSettings
 from ...trainers.qat.settings import QATSettings
 from ...trainers.training.settings import TrainSettings
-from ..options import TrainingRun
+from ..options import Machine, Output
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
 
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from ...trainers.training.task import TrainOutcome
 
 Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
+
+
+class TrainingRun(Output, Machine):
+    """Options of a command that launches a training run."""
+
+    output_dir: Path = Field(description="Directory for the model, its report, model card and plan")
+    resume: bool = Field(False, description="Resume from the last checkpoint in the output directory")
+    resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
+    force: bool = Field(False, description="Write into a directory that is not empty")
+    dry_run: bool = Field(False, description="Print data, plan and files; launch and write nothing")
 
 
 def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, options: Options[TrainingRun]) -> int:

@@ -190,39 +190,6 @@ class RevisionFields(Settings):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
 
-class GuardFields(Settings):
-    """Options that stop a training run with invalid values or a hanging rank."""
-
-    group = "Guards"
-
-    nonfinite: NonFiniteAction = Field("stop", description="Action on a loss or gradient that is NaN or Inf")
-    nonfinite_steps: int = Field(
-        NONFINITE_STEPS, ge=1, description="Stop after this many consecutive steps with NaN or Inf"
-    )
-    allow_nonfinite: bool = Field(False, description="Load and save weights that are NaN or Inf")
-    hang_timeout: float = Field(
-        HANG_SECONDS, ge=0, description="Seconds without progress of a rank before all ranks stop; 0 disables"
-    )
-
-    @property
-    def hang_seconds(self) -> float | None:
-        """Seconds without progress of a rank before all ranks stop; `None` if disabled."""
-        return self.hang_timeout or None
-
-    def guards(self) -> dict[str, Any]:
-        """Return these options as arguments of `GuardCallback`."""
-        shared = {name: getattr(self, name) for name in ("nonfinite", "nonfinite_steps", "allow_nonfinite")}
-        return shared | {"hang_seconds": self.hang_seconds}
-
-    def engine_errors(self, engine: str) -> list[ConfigError]:
-        """Return the errors of options that an engine does not support."""
-        if self.nonfinite != "skip" or engine != "deepspeed":
-            return []
-        rule = "is not supported with DeepSpeed, which updates the weights in the backward pass"
-        fix = "use stop, or --strategy ddp or fsdp2"
-        return [ConfigError(where="nonfinite", value="skip", rule=rule, fix=fix)]
-
-
 Described = TypeVar("Described", bound=type)
 
 

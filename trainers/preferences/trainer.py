@@ -64,7 +64,11 @@ def task_trainer(
     if job.task in GROUPED_TASKS:
         assert reward is not None, "rejected before ranks start"
         settings["reward_funcs"] = [_reward_model(reward, arguments) if isinstance(reward, str) else reward]
-    return planned_parallelism(plan).make_trainer(trainer_class=class_of_task(task.trainer), args=arguments, **settings)
+    kind, rows = class_of_task(task.trainer), settings["train_dataset"]
+    trainer = planned_parallelism(plan).make_trainer(trainer_class=kind, args=arguments, **settings)
+    if job.task in GROUPED_TASKS and isinstance(reward, str) and isinstance(rows[0]["prompt"], str):
+        end_texts(trainer.reward_processing_classes[0])
+    return trainer
 
 
 def _compute_type(arguments: Any) -> Any:
@@ -98,6 +102,20 @@ def limited_reward(name: str | None, seconds: float | None) -> Any:
             return function(*arguments, **columns)
 
     return limited
+
+
+def end_texts(tokenizer: Any) -> None:
+    """Make the tokenizer of a reward model end every text with its end-of-sequence token.
+
+    TRL's RewardTrainer ends answers that are text with this token. Its GRPOTrainer and RLOOTrainer pass completions
+    without it, and a reward model would score them at a token at which it has never judged.
+    """
+
+    class EndsTexts(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: list[str], **options: Any) -> Any:
+            return super().__call__([each + (self.eos_token or "") for each in text], **options)
+
+    tokenizer.__class__ = EndsTexts
 
 
 def is_reward_function(name: str) -> bool:

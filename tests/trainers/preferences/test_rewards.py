@@ -89,6 +89,16 @@ def test_a_reward_that_never_returns_is_an_error(tmp_path: Path) -> None:
         reward(completions=["a"])
 
 
+def test_a_reward_model_scores_texts_with_the_end_that_it_was_trained_with() -> None:
+    """TRL's GRPOTrainer calls the tokenizer of a reward model like this."""
+    tokenizer: Any = byte_tokenizer(300)
+    tokenizer.pad_token = tokenizer.eos_token
+    (plain,) = tokenizer(["3+4=7"])["input_ids"]
+    preferences.end_texts(tokenizer)
+    found = tokenizer(text=["3+4=7", "1"], padding=True, padding_side="right", add_special_tokens=False)
+    assert found["input_ids"][0] == [*plain, tokenizer.eos_token_id]
+
+
 def test_numbers_of_an_evaluation_leave_out_speed_and_missing_values() -> None:
     log = [{"eval_loss": 1.0, "step": 0, "eval_reward": None, "eval_runtime": 3.0}, {"eval_loss": 0.5, "step": 4}]
     trainer: Any = SimpleNamespace(state=SimpleNamespace(log_history=log))
