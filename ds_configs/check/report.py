@@ -172,7 +172,7 @@ def as_integer(value: object) -> int | None:
 
 Schema = dict[str, Any]
 _DATA = Path(__file__).resolve().parent.parent / "data"
-_FLAG_WORDS = {"y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"}
+TRUE_WORDS, FALSE_WORDS = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
 # Sizes end up in torch and NCCL, whose integers have 64 bits.
 _INTEGER_LIMIT = 1 << 63
 _TYPE_NAMES = {
@@ -304,7 +304,7 @@ def has_type(node: Node, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "flag"
     if kind == "flag":
-        return str(value).lower() in _FLAG_WORDS
+        return str(value).lower() in TRUE_WORDS | FALSE_WORDS
     if kind in ("string", "text"):
         return isinstance(value, str) or (kind == "text" and isinstance(value, int | float | datetime.date))
     if kind == "count":

@@ -38,7 +38,6 @@ from .rank_parameters import (
     at_moments,
     fullest_by_phase,
     growing_gradients,
-    rank_parameters,
     rank_shares,
     share_parameters,
     summed,
@@ -431,7 +430,7 @@ def estimate_memory(
         stages.append(fullest)
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout)),
+        host=estimate_host_memory(layout, model, hardware, job),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 

@@ -58,18 +58,12 @@ class HostMemory:
     nvme_bytes_per_node: int
 
 
-def estimate_host_memory(
-    layout: Layout,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    parameters: RankParameters,
-) -> HostMemory:
+def estimate_host_memory(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
-    loading = loading_terms(layout, model, hardware, job, parameters)
-    offloaded = offloaded_states(layout, model, job, parameters)
+    loading = loading_terms(layout, model, hardware, job)
+    offloaded = offloaded_states(layout, model, job, rank_parameters(model, job, layout))
     training = processes | {name: ranks * count for name, count in offloaded.host.items()}
     nvme = offloaded.nvme_bytes
     for second in job.second_models:
@@ -93,16 +87,14 @@ def estimate_host_memory(
     )
 
 
-def loading_terms(
-    layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
-) -> Terms:
+def loading_terms(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Terms:
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
         # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
         # (core_model_loading.py:1623). Every rank quantizes what an engine shards in host memory
         # (plugins/bitsandbytes.py, `on_host`).
-        frozen = parameters.frozen_bytes if layout.shards_parameters else 0
+        frozen = rank_parameters(model, job, layout).frozen_bytes if layout.shards_parameters else 0
         loaded = ranks * (width * model.largest_stored_tensor + frozen)
     elif layout.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
@@ -137,7 +129,7 @@ def second_model_host_terms(
         return frozen_model_host_terms(second, layout, job, ranks)
     alone = job.without_second_models()
     parameters = rank_parameters(second.spec, alone, layout)
-    loading = loading_terms(layout, second.spec, hardware, alone, parameters)
+    loading = loading_terms(layout, second.spec, hardware, alone)
     offloaded = terms_of_role(second.role, offloaded_states(layout, second.spec, alone, parameters).host)
     return loading["checkpoint_loading"], {name: ranks * count for name, count in offloaded.items()}
 
