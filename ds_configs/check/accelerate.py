@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..specs.errors import nearest_divisors
 from .report import (
+    FALSE_WORDS,
+    TRUE_WORDS,
     Entry,
     KeyWalker,
     Report,
@@ -23,8 +25,6 @@ _VERSION_1_ONLY = {
     "forward_prefetch": "remove the key",
     "backward_prefetch": "remove the key",
 }
-_TRUE = {"true", "yes", "y", "t", "on", "1"}
-_FALSE = {"false", "no", "n", "f", "off", "0"}
 
 
 def check_fsdp(report: Report) -> None:
@@ -53,7 +53,7 @@ def check_fsdp(report: Report) -> None:
         for name, fix in _VERSION_1_ONLY.items():
             if report.has(path(name)):
                 report.error(path(name), "has no effect: only FSDP1 reads it", fix)
-        if reshard and reshard.lower() not in _TRUE | _FALSE:
+        if reshard and reshard.lower() not in TRUE_WORDS | FALSE_WORDS:
             fix = "write false" if reshard.upper() in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2") else "write true"
             rule = "must be true or false with FSDP2; Accelerate fails on a strategy name"
             report.error(path("reshard_after_forward"), rule, fix)
@@ -61,13 +61,13 @@ def check_fsdp(report: Report) -> None:
             fix = "write SHARDED_STATE_DICT or FULL_STATE_DICT"
             report.error(path("state_dict_type"), "FSDP2 does not support local state dicts", fix)
     else:
-        wanted = "FULL_SHARD" if reshard.lower() in _TRUE else reshard.upper()
-        wanted = "SHARD_GRAD_OP" if reshard.lower() in _FALSE else wanted
+        wanted = "FULL_SHARD" if reshard.lower() in TRUE_WORDS else reshard.upper()
+        wanted = "SHARD_GRAD_OP" if reshard.lower() in FALSE_WORDS else wanted
         strategy = word("sharding_strategy", "FULL_SHARD")
         if reshard and wanted != strategy.upper():
             rule = f"has no effect with fsdp_version 1: the sharding strategy {strategy} overrides it"
             report.error(path("reshard_after_forward"), rule, f"write fsdp_sharding_strategy: {wanted}")
-        efficient = word("cpu_ram_efficient_loading", "true").lower() in _TRUE
+        efficient = word("cpu_ram_efficient_loading", "true").lower() in TRUE_WORDS
         if efficient and report.value(path("sync_module_states")) is False:
             rule = "must be true with fsdp_cpu_ram_efficient_loading; otherwise accelerate launch fails"
             fix = "write true, or fsdp_cpu_ram_efficient_loading: false"
@@ -83,10 +83,10 @@ def check_fsdp(report: Report) -> None:
         rule = "0 silently disables SIZE_BASED_WRAP"
         report.error(path("min_num_params"), rule, "write the number of parameters of one layer")
     offload = path("activation_checkpointing_offload")
-    if word("activation_checkpointing_offload").lower() in _TRUE:
+    if word("activation_checkpointing_offload").lower() in TRUE_WORDS:
         if version != 2:
             report.error(offload, "requires fsdp_version 2", "write fsdp_version: 2")
-        if word("activation_checkpointing", "false").lower() not in _TRUE:
+        if word("activation_checkpointing", "false").lower() not in TRUE_WORDS:
             rule = "requires fsdp_activation_checkpointing: true"
             report.error(offload, rule, "add fsdp_activation_checkpointing: true")
 

@@ -157,14 +157,10 @@ class Report:
 
     def _add(self, kind: Literal["error", "warning"], path: str, rule: str, fix: str, value: object, line: int) -> None:
         shown = self.value(path) if value is None else value
-        where = f"{self.filename}:{line or self.line(path)} {printable_key(path)}".rstrip()
+        # A key path is shown as one line of printable characters.
+        key = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in path[:200])
+        where = f"{self.filename}:{line or self.line(path)} {key}{'...' * (len(path) > 200)}".rstrip()
         self.findings.append(Finding(kind=kind, error=ConfigError(where=where, value=shown, rule=rule, fix=fix)))
-
-
-def printable_key(text: str, longest: int = 200) -> str:
-    """Return a key path as one line of printable characters."""
-    shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:longest])
-    return shown + "..." * (len(text) > longest)
 
 
 def as_integer(value: object) -> int | None:
@@ -176,7 +172,7 @@ def as_integer(value: object) -> int | None:
 
 Schema = dict[str, Any]
 _DATA = Path(__file__).resolve().parent.parent / "data"
-_FLAG_WORDS = {"y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"}
+TRUE_WORDS, FALSE_WORDS = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
 # Sizes end up in torch and NCCL, whose integers have 64 bits.
 _INTEGER_LIMIT = 1 << 63
 _TYPE_NAMES = {
@@ -308,7 +304,7 @@ def has_type(node: Node, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "flag"
     if kind == "flag":
-        return str(value).lower() in _FLAG_WORDS
+        return str(value).lower() in TRUE_WORDS | FALSE_WORDS
     if kind in ("string", "text"):
         return isinstance(value, str) or (kind == "text" and isinstance(value, int | float | datetime.date))
     if kind == "count":

@@ -156,15 +156,14 @@ def stage_errors(
     tensor_parallel_size: int = 1,
 ) -> list[ConfigError]:
     """Return the errors of a number of stages: 1 <= p <= layers, and p * tp divides the ranks."""
+    if stages < 1:
+        return [ConfigError(where="pp", value=stages, rule="must be at least 1", fix="nearest legal value: 1")]
     errors = []
     legal = [
         count
         for count in range(1, num_layers + 1)
         if world_size is None or world_size % (count * tensor_parallel_size) == 0
     ]
-    if stages < 1:
-        errors.append(ConfigError(where="pp", value=stages, rule="must be at least 1", fix="nearest legal value: 1"))
-        return errors
     if stages > num_layers:
         rule = f"the number of stages must not exceed the number of decoder layers: the model has {num_layers}"
         errors.append(ConfigError(where="pp", value=stages, rule=rule, fix=nearest(legal, stages) or "use pp = 1"))
@@ -178,13 +177,10 @@ def stage_errors(
 
 def tensor_errors(*, model_type: str, tensor_parallel_size: int) -> list[ConfigError]:
     """Return the errors of tensor parallelism inside stages; `tensor_parallel_errors` checks heads and widths."""
-    if tensor_parallel_size == 1:
+    if tensor_parallel_size == 1 or model_type not in {*PIPELINE_MODEL_TYPES} - {*TENSOR_PARALLEL_PIPELINES}:
         return []
-    errors = []
-    if model_type in PIPELINE_MODEL_TYPES and model_type not in TENSOR_PARALLEL_PIPELINES:
-        rule = f"in a pipeline supports {', '.join(TENSOR_PARALLEL_PIPELINES)}, not {model_type}"
-        errors.append(ConfigError(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or pp = 1"))
-    return errors
+    rule = f"in a pipeline supports {', '.join(TENSOR_PARALLEL_PIPELINES)}, not {model_type}"
+    return [ConfigError(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or pp = 1")]
 
 
 def batch_errors(*, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> list[ConfigError]:

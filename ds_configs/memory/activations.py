@@ -517,24 +517,11 @@ def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
 
 
 KINDS_FILE = "kind_activations.json"
+"""Traced `versions` and `families` by model class of a release of Transformers.
 
-
-def load_kind_families(release: str) -> Mapping[str, Any]:
-    """Return the traced `versions` and `families` by model class of a release of Transformers.
-
-    A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer
-    has once; and `tables` by mode, adapter and attention.
-    """
-    return stored_facts(KINDS_FILE, release)
-
-
-def stored_family(model: ModelSpec) -> Mapping[str, Any] | None:
-    """Return the stored family of the model's class; `None` unless it was traced with the model's settings."""
-    family: Mapping[str, Any] | None = load_kind_families(model.release)["families"].get(model.architecture)
-    settings = dict(model.settings)
-    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
-        return None
-    return family
+A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
+once; and `tables` by mode, adapter and attention.
+"""
 
 
 def feature_factors(
@@ -586,15 +573,17 @@ def estimate_kinds(
 ) -> ActivationEstimate | None:
     """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
 
-    `None` if nothing is stored for the class, mode, adapter or attention.
+    `None` if nothing is stored for the class, mode, adapter or attention, or if it was traced with other settings.
     """
-    family = stored_family(model)
-    stored = {} if family is None else family["tables"].get(mode, {}).get(adapter, {})
+    family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
+    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+        return None
+    stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
     table = stored.get(attention)
-    if family is None or table is None:
+    if table is None:
         return None
     factors = feature_factors(
         model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
@@ -928,15 +917,6 @@ def _with_window_blocks(
         recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
         mlp=mlp,
     )
-
-
-def outside_without_norm(
-    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
-) -> ActivationEstimate:
-    """Return the activations of a pipeline stage without the final norm: only rotary tables and masks are outside."""
-    bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
-    rest = activations_of(bare, replace(job, loss="eager"), micro_batch_size, mode)
-    return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
 
 
 def activation_mode(layout: Layout, job: TrainingJob) -> Mode:

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from ..specs.job import TrainingJob
-from ..specs.layout import Layout, ZeroOptions
+from ..specs.layout import Engine, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from ..specs.terms import Term
 from .activations import tiled_mlp_elements
@@ -375,8 +375,14 @@ def _turns(
 
 
 @lru_cache(maxsize=64)
-def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
-    """Return the most elements that ZeRO-3 gathers in a forward pass without gradients, without persistent ones."""
+def forward_gathered_elements(engine: Engine, model: ModelSpec, zero: ZeroOptions) -> int:
+    """Return the most elements that FSDP2 or ZeRO-3 gathers in a forward pass without gradients.
+
+    FSDP2 keeps its root unit (embeddings, final norm, head) gathered, and a layer with the all-gather of the next one.
+    Those of ZeRO-3 are without persistent ones.
+    """
+    if engine == "fsdp2":
+        return model.parameters_outside_layers + 2 * model.layer_parameter_count
     embeddings, layer_kinds, tail = _modules(model, zero)
     layers = _repeated_layers(model, layer_kinds, _layers_ahead(model, zero) + 4)
     units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]

@@ -27,7 +27,7 @@ from .layers import (
     rank_step,
     weight_copies,
 )
-from .loss import kept_loss_bytes, loss_terms
+from .loss import head_bytes, loss_terms
 from .model_states import model_state_terms
 from .rank_parameters import (
     PHASES,
@@ -38,12 +38,11 @@ from .rank_parameters import (
     at_moments,
     fullest_by_phase,
     growing_gradients,
-    rank_parameters,
     rank_shares,
     share_parameters,
     summed,
 )
-from .second_models import frozen_model_terms, runs_after_forward, trained_model_terms
+from .second_models import frozen_model_terms, trained_model_terms
 
 
 def share_moment_terms(
@@ -80,12 +79,13 @@ def share_moment_terms(
     later: list[dict[Moment, Terms]] = []
     for second in job.second_models:
         terms = second_model_terms(second, layout, job, unmasked=unmasked, gpu=gpu)
-        (later if runs_after_forward(second, job) else parts).append(terms)
+        # A reference runs after the forward pass, while what that keeps exists, unless the task generates.
+        (later if second.role == "reference" and not TASKS[job.task].generates else parts).append(terms)
     losses = [loss_terms(step), *(dict.fromkeys(PHASES, terms["init"]) for terms in later)]
     combined = {moment: summed(*(part[moment] for part in (*parts, *losses))) for moment in states}
     if later:
-        kept = {"loss": kept_loss_bytes(step)}
-        during = summed(kept, *(part["forward_end"] for part in (*parts, *later)))
+        _, kept, _ = head_bytes(step.layout, model, job, element=step.element_bytes, on_gpu=gpu)
+        during = summed({"loss": kept}, *(part["forward_end"] for part in (*parts, *later)))
         combined["forward_end"] = max(combined["forward_end"], during, key=lambda terms: sum(terms.values()))
     if not gpu and model.tied_embeddings and job.method == "full" and layout.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
@@ -430,7 +430,7 @@ def estimate_memory(
         stages.append(fullest)
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(layout, model, hardware, job, rank_parameters(model, job, layout)),
+        host=estimate_host_memory(layout, model, hardware, job),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 

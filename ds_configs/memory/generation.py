@@ -13,7 +13,6 @@ from ..serving import RUNTIME_BYTES, CachedLayer, key_value_cache, workspace_byt
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
-from ..specs.second_models import SecondModel
 from ..specs.terms import Term
 from .communication import forward_gathered_elements
 from .layers import weight_copies
@@ -130,7 +129,10 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
     scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
         if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
-            scoring.append(summed(root, _second_scoring_terms(step, second)))
+            # A reward model reads all completions together (`_calculate_rewards`).
+            together = step.layout.changed(micro_batch_size=generated_sequences(step.layout, job))
+            layout = together if second.role == "reward" else step.layout
+            scoring.append(summed(root, running_terms(second, layout, job, gpu=step.on_gpu)))
     largest = max(scoring, key=lambda terms: sum(terms.values()))
     awake = {"vllm_engine": engine_bytes} if job.generation == "vllm" and job.vllm_sleep != "on" else {}
     return {"generate": generating, "score": summed(resident, awake, largest)}
@@ -164,7 +166,7 @@ def _generate_terms(step: RankStep) -> Terms:
 def _synchronized(step: RankStep) -> int:
     """Bytes of gathered parameters while they are sent to vLLM (trl 1.16.0, `_iter_named_params`)."""
     layout, model, job = step.layout, step.model, step.job
-    if layout.zero_stage != 3 and layout.engine != "fsdp2":
+    if not layout.shards_parameters:
         return 0
     all_at_once = job.method != "full" and layout.zero_stage == 3
     return job.compute_bytes * (model.parameter_count if all_at_once else model.largest_parameter)
@@ -187,11 +189,9 @@ def _scoring_terms(step: RankStep) -> Terms:
     layout, model, job = step.layout, step.model, step.job
     if not scores_completions(layout, job):
         return {}
-    width, gathered = job.compute_bytes, 0
-    if layout.engine == "fsdp2":
-        gathered = width * (model.parameters_outside_layers + 2 * model.layer_parameter_count)
-    elif layout.zero_stage == 3:
-        gathered = width * forward_gathered_elements(model, layout.zero)
+    gathered = 0
+    if layout.shards_parameters:
+        gathered = job.compute_bytes * forward_gathered_elements(layout.engine, model, layout.zero)
     layers = forward_bytes(layout, model, job), gathered
     head = head_pass(layout, model, job, is_divided=gathered > 0, gpu=step.on_gpu)
     activations, gathered = max(layers, head, key=sum)
@@ -202,11 +202,3 @@ def autocast_copies(step: RankStep) -> Terms:
     """Return the 16-bit copies of all trained matrices that autocast keeps during a forward pass."""
     copies = weight_copies(step)["forward_end"].get("autocast_weight_copies", 0)
     return {"autocast_weight_copies": copies}
-
-
-def _second_scoring_terms(step: RankStep, second: SecondModel) -> Terms:
-    """Bytes of a second model's forward pass; a reward model reads all completions together (`_calculate_rewards`)."""
-    layout, job = step.layout, step.job
-    if second.role == "reward":
-        layout = layout.changed(micro_batch_size=generated_sequences(layout, job))
-    return running_terms(second, layout, job, gpu=step.on_gpu)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -58,18 +58,12 @@ class HostMemory:
     nvme_bytes_per_node: int
 
 
-def estimate_host_memory(
-    layout: Layout,
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    parameters: RankParameters,
-) -> HostMemory:
+def estimate_host_memory(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
     processes: Terms = {"processes": ranks * PROCESS_BYTES}
-    loading = loading_terms(layout, model, hardware, job, parameters)
-    offloaded = offloaded_states(layout, model, job, parameters)
+    loading = loading_terms(layout, model, hardware, job)
+    offloaded = offloaded_states(layout, model, job, rank_parameters(model, job, layout))
     training = processes | {name: ranks * count for name, count in offloaded.host.items()}
     nvme = offloaded.nvme_bytes
     for second in job.second_models:
@@ -93,17 +87,15 @@ def estimate_host_memory(
     )
 
 
-def loading_terms(
-    layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
-) -> Terms:
+def loading_terms(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Terms:
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
         # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
         # (core_model_loading.py:1623). Every rank quantizes what an engine shards in host memory
         # (plugins/bitsandbytes.py, `on_host`).
-        shards = layout.engine == "fsdp2" or layout.zero_stage == 3
-        loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
+        frozen = rank_parameters(model, job, layout).frozen_bytes if layout.shards_parameters else 0
+        loaded = ranks * (width * model.largest_stored_tensor + frozen)
     elif layout.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
         # experts that are fused during loading, which the first rank materializes (loading.py).
@@ -137,7 +129,7 @@ def second_model_host_terms(
         return frozen_model_host_terms(second, layout, job, ranks)
     alone = job.without_second_models()
     parameters = rank_parameters(second.spec, alone, layout)
-    loading = loading_terms(layout, second.spec, hardware, alone, parameters)
+    loading = loading_terms(layout, second.spec, hardware, alone)
     offloaded = terms_of_role(second.role, offloaded_states(layout, second.spec, alone, parameters).host)
     return loading["checkpoint_loading"], {name: ranks * count for name, count in offloaded.items()}
 
@@ -207,7 +199,7 @@ def offloaded_states(layout: Layout, model: ModelSpec, job: TrainingJob, paramet
     else:
         host["nvme_optimizer_buffers"] = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
         pinned.append(host["nvme_optimizer_buffers"])
-        nvme += swapped_bytes(shard, states)
+        nvme += SWAPPED_BYTES * shard + states
     if layout.offload_param != "none":
         always["weights"] = parameters.scale_bytes
     if layout.offload_param == "cpu":
@@ -221,13 +213,8 @@ def offloaded_states(layout: Layout, model: ModelSpec, job: TrainingJob, paramet
     return OffloadedStates(at_moments(always, init=loaded_unit(model, job)), host, nvme)
 
 
-Number = TypeVar("Number", int, float)
-
-
-def swapped_bytes(elements: Number, states: Number) -> Number:
-    """Return the bytes of the optimizer on NVMe: fp32 weights and gradients of a shard, and its states."""
-    return 8 * elements + states
-
+SWAPPED_BYTES = 8
+"""Bytes of an element on NVMe beside its optimizer states: weight and gradient in fp32."""
 
 HOST_MEMORY_BYTES_PER_S = 20e9
 """Assumed bandwidth of host memory for CPU Adam of one rank: 0.4 of two DDR4-3200 channels (51 GB/s)."""
@@ -285,5 +272,5 @@ def offload_seconds(
     if layout.offload_optimizer == "nvme":
         # Everything is read and written.
         states = parameters * OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-        terms["nvme"] = 2 * swapped_bytes(parameters, states) / nvme_rate
+        terms["nvme"] = 2 * (SWAPPED_BYTES * parameters + states) / nvme_rate
     return terms

@@ -18,7 +18,6 @@ from .activations import (
     activations_of,
     has_fused_loss,
     mlp_tiles,
-    outside_without_norm,
     tiled_mlp_elements,
     with_attention,
     with_tiled_mlp,
@@ -31,7 +30,6 @@ from .rank_parameters import (
     RankStep,
     Terms,
     at_moments,
-    micro_batches_in_flight,
     share_parameters,
 )
 
@@ -128,7 +126,10 @@ def rank_step(
         mask = tokens * job.seq_len_tokens // layout.cp
         traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
     if not share.has_head:
-        traced = outside_without_norm(traced, model, job, layout.micro_batch_size, mode)
+        # Without the final norm only rotary tables and masks are outside of layers.
+        bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
+        rest = activations_of(bare, replace(job, loss="eager"), layout.micro_batch_size, mode)
+        traced = replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
     return RankStep(layout=layout, share=share, job=job, traced=traced, mode=mode, on_gpu=gpu)
 
 
@@ -215,7 +216,8 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     # tensor until its backward pass, and has one persistent receive buffer (DeepSpeed 0.19.8, runtime/pipe/engine.py).
     border = job.compute_bytes * step.tokens * model.dimensions.hidden_size
     borders = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
-    in_flight = micro_batches_in_flight(layout.pp, stage.index, layout.gradient_accumulation_steps)
+    # 1F1B keeps the activations of as many micro-batches (`TrainSchedule`, deepspeed/runtime/pipe/schedule.py).
+    in_flight = min(layout.gradient_accumulation_steps, layout.pp - stage.index)
     of_others = (in_flight - 1) * (_kept_bytes(step, layers) + traced.outside_layer_bytes + borders)
     in_passes = {"stage_borders": border + borders, "activations_in_flight": of_others}
     return {
@@ -261,7 +263,7 @@ def _tile_gradients(step: RankStep) -> int:
     matrices = [p for p in step.model.parameters if p.group == "mlp" and p.in_layer]
     is_mixture = any(p.kind == "experts" for p in matrices)
     own = in_layer if is_mixture else max(p.numel for p in matrices)
-    return (2 if step.mode == "bf16" else 4) * (in_layer + own)
+    return step.element_bytes * (in_layer + own)
 
 
 def weight_copies(step: RankStep) -> dict[Moment, Terms]:

@@ -98,7 +98,7 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
         return at_moments({})
     reads = loss_head(model, job)
     if reads != "model":
-        ahead, _, back = head_bytes(layout, model, job, element=_element_bytes(step), on_gpu=step.on_gpu)
+        ahead, _, back = head_bytes(layout, model, job, element=step.element_bytes, on_gpu=step.on_gpu)
         gradient = {"head_gradient": back.head_gradient} if back.head_gradient else {}
         return at_moments({}, forward_end={"loss": ahead}, loss_backward=gradient | {"loss": back.others})
     if job.imitated is not None:
@@ -108,12 +108,11 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
     all_logits = job.compute_bytes * tokens * model.dimensions.vocab_size
     backward = traced.loss_backward_peak_bytes // step.ranks
     if job.loss == "chunked" and job.method == "full":
-        width = 2 if step.mode == "bf16" else 4
         # The gradient of a single tile appears after its logits, that of later ones beside the sum of those before.
-        head = width * model.embedding_parameters
+        head = step.element_bytes * model.embedding_parameters
         more["head_gradient"] = 0 if tiles == 1 else head
         if tiles > 1:
-            hidden = width * tokens * model.dimensions.hidden_size
+            hidden = step.element_bytes * tokens * model.dimensions.hidden_size
             backward = max(backward, hidden + head + all_logits // tiles)
     gathered: Terms = {}
     if tiles and layout.engine == "fsdp2":
@@ -141,28 +140,6 @@ def loss_head(model: ModelSpec, job: TrainingJob) -> Head:
         return "score"
     head = TASKS[job.task].head
     return "logits" if head == "fused" and job.loss == "eager" else head
-
-
-def kept_loss_bytes(step: RankStep) -> int:
-    """Return the bytes that the loss of a task keeps from the forward to the backward pass."""
-    return head_bytes(step.layout, step.model, step.job, element=_element_bytes(step), on_gpu=step.on_gpu)[1]
-
-
-def _element_bytes(step: RankStep) -> int:
-    """Bytes of a hidden state, which autocast keeps in fp32."""
-    return 2 if step.mode == "bf16" else 4
-
-
-def scored_tokens(layout: Layout, job: TrainingJob, *, on_gpu: bool) -> int:
-    """Return the tokens of a micro-batch on a rank whose log-probabilities are computed.
-
-    With Triton the fused head reads the hidden states of completions only (trl 1.16.0, `add_fused_lm_head`), of which
-    no length is known unless the job limits them; elsewhere of every token but the first.
-    """
-    length = job.seq_len_tokens - 1
-    if on_gpu and job.completion_tokens is not None:
-        length = min(length, job.completion_tokens)
-    return max(1, layout.micro_batch_size * length // (layout.sp * layout.cp))
 
 
 def head_bytes(
@@ -216,7 +193,12 @@ def head_bytes(
         forward, kept, backward = (5, 3, in_pairs) if head == "logits" else (18, 14, 20)
         most = max(forward * logits // 2, logits + converted)
         return most, kept * logits // 2, HeadBackward(max(backward * logits // 2, norm), 0)
-    scored = scored_tokens(layout, job, on_gpu=on_gpu)
+    # With Triton the fused head reads the hidden states of completions only (trl 1.16.0, `add_fused_lm_head`), of which
+    # no length is known unless the job limits them; elsewhere of every token but the first.
+    length = job.seq_len_tokens - 1
+    if on_gpu and job.completion_tokens is not None:
+        length = min(length, job.completion_tokens)
+    scored = max(1, layout.micro_batch_size * length // (layout.sp * layout.cp))
     rows, tile_columns = min(scored, FUSED_TOKENS), min(columns, FUSED_COLUMNS)
     copied = element * scored * hidden if on_gpu or layout.micro_batch_size > 1 else 0
     buffer = width * rows * FUSED_COLUMNS

@@ -357,12 +357,11 @@ def _partition_gradients(
         return {}
     if layout.gradient_accumulation_steps > 1:
         early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
-        late = {"gradients": whole_bytes}
         return {
             "loss": gradients,
             "backward": gradients,
             **dict.fromkeys(("after_head", "last_layer_backward", "after_last_layer"), early),
-            **dict.fromkeys(("first_layer_backward", "after_first_layer", "embedding_backward"), late),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer", "embedding_backward"), gradients),
         }
     reduced = {moment: gradients for moment, phase in PHASES.items() if phase == "backward"}
     return {moment: terms for moment, terms in reduced.items() if moment != "head_backward"}

@@ -305,6 +305,11 @@ class RankStep:
         return self.share.model
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of a hidden state, which autocast keeps in fp32."""
+        return 2 if self.mode == "bf16" else 4
+
+    @property
     def ranks(self) -> int:
         """Ranks that share a sequence."""
         return self.layout.sp * self.layout.cp
@@ -344,17 +349,6 @@ def _stage_shares(model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int)
             most_in_the_middle = stage.num_layers
         shares.append(RankShare(model=stage_share(model, stage), stage=stage))
     return tuple(shares)
-
-
-def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
-    """Return the micro-batches whose activations a stage of 1F1B keeps at the same time, `min(m, p - stage)`.
-
-    Follows `TrainSchedule` (deepspeed/runtime/pipe/schedule.py); Megatron-LM, arXiv 2104.04473, section 2.2.
-
-    >>> [micro_batches_in_flight(4, stage, 3) for stage in range(4)]
-    [3, 3, 2, 1]
-    """
-    return min(micro_batches, stages - stage)
 
 
 def expert_parallel_share(model: ModelSpec, ep: int) -> ModelSpec:

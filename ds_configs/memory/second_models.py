@@ -129,9 +129,8 @@ def frozen_model_terms(
         # TRL's trainers copy the adapters, which the reference is to have, to frozen ones in fp32. DeepSpeed converts
         # them, but ZeRO-3 only what exists before (trl 1.16.0, dpo_trainer.py:689, metered).
         adapters = rank_parameters(spec, job).trainable
-        is_sharded = layout.zero_stage == 3 or layout.engine == "fsdp2"
-        converted = layout.engine == "deepspeed" and not is_sharded
-        copied = -(-adapters // layout.world_size) if is_sharded else adapters
+        converted = layout.engine == "deepspeed" and not layout.shards_parameters
+        copied = -(-adapters // layout.world_size) if layout.shards_parameters else adapters
         always = {f"{role}_weights": (width if converted else 4) * copied}
     if placement == "cached" and task.head != "model":
         # Two log-probabilities per pair.
@@ -151,7 +150,7 @@ def frozen_model_terms(
         f"{role}_hidden_states": width * tokens * spec.dimensions.hidden_size,
         f"{role}_head": width * spec.embedding_parameters if placement in ("sharded", "offloaded") else 0,
     }
-    if placement == "shared" and (layout.zero_stage == 3 or layout.engine == "fsdp2"):
+    if placement == "shared" and layout.shards_parameters:
         outputs[f"{role}_head"] = width * spec.embedding_parameters
     return at_moments(always, second_models_forward=running, last_layer_forward=outputs, forward_end=outputs)
 
@@ -182,11 +181,6 @@ def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: 
     return hidden + head, job.compute_bytes * unit if is_divided else 0
 
 
-def runs_after_forward(second: SecondModel, job: TrainingJob) -> bool:
-    """Return whether a second model runs after the trained model's forward pass, whose kept activations exist then."""
-    return second.role == "reference" and not TASKS[job.task].generates
-
-
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
     quantized = spec.linear_parameters(include_head=False)
     return round(quantized * NF4_BYTES) + (spec.parameter_count - quantized) * job.compute_bytes
@@ -195,24 +189,21 @@ def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
 def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> int:
     """Bytes of gathered parameters while the model runs.
 
-    FSDP2 keeps its root unit (embeddings, final norm, head) gathered, and a layer with the all-gather of the next one.
     A single process copies from the host module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`). The base of
     the trained model is gathered with the options of its layout.
     """
     spec, placement = second.spec, second.planned_placement
     zero = SHARDED_ZERO
     if placement == "shared":
-        zero, sharded = layout.zero, layout.zero_stage == 3 or layout.engine == "fsdp2"
-        placement = "sharded" if sharded else "quantized" if job.method == "qlora" else "replica"
+        zero = layout.zero
+        placement = "sharded" if layout.shards_parameters else "quantized" if job.method == "qlora" else "replica"
     if placement == "offloaded" and layout.world_size == 1:
         return job.compute_bytes * spec.largest_gather_unit()
     if placement == "quantized":
         return job.compute_bytes * spec.largest_layer_matrix
     if placement == "replica":
         return 0
-    if layout.engine == "fsdp2":
-        return job.compute_bytes * (spec.parameters_outside_layers + 2 * spec.layer_parameter_count)
-    return job.compute_bytes * forward_gathered_elements(spec, zero)
+    return job.compute_bytes * forward_gathered_elements(layout.engine, spec, zero)
 
 
 def forward_bytes(layout: Layout, spec: ModelSpec, job: TrainingJob) -> int:

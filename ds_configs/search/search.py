@@ -556,8 +556,7 @@ def _anything_fits(context: SearchContext) -> bool:
             layout = layouts[index]
             # What the ranks of a pipeline load depends on its stages, which only candidates have.
             if layout.pp == 1:
-                parameters = rank_parameters(model, part.job, layout)
-                loading = loading_terms(layout, model, hardware, part.job, parameters)
+                loading = loading_terms(layout, model, hardware, part.job)
                 if sum(loading.values()) > hardware.host_bytes_per_node:
                     continue
             explored = Search(layouts, [index], part, [])

@@ -118,6 +118,11 @@ class Layout:
         """Ranks over which ZeRO or FSDP2 shards model states; these include sequence-parallel ranks."""
         return self.dp_shard * self.sp * self.cp
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether ranks hold shards of the parameters, which ZeRO-3 and FSDP2 gather before they are used."""
+        return self.zero_stage == 3 or self.engine == "fsdp2"
+
     def recomputed_layers(self, layers: int) -> int:
         """Return how many of a rank's decoder layers are recomputed."""
         if not self.gradient_checkpointing:

@@ -105,7 +105,7 @@ def data_traffic(
     reduced_width = software.reduction_bytes or (4 if reduces_fp32 else width)
     group = group_of(hardware, constants, ranks=ranks, stride=stride)
     gradients = trainable * reduced_width
-    if layout.engine == "fsdp2" or layout.zero_stage == 3:
+    if layout.shards_parameters:
         shard = max(1, ranks // layout.dp_replicate) if layout.engine == "fsdp2" else ranks
         group = group_of(hardware, constants, ranks=shard, stride=stride)
         weights = trainable * (1 if zero.quantized_weights else width) + frozen_bytes

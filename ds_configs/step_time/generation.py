@@ -54,8 +54,9 @@ def generation_seconds(step: StepInputs) -> dict[str, float]:
     launches = 0.0 if on_vllm else layers * token.kernels * step.constants.launch_seconds
     each = max(reading, products) if on_vllm else max(reading, products, launches)
     group = group_of(hardware, step.constants, ranks=layout.world_size)
-    shards = layout.zero_stage == 3 or layout.engine == "fsdp2"
-    whole = gather_seconds(group, width * model.parameter_count, calls=layers) if shards else 0.0
+    whole = 0.0
+    if layout.shards_parameters:
+        whole = gather_seconds(group, width * model.parameter_count, calls=layers)
     synchronization = whole
     if job.generation == "vllm-server":
         synchronization += width * model.parameter_count / group.bytes_per_s

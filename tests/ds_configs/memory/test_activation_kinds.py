@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from planning import RELEASE
 from shardwright.ds_configs.memory.activations import (
+    KINDS_FILE,
     Adapter,
     Mode,
     activations_are_stored,
@@ -15,14 +16,14 @@ from shardwright.ds_configs.memory.activations import (
     bounded_activations,
     estimate_kinds,
     layer_counts,
-    load_kind_families,
 )
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import stored_facts
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.tools.activations.kind_families import KIND_FAMILIES
 from shardwright.tools.activations.kind_models import KindShape, config_at, drawn_shapes, run_shape
 
-STORED = sorted(load_kind_families(RELEASE)["families"])
+STORED = sorted(stored_facts(KINDS_FILE, RELEASE)["families"])
 
 
 def fresh_shape(architecture: str, adapter: Adapter = "none") -> KindShape:
@@ -91,7 +92,7 @@ def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, m
 def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str) -> None:
     depths = deep(architecture)
     spec, job = asked(architecture, depths), TrainingJob(seq_len_tokens=48)
-    family = load_kind_families(RELEASE)["families"][architecture]
+    family = stored_facts(KINDS_FILE, RELEASE)["families"][architecture]
     assert layer_counts(spec, family["kinds"]) == depths
     stored = activations_of(spec, job, 2, "bf16")
     assert not stored.is_bound

@@ -108,7 +108,7 @@ def test_offloaded_states_on_the_host(stage, ranks):
     assert offloaded(layout) == pytest.approx(18, rel=1e-3)
     if stage == 3:
         assert offloaded(replace(layout, offload_param="cpu")) == pytest.approx(20, rel=1e-3)
-    host = estimate_host_memory(layout, MODEL, hardware, job, parameters)
+    host = estimate_host_memory(layout, MODEL, hardware, job)
     assert host.peak_bytes_per_node == sum(host.terms.values())
 
 
@@ -245,7 +245,7 @@ def test_qlora_holds_one_tensor_at_a_time_unless_an_engine_shards_the_weights(na
     model, job = public_model(name), TrainingJob(method="qlora")
     cluster = parse_hardware("1xH200" if engine == "single" else "8xH200")
     parameters = rank_parameters(model, job)
-    host = estimate_host_memory(layout_of(engine, cluster.world_size), model, cluster, job, parameters)
+    host = estimate_host_memory(layout_of(engine, cluster.world_size), model, cluster, job)
     per_rank = host.terms["checkpoint_loading"] / cluster.world_size
     # The embedding, or one expert's matrix: the checkpoint does not fuse experts.
     one_tensor = 2 * model.dimensions.vocab_size * model.dimensions.hidden_size

@@ -70,9 +70,8 @@ def test_a_trained_second_model_needs_what_it_needs_alone(layout: Layout) -> Non
     kept = sum(moments["step"].values())
     assert both.gpu.phases["step"] == first.gpu.phases["step"] + kept
     assert both.host.nvme_bytes_per_node == first.host.nvme_bytes_per_node == 0
-    parameters = rank_parameters(WIDE, plain, layout)
-    host = estimate_host_memory(layout, WIDE, A100, plain, parameters)
-    loading = loading_terms(layout, WIDE, A100, plain, parameters)
+    host = estimate_host_memory(layout, WIDE, A100, plain)
+    loading = loading_terms(layout, WIDE, A100, plain)
     offloaded = sum(count for name, count in host.terms.items() if name not in loading)
     assert sum(count for name, count in both.host.terms.items() if name.startswith("value_")) == offloaded
     time, second = estimate_step_time(layout, SMALL, A100, job), estimate_step_time(layout, WIDE, A100, plain)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from planning import RELEASE
-from shardwright.ds_configs.memory.activations import load_coefficients, load_kind_families
+from shardwright.ds_configs.memory.activations import KINDS_FILE, load_coefficients
 from shardwright.ds_configs.models.families import FAST_FAMILIES
 from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_shapes
-from shardwright.ds_configs.specs.model import FIRST_RELEASE
+from shardwright.ds_configs.specs.model import FIRST_RELEASE, stored_facts
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.tools.class_on_meta import TEXT_SIZES
 from shardwright.tools.parameter_shapes import differences, drawn_sizes
@@ -73,7 +73,7 @@ def test_every_family_with_activation_coefficients_has_its_shapes() -> None:
     types = {stored["model_type"] for stored in CLASSES.values()} | set(FAST_FAMILIES)
     assert set(load_coefficients(RELEASE)["tables"]) <= types
     # Other releases may leave a class to Transformers.
-    assert set(load_kind_families(RELEASE)["families"]) <= set(load_shapes(FIRST_RELEASE)["classes"])
+    assert set(stored_facts(KINDS_FILE, RELEASE)["families"]) <= set(load_shapes(FIRST_RELEASE)["classes"])
 
 
 def test_published_config_is_counted_exactly() -> None:

@@ -94,10 +94,10 @@ class TestMemory:
     def test_zero3_gathers_within_its_window(self):
         """Of a forward pass only: the prefetched parameters, and one tensor beyond the limit."""
         live = SHARDED_ZERO.stage3_max_live_parameters
-        gathered = forward_gathered_elements(LLAMA_70B, SHARDED_ZERO)
+        gathered = forward_gathered_elements("deepspeed", LLAMA_70B, SHARDED_ZERO)
         assert 8192 * 28672 < gathered < live + 128256 * 8192
         small = llama(num_hidden_layers=2)
-        assert forward_gathered_elements(small, SHARDED_ZERO) <= small.parameter_count
+        assert forward_gathered_elements("deepspeed", small, SHARDED_ZERO) <= small.parameter_count
 
     def test_the_teacher_runs_before_the_student(self):
         terms = terms_of(ZERO2, placed("sharded"))
