@@ -67,7 +67,7 @@ def task_trainer(
     kind, rows = class_of_task(task.trainer), settings["train_dataset"]
     trainer = planned_parallelism(plan).make_trainer(trainer_class=kind, args=arguments, **settings)
     if "ref" in getattr(trainer.model, "peft_config", {}):
-        # TRL's copy of the untrained adapter, which is the model without adapters. With a second adapter in a checkpoint,
+        # TRL's copy of the untrained adapter, which is the model without adapters. With two adapters in a checkpoint,
         # Transformers resumes without the trained one.
         trainer.model.delete_adapter("ref")
     if job.task in GROUPED_TASKS and isinstance(reward, str) and isinstance(rows[0]["prompt"], str):
