@@ -199,11 +199,12 @@ def generate_as_one_process(trainer: Any, ranks_of_a_sample: int = 1) -> None:
     step_rows = [-1, 0]
 
     @contextmanager
-    def generating() -> Iterator[None]:
-        # Micro-batches of a step have numbers, so that a resumed run draws the noise of an uninterrupted one.
+    def generating(trains: bool) -> Iterator[None]:
+        # Micro-batches of a step have numbers, so that a resumed run draws the noise of an uninterrupted one. The model
+        # itself is in training mode only from the first step on.
         step = own.state.global_step
         step_rows[:] = [step, step_rows[1] + 1 if step_rows[0] == step else 0]
-        seeds = (own.args.seed, int(own.model.training), *step_rows)
+        seeds = (own.args.seed, int(trains), *step_rows)
         rank = own.accelerator.process_index // ranks_of_a_sample
         with ExitStack() as contexts:
             contexts.enter_context(patches.applied("noise-of-a-row", _with_noise_of_rows(seeds, rank)))

@@ -177,7 +177,7 @@ class ExactTrainer(_Trainer):
     """Ranks by which the number of labels is divided, for losses that do not multiply by them."""
     token_means: Callable[[Any], AbstractContextManager[Any]] | None = None
     """Context in which TRL's means over a rank's tokens are means over those of all ranks."""
-    generating: Callable[[], AbstractContextManager[Any]] = nullcontext
+    generating: Callable[[bool], AbstractContextManager[Any]] = nullcontext
     """Context in which TRL's trainers generate the completions of one process, in a micro-batch."""
     tiled_loss: Any = None
     """Loss in tiles, which returns no logits unless `keeps_logits` is true."""
@@ -357,7 +357,7 @@ class ExactTrainer(_Trainer):
 
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Run forward and backward pass of a micro-batch in the context of the layout's axis (line 1975)."""
-        with self.shared_axis.running(), self.generating():
+        with self.shared_axis.running(), self.generating(True):
             loss = super().training_step(*arguments, **keywords)
         for events in self._step_events:
             events.on_loss(loss)
@@ -580,7 +580,7 @@ class ExactTrainer(_Trainer):
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch in the context of the axis; a tiled loss returns logits only if they are needed."""
         keeps = nullcontext() if self.tiled_loss is None else self.tiled_loss.keeping_logits(not prediction_loss_only)
-        with self.shared_axis.running(), self.generating(), keeps:
+        with self.shared_axis.running(), self.generating(False), keeps:
             inputs = self.shared_axis.evaluated_inputs(self, inputs)
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         return loss, None if logits is None else self.shared_axis.whole_logits(self, logits), labels

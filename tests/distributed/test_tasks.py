@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -118,3 +119,29 @@ def test_losses_and_rewards_are_those_of_one_process(
     assert outcome.to_dict()["task"] == SETTINGS[name]["task"]
     # With another adapter in a checkpoint, the trained one is not resumed.
     assert "ref" not in files
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(task, marks=pytest.mark.full) for task in ("dpo-lora", "kto"))]
+)
+def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
+    name: str, inputs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(inputs)
+    settings = {"hardware": "1xCPU", "global_batch_size": 8, "max_steps": 3, "logging_steps": 1, "save_steps": 1}
+    settings |= {"learning_rate": 1e-3, **SETTINGS[name]}
+    whole = shardwright.train("model", tmp_path / "whole", **settings)
+    cut = copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in (2, 3):
+        rmtree(cut / "checkpoints" / f"checkpoint-{step}")
+    for file in (*cut.glob("*.safetensors"), cut / "report.json"):
+        file.unlink()
+    resumed = shardwright.train("model", cut, resume=True, **settings)
+    names = ("loss", "grad_norm", "reward", "rewards/margins", "entropy")
+    logged = [
+        {entry["step"]: [entry.get(name) for name in names] for entry in run.metrics if "loss" in entry}
+        for run in (whole, resumed)
+    ]
+    assert logged[0].keys() == logged[1].keys() == {1, 2, 3}
+    for step in (2, 3):
+        assert logged[1][step] == pytest.approx(logged[0][step], abs=1e-6)
