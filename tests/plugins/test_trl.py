@@ -32,24 +32,24 @@ def completions(model: Any, prompts: torch.Tensor, **settings: Any) -> torch.Ten
 
 def test_two_ranks_sample_the_completions_of_one_process() -> None:
     model, prompts = llama(hidden_size=16), torch.arange(1, 33).view(8, 4)
-    with generating(0)():
+    with generating(0)(True):
         expected = completions(model, prompts)
     for rank in range(2):
         torch.manual_seed(rank)
-        with generating(rank)():
+        with generating(rank)(True):
             assert torch.equal(completions(model, prompts[4 * rank : 4 * rank + 4]), expected[4 * rank : 4 * rank + 4])
 
 
 def test_other_rows_steps_seeds_and_calls_have_other_completions() -> None:
     model, prompts = llama(hidden_size=16), torch.ones(8, 4, dtype=torch.long)
     context = generating(0)
-    with context():
+    with context(True):
         first, second = completions(model, prompts), completions(model, prompts)
-    with context():
+    with context(True):
         third = completions(model, prompts)
-    with generating(0, step=4)():
+    with generating(0, step=4)(True):
         later = completions(model, prompts)
-    with generating(0, seed=1)():
+    with generating(0, seed=1)(True):
         seeded = completions(model, prompts)
     rows = torch.cat([first, second, third, later, seeded])
     assert len(torch.unique(rows, dim=0)) == len(rows)
@@ -63,7 +63,7 @@ def test_tokens_have_the_frequencies_of_their_probabilities() -> None:
     settings = {"temperature": 0.8, "top_k": 5}
     kept = logits.topk(5)
     probabilities = torch.zeros_like(logits).scatter(0, kept.indices, (kept.values / 0.8).softmax(0))
-    with generating(0)():
+    with generating(0)(True):
         tokens = completions(model, prompts, max_new_tokens=1, min_new_tokens=1, **settings)[:, 0]
     counts = torch.bincount(tokens, minlength=len(logits)).float()
     assert counts[probabilities == 0].sum() == 0
@@ -75,7 +75,7 @@ def test_tokens_have_the_frequencies_of_their_probabilities() -> None:
 def test_greedy_generation_is_not_changed() -> None:
     model, prompts = llama(hidden_size=16), torch.arange(1, 9).view(2, 4)
     expected = completions(model, prompts, do_sample=False)
-    with generating(0)():
+    with generating(0)(True):
         assert torch.equal(completions(model, prompts, do_sample=False), expected)
 
 

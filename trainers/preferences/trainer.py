@@ -71,7 +71,7 @@ def task_trainer(
         # Transformers resumes without the trained one.
         trainer.model.delete_adapter("ref")
     if job.task in GROUPED_TASKS and isinstance(reward, str) and isinstance(rows[0]["prompt"], str):
-        end_texts(trainer.reward_processing_classes[0])
+        trainer.reward_processing_classes[0] = ending_texts(trainer.reward_processing_classes[0])
     return trainer
 
 
@@ -108,18 +108,17 @@ def limited_reward(name: str | None, seconds: float | None) -> Any:
     return limited
 
 
-def end_texts(tokenizer: Any) -> None:
-    """Make the tokenizer of a reward model end every text with its end-of-sequence token.
+def ending_texts(tokenizer: Any) -> Callable[..., Any]:
+    """Return what encodes texts as the tokenizer of a reward model does, each with its end-of-sequence token.
 
     TRL's RewardTrainer ends answers that are text with this token. Its GRPOTrainer and RLOOTrainer pass completions
     without it, and a reward model would score them at a token at which it has never judged.
     """
 
-    class EndsTexts(type(tokenizer)):  # type: ignore[misc]
-        def __call__(self, text: list[str], **options: Any) -> Any:
-            return super().__call__([each + (self.eos_token or "") for each in text], **options)
+    def encode(text: list[str], **options: Any) -> Any:
+        return tokenizer([each + (tokenizer.eos_token or "") for each in text], **options)
 
-    tokenizer.__class__ = EndsTexts
+    return encode
 
 
 def is_reward_function(name: str) -> bool:

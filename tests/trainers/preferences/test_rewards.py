@@ -94,8 +94,8 @@ def test_a_reward_model_scores_texts_with_the_end_that_it_was_trained_with() -> 
     tokenizer: Any = byte_tokenizer(300)
     tokenizer.pad_token = tokenizer.eos_token
     (plain,) = tokenizer(["3+4=7"])["input_ids"]
-    preferences.end_texts(tokenizer)
-    found = tokenizer(text=["3+4=7", "1"], padding=True, padding_side="right", add_special_tokens=False)
+    encode = preferences.ending_texts(tokenizer)
+    found = encode(text=["3+4=7", "1"], padding=True, padding_side="right", add_special_tokens=False)
     assert found["input_ids"][0] == [*plain, tokenizer.eos_token_id]
 
 
