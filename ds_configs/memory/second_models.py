@@ -19,7 +19,7 @@ from ..specs.units import pinned_block_bytes
 from . import communication, layers, loss, model_states
 from .activations import activation_mode, attention_of, estimate_activations
 from .communication import forward_gathered_elements
-from .rank_parameters import NF4_BYTES, PHASES, Moment, Terms, at_moments, rank_parameters
+from .rank_parameters import NF4_BYTES, PHASES, Moment, Terms, at_moments
 
 TERMS = tuple(
     term
@@ -28,7 +28,7 @@ TERMS = tuple(
         Term(
             f"{role}_weights",
             f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
-            "in pinned blocks; a shared reference has a copy of the adapters",
+            "in pinned blocks",
             role="weights",
             offloads=True,
         ),
@@ -125,13 +125,6 @@ def frozen_model_terms(
         if placement == "quantized":
             weights = _four_bit_bytes(spec, job)
         always = {f"{role}_weights": weights + spec.buffer_bytes}
-    if placement == "shared" and task.trainer is not None:
-        # TRL's trainers copy the adapters, which the reference is to have, to frozen ones in fp32. DeepSpeed converts
-        # them, but ZeRO-3 only what exists before (trl 1.16.0, dpo_trainer.py:689, metered).
-        adapters = rank_parameters(spec, job).trainable
-        converted = layout.engine == "deepspeed" and not layout.shards_parameters
-        copied = -(-adapters // layout.world_size) if layout.shards_parameters else adapters
-        always = {f"{role}_weights": (width if converted else 4) * copied}
     if placement == "cached" and task.head != "model":
         # Two log-probabilities per pair.
         return at_moments({})
