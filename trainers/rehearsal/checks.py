@@ -215,22 +215,14 @@ CPU_OPTIMIZER_TOLERANCE = 1e-3
 Observed: 3e-4."""
 
 
-CANCELLED_LOSS = 1e-6
-"""Rounding of the loss of a policy gradient, whose terms cancel out before the policy changes."""
-
-
 def check_resumed(
     losses: Sequence[float],
     resumed: Sequence[float],
     *,
     save_step: int,
     cpu_optimizer: bool = False,
-    learns: bool = True,
 ) -> Check:
-    """Check that steps after the checkpoint have bit-identical losses in both launches, but for `cpu_optimizer`.
-
-    The loss of a policy gradient, which does not fall as it `learns`, is nearly 0.
-    """
+    """Check that steps after the checkpoint have bit-identical losses in both launches, but for `cpu_optimizer`."""
     expected = list(losses[save_step:])
     steps = f"steps {save_step + 1} to {len(losses)}"
     if expected == list(resumed):
@@ -240,8 +232,6 @@ def check_resumed(
         if cpu_optimizer and difference <= CPU_OPTIMIZER_TOLERANCE:
             detail = f"{steps} have equal losses after resuming within {difference:.0e} (DeepSpeed's CPU Adam)"
             return passed("resume", detail)
-        if not learns and difference <= CANCELLED_LOSS:
-            return passed("resume", f"{steps} have equal losses after resuming within {difference:.0e}")
     pairs = ", ".join(f"{before!r} then {after!r}" for before, after in zip(expected, resumed, strict=False))
     return failed("resume", f"{len(resumed)} of {len(expected)} steps after resuming from step {save_step}: {pairs}")
 

@@ -394,9 +394,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     resumed = rank_records(work, "resume", settings.ranks)
     on_host = rehearsed.offloads_optimizer
     resumed_losses = resumed[0]["losses"]
-    checks.append(
-        check_resumed(losses, resumed_losses, save_step=worker.save_step, cpu_optimizer=on_host, learns=learns)
-    )
+    checks.append(check_resumed(losses, resumed_losses, save_step=worker.save_step, cpu_optimizer=on_host))
     files = work / "trained_logits.safetensors", work / "export_logits.safetensors"
     error_text = resumed[0].get("export_error")
     checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.plan.job.precision))
