@@ -67,7 +67,8 @@ def qwen2_5_vl(seed: int = 0) -> Any:
 
 _TOKENS = {
     "llava": ["<image>"],
-    "qwen2_5_vl": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
+    "qwen2_5_vl": [f"<|{name}|>" for name in ("im_start", "im_end", "vision_start", "vision_end")]
+    + ["<|image_pad|>", "<|video_pad|>"],
 }
 FAMILIES = {"llava": llava, "qwen2_5_vl": qwen2_5_vl}
 

@@ -294,8 +294,9 @@ def text_classes() -> set[str]:
     """Return the names of the classes that write text, with or without images."""
     from transformers.models.auto import modeling_auto
 
-    mappings = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-    named = [names for mapping in mappings for names in mapping.values()]
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    named = [*text.values(), *images.values()]
     return {name for names in named for name in ((names,) if isinstance(names, str) else names)}
 
 
