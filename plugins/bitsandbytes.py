@@ -112,8 +112,8 @@ def quantize_with_bitsandbytes(
             llm_int8_skip_modules=list(dense),
         )
     try:
-        read = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
-        model = auto_class(read).from_pretrained(
+        kind = auto_class(AutoConfig.from_pretrained(str(directory), trust_remote_code=False))
+        model = kind.from_pretrained(
             str(directory),
             quantization_config=config,
             dtype=stored,

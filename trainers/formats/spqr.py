@@ -658,7 +658,8 @@ def load_spqr(directory: str | Path) -> Any:
     for layer, settings in layers.items():
         tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
     # AutoModel requires a directory (transformers 5.17.0); the class of the model accepts tensors in memory.
-    model, loading = auto_class(config)._model_mapping[type(config)].from_pretrained(
+    kind = auto_class(config)._model_mapping[type(config)]
+    model, loading = kind.from_pretrained(
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
     errors = loading_errors(loading, str(directory))
