@@ -70,7 +70,7 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
 
 def distill_command(
     teacher: str,
-    student: str | None = None,
+    student: str,
     *,
     settings: Options[DistillSettings] = FILLED,
     options: Options[TrainingRun],
@@ -80,15 +80,13 @@ def distill_command(
     Parameters
     ----------
     teacher
-        Hub id or directory; weights are read from safetensors. With --teacher-url: name of a served model, or omit it.
+        Hub id or directory; weights are read from safetensors.
     student
         Hub id or directory; a config.json for random weights.
     """
     from ...trainers.distillation.command import prepare_distillation
 
-    # A single model is the student, whose teacher is served.
-    models = (None, teacher) if student is None else (teacher, student)
-    return _launched(partial(prepare_distillation, settings, *models), options, show_distillation)
+    return _launched(partial(prepare_distillation, settings, teacher, student), options, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:

@@ -137,6 +137,10 @@ REMOVED: Mapping[str, str] = {
     "loss=skewed_reverse_kl": "use reverse_kl",
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
+    **dict.fromkeys(
+        ("teacher_url", "teacher_top_k", "teacher_timeout", "allow_remote_http"),
+        "run shardwright cache-teacher TEACHER first, then distill TEACHER STUDENT --teacher-cache DIRECTORY",
+    ),
     "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     **dict.fromkeys(
         ("method=autoround", "method=auto-round", "method=auto_round", "autoround", "auto_round"),
@@ -167,12 +171,17 @@ REMOVED: Mapping[str, str] = {
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""
-_ONE_PROCESS = "omit it: evaluate runs in one process; accelerate launch -m lm_eval runs tasks on several"
+_ONE_PROCESS = "omit it: evaluate runs in one process"
+_LM_EVAL = "run lm_eval --model hf --model_args pretrained=DIRECTORY --tasks TASKS, of the package lm-eval"
 _ONE_TEACHER = "omit it: cache-teacher runs in one process; distill without a cache runs the teacher on every rank"
 _LAUNCHED = "plan first, then shardwright launch PLAN --on ssh|slurm; or start each machine with --node-rank"
 _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
-    **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
-    **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{(name, "baseline_revision"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
+    **{
+        (name, "baseline_revision"): _ONE_PROCESS
+        for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")
+    },
+    **{(name, "baseline_revision"): _LM_EVAL for name in ("tasks", "limit", "few_shot", "include_path")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{
         (name, "trials"): "pass it to plan, and tune the plan"
@@ -186,9 +195,9 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     },
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
-    ("text", "few_shot"): "pass the .txt file, or a directory of them, as --dataset",
-    ("stride", "few_shot"): "omit it: windows follow one another without overlap",
-    ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
+    ("text", "baseline_revision"): "pass the .txt file, or a directory of them, as --dataset",
+    ("stride", "baseline_revision"): "omit it: windows follow one another without overlap",
+    ("engine", "baseline_revision"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",
 }

@@ -640,12 +640,10 @@ SETTINGS: dict[str, Change] = {
     "distilled_attention": _distilled(attention={"weight": 0.5}),
     "plain_distillation": _distilled(temperature=2.0, implementation="plain"),
     "reverse_distillation": _distilled(temperature=2.0, divergence="reverse_kl"),
-    "distillation_at_one": _distilled(temperature=1.0),
     "on_policy": _on_policy,
     "own_term": _own_term,
     "teacher_sharded": _set(teacher="sharded"),
     "teacher_offloaded": _set(teacher="offloaded"),
-    "teacher_served": _set(teacher="served"),
     # Optimizers
     **{name: _optimizer(name) for name in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")},
     "adafactor": _optimizer("adafactor"),
@@ -716,7 +714,6 @@ SETTINGS: dict[str, Change] = {
 ONLY_ON_RANKS = (
     "teacher_sharded",
     "teacher_offloaded",
-    "teacher_served",
     "verified",
     "tiled",
     "unforced",

@@ -117,8 +117,6 @@ CASES = [
     # Distillation
     *_cases("zero1 zero3 fsdp2 sp2-zero2 sp2-zero3", "distillation", accumulation=3),
     *_cases("ddp", "distillation", "packing", accumulation=3),
-    *_cases("fsdp2 sp2-zero2 sp2-zero3", "distillation_at_one", "teacher_served", accumulation=3),
-    *_cases("ddp", "distillation_at_one", "teacher_served", "packing", accumulation=3),
     *_cases("zero2 zero3", "distillation", "teacher_sharded"),
     *_cases("zero3", "distillation", "teacher_offloaded"),
     *_cases("ddp", "reverse_distillation", "gradient_checkpointing", "teacher_offloaded"),

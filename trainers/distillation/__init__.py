@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
     from .config import DistillationConfig, OnPolicy, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
-    from .served_teacher import ServedTeacher
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
@@ -18,7 +17,6 @@ _MODULES = {
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
     ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
-    ".served_teacher": ("ServedTeacher",),
     ".trainer": ("DistillationTrainer",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]

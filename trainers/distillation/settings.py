@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import ConfigError, collecting
+from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.job import TeacherFields, adapter_errors
 from ...ds_configs.specs.settings import Settings
 from ..losses.token_objective import Divergence
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
-from .served_teacher import SERVED_TOP_K, TIMEOUT_SECONDS, server_address
 
 if TYPE_CHECKING:
     from .config import DistillationConfig
@@ -49,19 +48,6 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
     teacher_cache: str | None = Field(
         None, description="Directory written by cache-teacher; no teacher runs during training"
     )
-    teacher_url: str | None = Field(
-        None, description="Server of the teacher (vLLM), such as http://localhost:8000; omit TEACHER or pass its name"
-    )
-    teacher_top_k: int = Field(SERVED_TOP_K, ge=1, description="Likeliest tokens to request from --teacher-url")
-    teacher_timeout: float = Field(
-        TIMEOUT_SECONDS, gt=0, description="Seconds until a --teacher-url that does not answer ends the run"
-    )
-    allow_remote_http: bool = Field(False, description="Send samples unencrypted to --teacher-url on another machine")
-
-    @property
-    def runs_teacher(self) -> bool:
-        """Whether ranks load and run the teacher."""
-        return self.teacher_cache is None and self.teacher_url is None
 
 
 class DistillJob(LaunchedJob):
@@ -69,7 +55,7 @@ class DistillJob(LaunchedJob):
 
     task: Literal["distill"] = "distill"
     settings: DistillSettings = Field(description="the user's settings")
-    teacher: str = Field(description="Hub id or directory; name of a served model")
+    teacher: str = Field(description="Hub id or directory")
     student: str = Field(description="Hub id, directory or config.json")
     vocab_size: int = Field(description="tokens that both tokenizers have")
 
@@ -99,44 +85,21 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
 
 def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     """Return the errors that are known before any file is read."""
-    errors: list[ConfigError] = []
-    stated = settings.stated()
-    placement, source = settings.teacher_placement, "--teacher-url" if settings.teacher_url else "--teacher-cache"
-    errors += launched_errors(settings) + adapter_errors(stated, settings.method)
-    if placement == "cached" and settings.runs_teacher:
-        fix = "pass --teacher-cache with a directory written by cache-teacher, or --teacher-url"
+    placement, cache = settings.teacher_placement, settings.teacher_cache
+    errors = launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
+    if placement == "cached" and cache is None:
+        fix = "pass --teacher-cache with a directory written by cache-teacher"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule="requires a cache", fix=fix))
-    if not settings.runs_teacher and placement not in ("auto", "cached"):
-        rule = f"must be auto or cached with {source}"
+    if cache is not None and placement not in ("auto", "cached"):
+        rule = "must be auto or cached with --teacher-cache"
         errors.append(ConfigError(where="teacher_placement", value=placement, rule=rule, fix="remove one of them"))
-    if settings.teacher_cache is not None and not Path(settings.teacher_cache).is_dir():
-        rule = "must be an existing directory"
-        errors.append(ConfigError(where="teacher_cache", value=settings.teacher_cache, rule=rule))
+    if cache is not None and not Path(cache).is_dir():
+        errors.append(ConfigError(where="teacher_cache", value=cache, rule="must be an existing directory"))
     if settings.method == "lora" and settings.hidden_states:
         rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
         errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
-    if placement == "cached" or not settings.runs_teacher:
+    if placement == "cached" or cache is not None:
         live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
-        if settings.teacher_url is not None:
-            # A server also answers for the completions of the student.
-            del live_terms["on_policy"]
-        rule, fix = "requires a live teacher", f"remove {source}"
+        rule, fix = "requires a live teacher", "remove --teacher-cache"
         errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
-    if settings.teacher_url is None:
-        names = ("teacher_top_k", "teacher_timeout", "allow_remote_http")
-        return errors + [ConfigError(where=name, rule="requires --teacher-url") for name in names if name in stated]
-    with collecting(errors):
-        server_address(settings.teacher_url, allow_remote_http=settings.allow_remote_http)
-    for name in ("teacher_cache", "teacher_revision"):
-        if (value := getattr(settings, name)) is not None:
-            rule = "cannot be combined with --teacher-url"
-            errors.append(ConfigError(where=name, value=value, rule=rule, fix="remove one of them"))
-    if settings.temperature != 1:
-        rule = "must be 1 with --teacher-url, whose log-probabilities have this temperature"
-        fix = "remove --temperature, or use --teacher-cache"
-        errors.append(ConfigError(where="temperature", value=settings.temperature, rule=rule, fix=fix))
-    limit = settings.hang_seconds
-    if limit is not None and settings.teacher_timeout >= limit:
-        rule = f"must be below --hang-timeout ({limit:g} s), which would end the run before"
-        errors.append(ConfigError(where="teacher_timeout", value=settings.teacher_timeout, rule=rule))
     return errors

@@ -19,7 +19,6 @@ from ..data.chat import IGNORED_LABEL
 from ..data.samples import collate
 from ..losses.fused_loss import accepted_inputs, captured_head_input
 from .config import DistillationConfig, OnPolicy
-from .served_teacher import ServedTeacher
 from .teacher_cache import TeacherCache
 
 if TYPE_CHECKING:
@@ -70,12 +69,6 @@ def check_arguments(
                 reject("teacher", "a cache has no hidden states", "use a live teacher")
             if distillation.on_policy is not None:
                 reject("on_policy", "a cache has only the tokens of the dataset", "use a live teacher")
-        if isinstance(teacher, ServedTeacher):
-            if distillation.hidden_states is not None or distillation.attention is not None:
-                reject("teacher", "a server sends no hidden states", "load the teacher")
-            if distillation.temperature != 1:
-                rule = "must be 1: the log-probabilities of a server have this temperature"
-                reject("temperature", rule, "use 1, or load the teacher", value=distillation.temperature)
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
             student_ids = {id(parameter) for parameter in student.parameters()}
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]

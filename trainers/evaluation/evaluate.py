@@ -25,7 +25,6 @@ from ...plugins.compressed_tensors import load_packed_zero_points
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.llm_compressor import without_bars
-from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ...plugins.planning import load_model_spec
 from ...plugins.safetensors import read_checkpoint
 from ...plugins.transformers.loading import check_weights, load_causal_lm, refuse_code, refuse_other_formats
@@ -208,7 +207,7 @@ def stored_sizes(model: EvalModel, directory: Path) -> StoredSizes:
 # The window of published GPTQ and AWQ tables, so that perplexities are comparable.
 DEFAULT_SEQ_LEN = 2048
 DEFAULT_WINDOWS = 64
-_PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
+_PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes")
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +247,6 @@ class ModelResult:
     """Mean cross-entropy."""
     perplexity: Estimate
     sizes: StoredSizes
-    tasks: tuple[TaskScore, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +306,6 @@ def evaluate_model(
     batch_size: int = 4,
     dtype: str = "auto",
     device: str | None = None,
-    tasks: TaskRequest | None = None,
     revision: str | None = None,
     baseline_revision: str | None = None,
 ) -> Evaluation:
@@ -327,7 +324,6 @@ def evaluate_model(
         batch_size: Windows per forward pass; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
         device: Such as `cuda:0` or `cpu`. Default: an accelerator if there is one.
-        tasks: Tasks of lm-evaluation-harness.
         revision: Branch, tag or commit of a Hub model.
         baseline_revision: Branch, tag or commit of a Hub baseline.
 
@@ -377,7 +373,6 @@ def evaluate_model(
         if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
             rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
             errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
-    errors += [] if tasks is None else task_errors(tasks)
     if errors:
         raise UsageError(errors)
 
@@ -410,13 +405,10 @@ def evaluate_model(
         directory = model_directory(model.source.name, revision=model.source.revision)
         loaded = load_eval_model(model, directory, dtype=dtype, device=device)
         log_progress(f"loading of the {model.role}", 1, 1)
-        scores: tuple[TaskScore, ...] = ()
-        if tasks is not None:
-            log_progress(f"tasks of the {model.role}", 0, 1)
-            scores = run_tasks(loaded, tokenizer, tasks, batch_size=batch_size)
-            log_progress(f"tasks of the {model.role}", 1, 1)
-        sizes = stored_sizes(model, directory)
-        return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes, "tasks": scores}
+        return loaded, {
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "sizes": stored_sizes(model, directory),
+        }
 
     answers, baseline_fields = None, dict[str, Any]()
     if len(models) > 1:

@@ -391,12 +391,6 @@ def evaluation_table(data: Data) -> Table:
         own, other = (side and side["sizes"][key] for side in (model, baseline))
         ratio = f"× {own / other:.3g}" if other and key != "parameters" else ""
         rows.append([name, shape(own), "" if other is None else shape(other), ratio])
-    others = {(score["task"], score["metric"]): score for score in (baseline or {}).get("tasks", ())}
-    for score in model["tasks"]:
-        name = f"{score['task']}, {score['metric']} ({score['documents']:,} documents)"
-        other = others.get((score["task"], score["metric"]))
-        compared = ("", "") if other is None else (_estimate(other), f"{score['value'] - other['value']:+.4f}")
-        rows.append([name, _estimate(score), *compared])
     headings = ("", "model", "baseline", "difference") if comparison is not None else ("", "model")
     caption = "± is one standard error over windows of text. " + (
         "Differences compare the same windows of both models; more than two standard errors are significant. "
