@@ -210,7 +210,7 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
-    model = model.with_trained_parts(vision_tower=job.vision_tower == "trained", projector=job.projector == "trained")
+    model = job.freeze(model)
     image_tokens(model, job)
     if TASKS[job.task].head == "score":
         model = model.with_score_head()

@@ -13,6 +13,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, create_mo
 from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
+from .images import ImagePart, image_part
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
@@ -372,6 +373,14 @@ class TrainingJob(  # type: ignore[misc]
             if role in needed and (spec := getattr(self, role)) is not None:
                 changed[role] = spec.with_score_head()
         return replace(self, **changed) if changed else self
+
+    def freeze(self, model: ModelSpec) -> ModelSpec:
+        """Return the model with its vision tower and its projector frozen or trained, as the job says."""
+        if not model.reads_images:
+            return model
+        frozen = {part for part in get_args(ImagePart) if getattr(self, part) == "frozen"}
+        parameters = (replace(p, frozen=image_part(p.name) in frozen) for p in model.parameters)
+        return replace(model, parameters=tuple(parameters))
 
     def without_second_models(self) -> TrainingJob:
         """Return the supervised job of the trained model alone."""

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from .images import image_part
 
 ModelConfig = Mapping[str, Any]
 """Content of a `config.json`."""
@@ -303,17 +302,6 @@ class ModelSpec:
     def reads_images(self) -> bool:
         """Whether it reads images beside text."""
         return self.task == "causal_lm" and any(name.startswith("vision_config.") for name, _ in self.settings)
-
-    def with_trained_parts(self, **trained: bool) -> ModelSpec:
-        """Return the model with its parts for images (`vision_tower`, `projector`) frozen or trained."""
-        if not self.reads_images:
-            return self
-
-        def is_frozen(parameter: ParameterShape) -> bool:
-            part = image_part(parameter.name)
-            return part is not None and not trained[part]
-
-        return replace(self, parameters=tuple(replace(p, frozen=is_frozen(p)) for p in self.parameters))
 
     @property
     def trained_part(self) -> ModelSpec:

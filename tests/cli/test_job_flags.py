@@ -35,6 +35,7 @@ from shardwright.trainers.training.settings import TrainSettings
 QWEN, LLAMA = str(CONFIGS / "Qwen--Qwen2.5-0.5B"), str(CONFIGS / "meta-llama--Llama-3.1-8B")
 _TEXTS = {
     "optimizer": st.sampled_from(["adamw_torch_fused", "galore_adamw", "adafactor", "muon", "auto"]),
+    "image_size": st.sampled_from(["1024x1024", "640x480"]),
     "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "momentum=0.9, ns_steps=6"]),
 }
 
