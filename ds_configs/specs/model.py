@@ -15,7 +15,6 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-
 ModelConfig = Mapping[str, Any]
 """Content of a `config.json`."""
 

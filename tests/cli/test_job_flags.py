@@ -69,7 +69,8 @@ def _used(job: TrainingJob) -> TrainingJob:
         job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
     if any(error.where in ("teacher", "reward", "value") and error.value is None for error in job_errors(job)):
         job = replace(job, task="sft")
-    job = replace(job, **{error.where: getattr(usual, error.where) for error in job_errors(job)})
+    while errors := job_errors(job):
+        job = replace(job, **{error.where: getattr(usual, error.where) for error in errors})
     unplaced = {f"{role}_placement": "auto" for role in ROLES if not job.needs(role)}
     assert not job_errors(job)
     return replace(job, **unplaced)
