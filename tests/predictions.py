@@ -33,7 +33,6 @@ from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.images import image_tokens
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
 from shardwright.ds_configs.search.candidates import SearchContext
-from shardwright.ds_configs.search.optimizer_choice import search_optimizers
 from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.search.search import Evaluated, search
 from shardwright.ds_configs.search.suggestions import cheapest_changes
@@ -231,7 +230,7 @@ def search_values(name: str) -> Values:
     cluster = parse_hardware(name, nvme=nvme or None)
     context = SearchContext(model=model_of(model), hardware=cluster, job=TrainingJob(**job))
     try:
-        outcome = (search_optimizers if context.job.optimizer == "auto" else search)(context)
+        outcome = search(context)
     except UsageError as error:
         return {"error": str(error)}
 

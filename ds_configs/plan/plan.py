@@ -17,7 +17,6 @@ from ..models.families import FAST_FAMILIES, family_attention
 from ..models.images import image_tokens
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
-from ..search.optimizer_choice import search_optimizers
 from ..search.run_estimates import doubts
 from ..search.search import Evaluated, Outcome, search
 from ..search.suggestions import Suggestion, cheapest_changes, splits_with_server
@@ -223,7 +222,7 @@ def make_plan(
     for context in splits_with_server(whole):
         cluster = context.hardware
         try:
-            outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
+            outcome = search(context)
         except UsageError as error:
             failures.append(error)
             continue
@@ -252,7 +251,7 @@ def make_plan(
         )
     if misfits and not plans:
         context, outcome = misfits[0]
-        changes = cheapest_changes(replace(whole, job=replace(job, optimizer=outcome.job.optimizer)))
+        changes = cheapest_changes(whole)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=context.hardware, job=context.job)
     if not plans:
         raise failures[0]

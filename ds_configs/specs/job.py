@@ -91,18 +91,12 @@ class TrainingFields:
     """`None`: one micro-batch per rank, or as many as fill a pipeline."""
     optimizer: Annotated[
         str,
-        _option(
-            "Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
-            hugging_face=["optim"],
-        ),
+        _option("Optimizer, by its name in the Trainer's optim, or muon", hugging_face=["optim"]),
     ] = "adamw_torch_fused"
-    """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
+    """A key of `OPTIMIZERS`."""
     optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
     weights_dtype: Annotated[WeightsType, _option("Type of trained weights under DDP and FSDP2; auto: fp32")] = "auto"
-    """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights.
-
-    `auto` is fp32, unless `optimizer` is `auto` and the planner needs bf16.
-    """
+    """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights."""
     lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=["lora_r"])] = 16
     lora_targets: Annotated[
         Names, _option("Modules to adapt, separated by commas, or all-linear", hugging_face=["lora_target_modules"])
@@ -449,7 +443,7 @@ def without_kernels(job: TrainingJob) -> TrainingJob:
 
 def job_errors(job: TrainingJob) -> list[ConfigError]:
     """Return the errors of values that depend on other values of a job; each error has the name of the option."""
-    errors = [] if job.optimizer == "auto" else optimizer_errors(job.optimizer, job.optim_args)
+    errors = optimizer_errors(job.optimizer, job.optim_args)
     if job.method != "full" and not job.lora_targets:
         rule = "must contain at least one module name"
         errors.append(ConfigError(where="lora_targets", rule=rule, fix="use all-linear"))
