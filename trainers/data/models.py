@@ -18,6 +18,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import four_bit_loading
 from ...plugins.safetensors import INDEX
 from ...plugins.transformers.loading import (
+    auto_class,
     check_config,
     check_weights,
     load_causal_lm,
@@ -103,7 +104,7 @@ def load_model(
         UsageError: 4-bit weights are requested, but there are none to load.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+    from transformers import set_seed
 
     set_seed(seed)
     path = Path(source.model)
@@ -118,7 +119,7 @@ def load_model(
     if score_head:
         config.num_labels = 1
     if random_weights:
-        kind = AutoModelForSequenceClassification if score_head else AutoModelForCausalLM
+        kind = auto_class(config, score_head=score_head)
         with torch.device("meta") if for_stages else nullcontext():
             return kind.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":

@@ -483,7 +483,9 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
     if config.get("output_router_logits"):
         return "the balance loss of the router (output_router_logits) would count padding"
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ...plugins.transformers.loading import auto_class
 
     small, _ = shrink_model_config(dict(config), layout=layout, seq_len_tokens=max(seq_len, 64), hidden_size=64)
     first, second = _PROBED_TOKENS
@@ -496,7 +498,7 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
                 # Its kernels need a GPU; they read documents from the same positions as SDPA does.
                 values = {name: value for name, value in values.items() if "attn_implementation" not in name}
             made = AutoConfig.for_model(values.pop("model_type"), **values)
-            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False).eval()
+            model = auto_class(made).from_config(made, dtype=torch.float32, trust_remote_code=False).eval()
             ids_BS = torch.randint(3, made.get_text_config().vocab_size, (1, first + second + 2))
         # Two tokens of padding, each with position 0.
         positions_BS = torch.tensor([[*range(first), *range(second), 0, 0]])

@@ -13,6 +13,7 @@ import torch
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.transformers.attention import hidden_states_of
+from ...plugins.transformers.loading import text_classes
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
@@ -93,9 +94,7 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
     The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) derives it from the class name and misses
     GPT-2, whose count then includes the first token of every sample.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return not model.config.is_encoder_decoder and type(model).__name__ in text_classes()
 
 
 class EarlyExit:

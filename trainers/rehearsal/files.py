@@ -244,15 +244,17 @@ def small_task(plan: Plan, alone: TrainingJob, model: ModelSpec, layout: Layout)
 def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:
     """Return the shrunken model: with weights in `work` if it is `saved`, else on the meta device.
 
-    `settings` are those of `AutoModelForCausalLM.from_config`.
+    `settings` are those of `from_config`.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoConfig, set_seed
+
+    from ...plugins.transformers.loading import auto_class
 
     config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
     set_seed(0)
     with torch.device("cpu" if saved else "meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+        model = auto_class(config).from_config(config, trust_remote_code=False, **settings)
     if saved:
         # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
