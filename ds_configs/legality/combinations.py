@@ -38,7 +38,6 @@ SETTINGS: Mapping[str, str] = {
     "qat_ranges": "quantization-aware training with stored input ranges",
     "learned_scales": "quantization-aware training with learned scales",
     "pruning": "magnitude pruning",
-    "l1": "an L1 penalty on weights",
     "lora": "LoRA adapters",
     "frozen": "frozen parameters",
     "distillation": "distillation of logits",
@@ -104,7 +103,7 @@ _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 _PROVEN: tuple[tuple[str, str, str], ...] = (
     (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
-    (EQUIVALENT, "pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "pruning", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (EQUIVALENT, "lora", f"{_DATA_PARALLEL} sp cp"),
     (EQUIVALENT, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
     (EQUIVALENT, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),

@@ -131,7 +131,7 @@ REMOVED: Mapping[str, str] = {
     "streaming": "write #N after the dataset, such as imdb#2000, to read only its first N rows",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
-    **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
+    **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback"),
     **dict.fromkeys(("heads", "kv_heads"), "omit it: students keep all heads; --hidden and --intermediate cut widths"),
     **dict.fromkeys(("loss=skewed_kl", "loss=total_variation"), "use jsd, which is bounded too"),
     "loss=skewed_reverse_kl": "use reverse_kl",
@@ -151,9 +151,6 @@ REMOVED: Mapping[str, str] = {
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",
     "sparse_fraction": "omit it: --method spqr keeps outliers",
     "outlier_fraction": "use outlier_threshold, of which larger values keep fewer outliers",
-    "ranges=learned": "use moving_average, which follows the training",
-    "ranges=calibrated": "omit it: ranges are observed during training",
-    "ranges=l2": "use percentile, or search ranges after training with shardwright quantize --ranges l2",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     "restarts": "repeat the command until it succeeds, with -- --resume-or-anew",
@@ -191,8 +188,9 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{
         (name, "weight_rule"): "omit it: ranges are observed during training"
-        for name in ("calibration", "calibration_samples")
+        for name in ("calibration", "calibration_samples", "freeze_step")
     },
+    ("ranges", "weight_rule"): "omit it: a moving average observes ranges; shardwright quantize --ranges searches them",
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
     ("text", "baseline_revision"): "pass the .txt file, or a directory of them, as --dataset",

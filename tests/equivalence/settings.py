@@ -382,12 +382,6 @@ def _pruned(share: float = 0.5, **options: Any) -> Change:
     return _set(callbacks=make)
 
 
-def _l1() -> Any:
-    from shardwright.trainers.sparsity import L1SparsityCallback
-
-    return L1SparsityCallback(0.05)
-
-
 def _distilled(**options: Any) -> Change:
     """Distill with the options of `DistillationConfig`; terms are made from the keywords of their classes."""
 
@@ -612,11 +606,11 @@ SETTINGS: dict[str, Change] = {
     # Methods
     "qat": _quantized("W4A16"),
     "qat_inputs": _quantized("W8A8"),
-    "qat_ranges": _quantized("W8A8_STATIC", ranges="moving_average", freeze_step=2),
+    "qat_ranges": _quantized("W8A8_STATIC"),
     "w4": _quantized("W4A16", symmetric=True),
     "w4_off_borders": _both(_quantized("W4A16", symmetric=True, group=8), _set(change_trainer=_off_borders)),
     "w2_learned": _quantized("W2A16", symmetric=True, weight_rule="learned"),
-    "w8a8_static": _quantized("W8A8_STATIC", ranges="moving_average", start_step=1),
+    "w8a8_static": _quantized("W8A8_STATIC", start_step=1),
     "w4_zero_points": _both(
         _quantized("W4A16", weight_rule="learned"),
         _arguments(bf16=True),
@@ -629,7 +623,6 @@ SETTINGS: dict[str, Change] = {
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
-    "l1": _set(callbacks=_l1),
     "lora": _set(change_model=_lora),
     "frozen": _set(change_model=_frozen(r"layers\.1|lm_head|norm\.weight$")),
     "mlp_alone": _set(change_model=_frozen("mlp")),

@@ -135,7 +135,6 @@ CASES = [
     # Zeros in weights
     *_cases("zero3 tp2-zero1 pp2-zero0", "pruning", "sgd", "resumed"),
     *_cases("ddp fsdp2", "pruning", "sgd"),
-    *_cases("fsdp2 zero3", "l1", "sgd"),
     *_cases("zero2 zero3-offload zero3", "pattern_pruning", "bf16"),
     *_cases("fsdp2", "pattern_pruning"),
     # Samples, labels and steps

@@ -21,8 +21,6 @@ from .rounding import WeightRule
 if TYPE_CHECKING:
     from ..distillation.config import DistillationConfig
 
-ObserverMethod = Literal["minmax", "moving_average", "percentile"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QATConfig:
@@ -31,10 +29,7 @@ class QATConfig:
     scheme: QuantizationScheme
     """Quantization scheme of the checkpoint, as for post-training quantization; integer weights."""
     weight_rule: WeightRule = "minmax"
-    ranges: ObserverMethod | None = None
-    """Method that observes stored activation ranges during training; `None`: `moving_average`."""
     start_step: int = 0
-    freeze_step: int | None = None
     stored_dtype: str | None = None
     """Dtype of scales and unquantized tensors, such as `bfloat16`; `None`: the training dtype."""
 
@@ -68,13 +63,9 @@ class QATConfig:
             rule = f"requires 2-bit codes without zero points, but {scheme.name} has {' and '.join(differences)}"
             fix = "use scheme W2A16" if weights.symmetric else "use scheme W2A16 without --asymmetric"
             yield ConfigError(where="weight_rule", value=self.weight_rule, rule=rule, fix=fix)
-        for name, value in (("ranges", self.ranges), ("freeze_step", self.freeze_step)):
-            if value is not None and not scheme.activations_are_static:
-                rule = f"requires stored activation ranges, which {scheme.name} lacks"
-                yield ConfigError(where=name, value=value, rule=rule, fix="use W8A8_STATIC, or omit it")
-        if activations is not None and activations.range_method in ("l2", "kl"):
+        if activations is not None and activations.range_method != "minmax":
             rule = "is searched only after training, by `quantize`"
-            yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use percentile")
+            yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use minmax")
 
 
 class QATOptions(SchemeSettings):
@@ -87,13 +78,7 @@ class QATOptions(SchemeSettings):
         description="Weight scales from the weight range (minmax), training (learned, LSQ), or mean magnitudes "
         "(ternary, binary)",
     )
-    ranges: ObserverMethod | None = Field(
-        None, description="Method that observes stored activation ranges. Default: moving_average"
-    )
     start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
-    freeze_step: int | None = Field(
-        None, ge=1, description="Optimizer step from which observed ranges are fixed. Default: never"
-    )
 
     def config(self, *, scheme: QuantizationScheme | None = None, stored_dtype: str | None = None) -> QATConfig:
         """Return the number formats, by default those of the named scheme.
@@ -104,9 +89,7 @@ class QATOptions(SchemeSettings):
         config = QATConfig(
             scheme=changed(scheme or scheme_named(self.scheme), **self.scheme_changes()),
             weight_rule=self.weight_rule,
-            ranges=self.ranges,
             start_step=self.start_step,
-            freeze_step=self.freeze_step,
             stored_dtype=stored_dtype,
         )
         if errors := list(config.errors()):
