@@ -90,14 +90,19 @@ def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], whe
     answers = [(moved(start), moved(stop)) for start, stop in chat.answers]
     labels = RenderedChat(text="", answers=answers, are_marked=chat.are_marked).labels(ids, offsets)
     spans = [each["new_span"] for each in replaced]
-    for index, (start, stop) in enumerate(offsets):
-        if any(left <= start and stop <= right for left, right in spans):
-            labels[index] = IGNORED_LABEL
     types = {name: list(values[0]) for name, values in made.items() if name.endswith("token_type_ids")}
-    last = max((index for index, (start, _) in enumerate(offsets) if any(a <= start < b for a, b in spans)), default=-1)
-    kept = [{"path": part.get("path"), "bytes": part.get("bytes")} for part in parts]
-    sizes = [image.size for image in images]
-    return {"input_ids": list(ids), "labels": labels, **types, "images": kept, "last": last, "sizes": sizes}
+    of_images = [index for index, (start, _) in enumerate(offsets) if any(a <= start < b for a, b in spans)]
+    for index in of_images:
+        labels[index] = IGNORED_LABEL
+    return {
+        "input_ids": list(ids),
+        "labels": labels,
+        **types,
+        "images": [{"path": part.get("path"), "bytes": part.get("bytes")} for part in parts],
+        "sizes": [image.size for image in images],
+        "image_tokens": len(of_images),
+        "last": max(of_images, default=-1),
+    }
 
 
 def image_inputs(processor: Any, rows: Sequence[Sequence[Part]]) -> dict[str, Any]:

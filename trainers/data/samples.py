@@ -84,9 +84,9 @@ class SampleStatistics:
     image_rows: int = 0
     """Rows with images."""
     images_per_sample: int = 0
-    """The most images of a row."""
+    """Images of the row that has the most tokens of images."""
     image_size: str | None = None
-    """Width and height of the largest image in pixels, such as `640x480`; `None` without images."""
+    """Mean width and height of its images in pixels, such as `640x480`; `None` without images."""
     template_rows: int = 0
     """Rows that the chat template rendered."""
     packed_documents: int = 0
@@ -222,8 +222,9 @@ def load_samples(
         for part in split_rows(filled, kind, seed, evaluation_fraction)
     )
     sizes = [sample.pop("sizes", ()) for sample in (*train, *evaluation)]
-    largest = max((size for row in sizes for size in row), key=lambda size: size[0] * size[1], default=None)
-    if largest is None:
+    tokens = [sample.pop("image_tokens", 0) for sample in (*train, *evaluation)]
+    largest = max(zip(tokens, sizes, strict=True), default=(0, ()))[1]
+    if not largest:
         for sample in (*train, *evaluation):
             sample.pop("images", None)
     if chats["rewritten"]:
@@ -256,8 +257,8 @@ def load_samples(
         train_labels=sum(label != IGNORED_LABEL for sample in train for label in sample["labels"]),
         template_rows=chats["rendered"],
         image_rows=sum(map(bool, sizes)),
-        images_per_sample=max(map(len, sizes), default=0),
-        image_size=None if largest is None else f"{largest[0]}x{largest[1]}",
+        images_per_sample=len(largest),
+        image_size="x".join(str(sum(side) // len(side)) for side in zip(*largest, strict=True)) or None,
     )
     return Samples(train=train, evaluation=evaluation, statistics=statistics)
 
@@ -392,7 +393,7 @@ def _made_samples(
             ids, labels = encode_completion(tokenizer, prompt, completion)
             sample = {"input_ids": ids, "labels": labels}
             if processor is not None:
-                sample |= {"images": [], "sizes": ()}
+                sample |= {"images": [], "sizes": (), "image_tokens": 0}
         else:
             tools = row.get("tools")
             if isinstance(tools, str) and tools.strip():
@@ -408,7 +409,8 @@ def _made_samples(
             turns = turns_of(turns, where=where)
             images = images_of(turns)
             if processor is None and images:
-                rule, fix = "has images, which are not read here", "use a model with images and shardwright train"
+                rule = "has images, but the model has no processor for them, or this command reads none"
+                fix = "use train or evaluate, and a vision-language model with its processor_config.json"
                 raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
             if processor is None:
                 ids, labels = encode_chat(tokenizer, turns, counts=chats, **settings)
@@ -442,7 +444,7 @@ def _made_samples(
     return samples, counts
 
 
-_OF_ROWS = ("images", "sizes")
+_OF_ROWS = ("images", "sizes", "image_tokens")
 """Columns that have no value for each token."""
 _SHOWN_ERRORS = 3
 
