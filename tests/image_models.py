@@ -44,7 +44,7 @@ def llava(seed: int = 0) -> Any:
         image_token_index=image_token("llava"),
         image_seq_length=4,
     )
-    return LlavaForConditionalGeneration(config)
+    return _away_from_zero(LlavaForConditionalGeneration(config))
 
 
 def qwen2_5_vl(seed: int = 0) -> Any:
@@ -63,7 +63,19 @@ def qwen2_5_vl(seed: int = 0) -> Any:
         vision_end_token_id=260,
         tie_word_embeddings=False,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    return _away_from_zero(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def _away_from_zero(model: Any) -> Any:
+    """Move norms and biases away from their neutral values."""
+    import torch
+
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.05)
+    return model
 
 
 _TOKENS = {

@@ -6,6 +6,7 @@ Samples keep an image as its path or its encoded bytes; a batch decodes the imag
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,11 @@ def opened(part: Part, where: str) -> Image:
     source: Any = part["path"] if part.get("path") else io.BytesIO(part["bytes"])
     fix = "convert it to PNG or JPEG, or remove the row"
     try:
-        with PIL.Image.open(source) as image:
+        with warnings.catch_warnings():
+            # The limit below is an error.
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+            image = PIL.Image.open(source)
+        with image:
             if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
                 rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
