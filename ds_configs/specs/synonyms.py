@@ -154,6 +154,7 @@ REMOVED: Mapping[str, str] = {
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     "restarts": "repeat the command until it succeeds, with -- --resume-or-anew",
+    "nonfinite": "omit it: --nonfinite-steps counts the steps with NaN or Inf after which a run stops",
     "text": "rehearse a script that reads your data with --script",
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",

@@ -327,8 +327,6 @@ def prepare_distillation(
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    if errors := settings.engine_errors(plan.chosen.layout.engine):
-        raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]
     if settings.teacher_cache is None:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))

@@ -281,7 +281,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
-    errors += planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
+    errors += planned_argument_errors(settings, plan)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"
