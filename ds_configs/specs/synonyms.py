@@ -141,6 +141,7 @@ REMOVED: Mapping[str, str] = {
         ("teacher_url", "teacher_top_k", "teacher_timeout", "allow_remote_http"),
         "run shardwright cache-teacher TEACHER first, then distill TEACHER STUDENT --teacher-cache DIRECTORY",
     ),
+    **dict.fromkeys(("on_policy", "prompt_tokens"), "run TRL's GKDTrainer in a script, with shardwright.trainer_for"),
     "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     **dict.fromkeys(
         ("method=autoround", "method=auto-round", "method=auto_round", "autoround", "auto_round"),
