@@ -6,11 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
 from math import ceil, prod
 from typing import Any, Literal
 
 from ..models.families import has_liger_loss
+from ..models.images import image_sizes
 from ..specs.errors import ConfigError, UsageError
+from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
@@ -626,6 +629,10 @@ class _Stack:
     tokens: int
     """Tokens or patches of one sequence."""
     parameters: tuple[ParameterShape, ...]
+    is_frozen: bool = False
+    """Whether nothing before or in it is trained, so that it keeps nothing for a backward pass."""
+    parts: int = 1
+    """Images among the tokens, each with scores of its own."""
 
 
 def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
@@ -656,10 +663,11 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
             heads = max(model.dimensions.num_attention_heads, _width(stack, model) // _HEAD_WIDTH)
             # Disentangled attention (DeBERTa) and cross attention have more scores.
             attentions = 3 if relative else 2 if model.task == "seq2seq" and "decoder" in stack.name else 1
-            scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 * attentions
+            scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 // stack.parts * attentions
     inputs = [micro_batch_size * stack.tokens * _width(stack, model) * element * stack.layers for stack in stacks]
-    saved = repeats * (sum(sizes) + _SCORE_BYTES * sum(scores))
-    checkpointed = repeats * sum(inputs)
+    kept = [not stack.is_frozen for stack in stacks]
+    saved = repeats * (sum(compress(sizes, kept)) + _SCORE_BYTES * sum(compress(scores, kept)))
+    checkpointed = repeats * sum(compress(inputs, kept))
     largest = max((size // stack.layers for size, stack in zip(sizes, stacks, strict=True)), default=0)
     largest_scores = max((count // stack.layers for count, stack in zip(scores, stacks, strict=True)), default=0)
     tokens = micro_batch_size * max([job.seq_len_tokens, *(stack.tokens for stack in stacks)])
@@ -714,8 +722,10 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
     for parameter in model.parameters:
         if parameter.in_layer:
             grouped[parameter.name.split(".*.")[0]].append(parameter)
-    stacks = []
+    stacks, images = [], image_sizes(model, job)
     for name, parameters in grouped.items():
+        if model.reads_images and image_part(name) and not job.images_per_sample:
+            continue
         # A depthwise convolution over tokens (Mamba) keeps no more than its output; others have unknown feature maps.
         if any(
             parameter.kind != "experts"
@@ -725,7 +735,12 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
         layers = max(parameter.count for parameter in parameters)
         tokens = _tokens(name, model, job)
-        stacks.append(_Stack(name=name, layers=layers, tokens=tokens, parameters=tuple(parameters)))
+        stack = _Stack(name=name, layers=layers, tokens=tokens, parameters=tuple(parameters))
+        if images is not None and image_part(name):
+            stack = replace(
+                stack, tokens=images.patches, parts=images.images, is_frozen=all(p.frozen for p in parameters)
+            )
+        stacks.append(stack)
     if not stacks:
         raise UsageError(_unbounded(model, "it has no repeated layers"))
     if model.task != "seq2seq":

@@ -100,9 +100,10 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
     images = image_tokens(model, job)
     if images is not None:
         size = "" if model.model_type in FIXED_SIZES else f" of {job.image_size} pixels"
+        what = f"a video of {job.frames} frames" if job.frames else "an image"
         sentences.append(
-            f"each of the {job.images_per_sample} images{size} becomes {images.features} tokens ({images.formula}) of "
-            f"{images.patches:,} patches; larger images, or more, need more memory"
+            f"{what}{size} becomes {images.features} tokens ({images.formula}) of {images.patches:,} patches, and a "
+            f"sequence has {job.images_per_sample}; more or larger ones need more memory"
         )
     elif model.reads_images:
         sentences.append(
