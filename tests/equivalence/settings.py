@@ -388,7 +388,7 @@ def _distilled(**options: Any) -> Change:
     def change(run: Run) -> None:
         from shardwright.trainers import distillation
 
-        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm", "on_policy": "OnPolicy"}
+        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm"}
         made = {
             name: getattr(distillation, kinds[name])(**value) if name in kinds else value
             for name, value in options.items()
@@ -396,14 +396,6 @@ def _distilled(**options: Any) -> Change:
         run.distillation = {"alpha": 0.5, **made}
 
     return change
-
-
-def _on_policy(run: Run) -> None:
-    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
-    _distilled(temperature=2.0, on_policy={"max_new_tokens": 6, "prompt_tokens": 3})(run)
-    run.sizes["vocab_size"] = 320
-    run.given.append(lambda model: {"processing_class": byte_tokenizer(320)})
 
 
 def _own_term(run: Run) -> None:
@@ -676,7 +668,6 @@ SETTINGS: dict[str, Change] = {
     "distilled_attention": _distilled(attention={"weight": 0.5}),
     "plain_distillation": _distilled(temperature=2.0, implementation="plain"),
     "reverse_distillation": _distilled(temperature=2.0, divergence="reverse_kl"),
-    "on_policy": _on_policy,
     "own_term": _own_term,
     "teacher_sharded": _set(teacher="sharded"),
     "teacher_offloaded": _set(teacher="offloaded"),
@@ -769,10 +760,8 @@ FIRST_STEP_ON_ZEROS = 0.2
 
 
 def reference_of(case: Case) -> Case:
-    """Return the run of one process that a case must equal; for answers that ranks generate, that of plain ranks."""
+    """Return the run of one process that a case must equal."""
     settings = tuple(name for name in case.settings if name not in ONLY_ON_RANKS)
-    if "on_policy" in settings:
-        return replace(case, layout="ddp", settings=settings)
     return replace(case, layout="single", settings=settings, model=case.family)
 
 

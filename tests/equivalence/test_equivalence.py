@@ -123,7 +123,6 @@ CASES = [
     *_cases("ddp", "distillation", "teacher_sharded"),
     *_cases("fsdp2", "plain_distillation", "teacher_sharded"),
     *_cases("fsdp2", "distillation", "teacher_offloaded"),
-    *_cases("zero3 fsdp2", "on_policy", "teacher_sharded"),
     *_cases("zero2 zero3", "distilled_features", "gradient_checkpointing"),
     *_cases("fsdp2 sp2-zero1", "distilled_features", accumulation=3),
     *_cases("ddp zero2 zero3 fsdp2", "distilled_attention"),

@@ -40,12 +40,9 @@ def with_image_parts(row: Mapping[str, Any], directory: Path | None, where: str)
     chats = {name: row[name] for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)}
     column = next((name for name in COLUMNS if row.get(name)), None)
     messages = [message for chat in chats.values() for message in chat if isinstance(message, Mapping)]
-    has_parts = any(
-        isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-        for message in messages
-        for name in _CONTENTS
-        for part in (message.get(name) if isinstance(message.get(name), list | tuple) else ())
-    )
+    contents = [message.get(name) for message in messages for name in _CONTENTS]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    has_parts = any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)
     if column is None and not has_parts:
         return row
     if not chats:

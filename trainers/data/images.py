@@ -44,8 +44,8 @@ def opened(part: Part, where: str) -> Image:
             if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
                 rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
-            if getattr(image, "n_frames", 1) > 1:
-                rule, fix = f"has {image.n_frames} frames, and videos are not supported", "save one frame as an image"
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                rule, fix = f"has {frames} frames, and videos are not supported", "save one frame as an image"
                 raise UsageError(ConfigError(where=where, value=shown, rule=rule, fix=fix))
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
     except (FileNotFoundError, IsADirectoryError):

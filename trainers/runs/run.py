@@ -351,7 +351,7 @@ class PreparedTraining(ABC, Generic[Outcome]):
             "report_to": list(settings.report_to) or "none",
             "disable_tqdm": True,
         }
-        if self.samples.statistics.image_rows:
+        if any("images" in rows[0] for rows in (self.samples.train, self.samples.evaluation)):
             # The collator reads the images.
             arguments["remove_unused_columns"] = False
         own = {"max_steps": settings.max_steps, "save_steps": settings.save_steps}

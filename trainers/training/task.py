@@ -280,7 +280,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         logger.info(difference)
     plan, statistics = written_plan, samples.statistics
     if plan is None and "images_per_sample" not in settings.model_fields_set and loaded.spec.model_type in RULES:
-        images = {"images_per_sample": statistics.images_per_sample}
+        images: dict[str, Any] = {"images_per_sample": statistics.images_per_sample}
         images |= {"image_size": statistics.image_size} if statistics.image_size else {}
         settings = settings.model_copy(update=images)
     if plan is None:
@@ -290,7 +290,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
-    errors += planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
+    errors += planned_argument_errors(settings, plan)
     if statistics.image_rows:
         errors += image_layout_errors(plan.chosen.layout)
     batch_size = settings.arg.get("per_device_eval_batch_size")
