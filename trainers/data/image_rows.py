@@ -124,5 +124,5 @@ def _image(source: Any, directory: Path | None, where: str) -> Part:
 
 def images_of(turns: Sequence[Mapping[str, Any]]) -> list[Part]:
     """Return the images of messages in their order."""
-    contents = [turn.get("content") for turn in turns]
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
     return [part for parts in contents if isinstance(parts, list) for part in parts if part.get("type") == "image"]
