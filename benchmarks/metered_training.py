@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.initialization import no_init_weights
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 STEPS = WARM_UP_STEPS + 1
 
@@ -73,10 +72,13 @@ def train_metered(
         if job.method == "qlora":
             model = _four_bit_model(model_config, dtype)
         else:
-            # Some towers initialise weights from shapes that ZeRO-3 has divided; bytes do not depend on the values.
-            shapes_only = no_init_weights() if layout.zero_stage == 3 and batch is not None else nullcontext()
-            with torch.device(arguments.device), shapes_only:
+            # Some towers initialise weights from shapes that ZeRO-3 would have divided; it then shards the built model.
+            if batch is not None:
+                unset_hf_deepspeed_config()
+            with torch.device(arguments.device):
                 model = auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=False)
+        if batch is not None and deepspeed:
+            set_hf_deepspeed_config(arguments.hf_deepspeed_config)
         freeze_parts(model, job)
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
