@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -30,8 +30,6 @@ from .synonyms import REMOVED, suggested
 from .texts import NAMES_COMMA, yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
-NonFiniteAction = Literal["stop", "skip"]
-"""Action on a loss or gradient that is not finite."""
 NONFINITE_STEPS, HANG_SECONDS = 3, 1800.0
 _NULL = "null"
 

@@ -141,6 +141,7 @@ REMOVED: Mapping[str, str] = {
         ("teacher_url", "teacher_top_k", "teacher_timeout", "allow_remote_http"),
         "run shardwright cache-teacher TEACHER first, then distill TEACHER STUDENT --teacher-cache DIRECTORY",
     ),
+    **dict.fromkeys(("on_policy", "prompt_tokens"), "run TRL's GKDTrainer in a script, with shardwright.trainer_for"),
     "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     **dict.fromkeys(
         ("method=autoround", "method=auto-round", "method=auto_round", "autoround", "auto_round"),
@@ -154,6 +155,7 @@ REMOVED: Mapping[str, str] = {
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     "restarts": "repeat the command until it succeeds, with -- --resume-or-anew",
+    "nonfinite": "omit it: --nonfinite-steps counts the steps with NaN or Inf after which a run stops",
     "text": "rehearse a script that reads your data with --script",
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",

@@ -38,13 +38,6 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
     hidden_states: float = Field(0.0, ge=0, description="Weight of the hidden-state loss; 0: off")
     attention: float = Field(0.0, ge=0, description="Weight of the attention-relation loss; 0: off")
-    on_policy: float = Field(0.0, description="Share of micro-batches with completions that the student generates")
-    max_new_tokens: int = Field(128, ge=1, description="Maximum tokens of a generated completion")
-    prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt length with --on-policy. Default: up to the first label; plain text: half",
-    )
     teacher_cache: str | None = Field(
         None, description="Directory written by cache-teacher; no teacher runs during training"
     )
@@ -66,11 +59,9 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
     Raises:
         UsageError: values out of range, all together.
     """
-    from .config import DistillationConfig, OnPolicy
+    from .config import DistillationConfig
     from .feature_matching import AttentionTerm, HiddenStateTerm
 
-    fraction, max_new_tokens = settings.on_policy, settings.max_new_tokens
-    on_policy = OnPolicy(fraction=fraction, max_new_tokens=max_new_tokens, prompt_tokens=settings.prompt_tokens)
     return DistillationConfig(
         alpha=settings.alpha,
         temperature=settings.temperature,
@@ -79,7 +70,6 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
         vocab_size=vocab_size,
         hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
         attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
-        on_policy=on_policy if settings.on_policy else None,
     )
 
 
@@ -99,7 +89,7 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
         rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
         errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
     if placement == "cached" or cache is not None:
-        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
+        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention")}
         rule, fix = "requires a live teacher", "remove --teacher-cache"
         errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
     return errors

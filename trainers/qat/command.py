@@ -429,7 +429,6 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     with collecting(errors):
         packed = packed_if_possible(packed, settings, plan, models)
     errors += step_errors(attachment, optimizer_steps(settings, layout, len(packed.train)))
-    errors += settings.engine_errors(layout.engine)
     if errors:
         raise UsageError(errors)
     return PreparedQAT(

@@ -363,7 +363,6 @@ def test_bad_templates_and_rows_end_before_anything_is_written(
     [
         ("train", ("--pipeline-parallel-size", 2), "pipeline parallelism does not support document masks"),
         ("train", ("--arg", "use_cache=true"), "with a cache"),
-        ("distill", ("--on-policy", 0.5), "the student completes the prompt of one conversation per row"),
         ("distill", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
         ("qat", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
     ],
