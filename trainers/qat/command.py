@@ -60,7 +60,6 @@ from .settings import (
     QATSettings,
     is_own_teacher,
     qat_settings_errors,
-    teacher_distance_config,
     teacher_of,
 )
 
@@ -200,7 +199,7 @@ class QATTask(QATJob, TrainingTask):
                 "trainer_class": DistillationTrainer,
                 "teacher": loaded_second_model("teacher", self.teacher, self.teacher_revision, self, context),
                 "teacher_placement": self.placements["teacher"],
-                "distillation": teacher_distance_config(self.settings, self.vocab_size),
+                "distillation": self.settings.distillation(self.vocab_size),
             }
         trainer = planned_parallelism(context.plan).make_trainer(model=model, **common)
 
@@ -374,7 +373,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         config = settings.config()
     if settings.teacher is not None and settings.loss not in get_args(LabelLoss):
         with collecting(errors):
-            teacher_distance_config(settings, None)
+            settings.distillation(None)
     with collecting(errors):
         hardware = chosen_hardware(settings)
         errors += [] if request.dry_run else launch_errors(hardware, request.place)

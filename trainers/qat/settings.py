@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -17,9 +17,6 @@ from ..distillation.settings import ObjectiveSettings
 from ..losses.token_objective import Divergence
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
 from .rounding import WeightRule
-
-if TYPE_CHECKING:
-    from ..distillation.config import DistillationConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,23 +134,6 @@ class QATJob(LaunchedJob):
         """Branch, tag or commit of the teacher; for `self` that of the model."""
         named = teacher_of(self.settings, self.model)
         return None if named is None else named[1]
-
-
-def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
-    """Return the settings of the distillation loss.
-
-    Raises:
-        UsageError: values out of range, all together.
-    """
-    from ..distillation.config import DistillationConfig
-
-    return DistillationConfig(
-        alpha=settings.alpha,
-        temperature=settings.temperature,
-        divergence=settings.loss,  # type: ignore[arg-type]
-        mixture=settings.mixture,
-        vocab_size=vocab_size,
-    )
 
 
 def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
