@@ -27,7 +27,6 @@ class ObjectiveSettings(Settings, TeacherFields):
     mixture: float = Field(0.5, description="Teacher's weight in JSD")
     alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
     temperature: float = Field(1.0, description="Softens both distributions")
-    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
     def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
         """Return the terms of the loss.
@@ -47,6 +46,7 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
     group = "Distillation"
 
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
     hidden_states: float = Field(0.0, ge=0, description="Weight of the hidden-state loss; 0: off")
     attention: float = Field(0.0, ge=0, description="Weight of the attention-relation loss; 0: off")
     teacher_cache: str | None = Field(
