@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def llava(seed: int = 0) -> Any:
         image_token_index=image_token("llava"),
         image_seq_length=4,
     )
-    return LlavaForConditionalGeneration(config)
+    return _away_from_zero(LlavaForConditionalGeneration(config))
 
 
 def qwen2_5_vl(seed: int = 0) -> Any:
@@ -62,7 +63,19 @@ def qwen2_5_vl(seed: int = 0) -> Any:
         vision_end_token_id=260,
         tie_word_embeddings=False,
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
+    return _away_from_zero(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def _away_from_zero(model: Any) -> Any:
+    """Move norms and biases away from their neutral values."""
+    import torch
+
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.05)
+    return model
 
 
 _TOKENS = {
@@ -105,3 +118,21 @@ def save_image_model(directory: Path, seed: int = 0) -> Path:
     llava(seed).save_pretrained(directory)
     processor("llava").save_pretrained(directory)
     return directory
+
+
+def chat_sample(made: Any, colours: list[str], *, answer: str) -> dict[str, Any]:
+    """Return the sample of a chat about plain images of these colours, each of another size."""
+    from PIL import Image
+    from shardwright.trainers.data.chat import rendered_chat
+    from shardwright.trainers.data.images import encode_images
+
+    parts: list[dict[str, Any]] = []
+    for index, name in enumerate(colours):
+        with io.BytesIO() as file:
+            Image.new("RGB", (16 + 8 * index, 24), COLOURS[name]).save(file, "PNG")
+            parts.append({"type": "image", "bytes": file.getvalue(), "path": None})
+    question = {"role": "user", "content": [*parts, {"type": "text", "text": "Colour?"}]}
+    made.tokenizer.chat_template = made.chat_template
+    chat = rendered_chat(made.tokenizer, [question, {"role": "assistant", "content": answer}])
+    sample = encode_images(made, chat, parts, "row")
+    return {name: value for name, value in sample.items() if name not in ("sizes", "image_tokens", "last")}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 ImagePart = Literal["vision_tower", "projector"]
+IMAGE_PARTS: tuple[ImagePart, ...] = get_args(ImagePart)
 _PROJECTORS = frozenset({"multi_modal_projector", "connector", "image_newline", "merger", "deepstack_merger_list"})
 _TOWERS = frozenset({"vision_tower", "vision_model", "visual"})
 
@@ -20,6 +22,18 @@ def image_part(name: str) -> ImagePart | None:
     if parts & _PROJECTORS:
         return "projector"
     return "vision_tower" if parts & _TOWERS else None
+
+
+def names_of_parts(parts: Collection[ImagePart]) -> str:
+    """Return the regular expression of the modules of some parts, for `fullmatch`.
+
+    >>> import re
+    >>> bool(re.fullmatch(names_of_parts({"vision_tower"}), "model.visual.merger.mlp.0"))
+    False
+    """
+    tower, projector = (rf"(.*\.)?({'|'.join(sorted(names))})(\..*)?" for names in (_TOWERS, _PROJECTORS))
+    patterns = {"vision_tower": rf"(?!{projector}$){tower}", "projector": projector}
+    return "|".join(f"({patterns[part]})" for part in sorted(parts))
 
 
 @dataclass(frozen=True, kw_only=True)

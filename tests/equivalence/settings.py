@@ -542,6 +542,49 @@ def _heads(kind: str) -> Change:
     return change
 
 
+def _images(family: str, *trained: str) -> Change:
+    """Train a model of images on rows with none, one, and several of different sizes.
+
+    In every second micro-batch the rows of one of two ranks have images, and those of the other rank have none.
+    """
+
+    def rows() -> list[dict[str, Any]]:
+        from image_models import COLOURS, chat_sample, processor
+
+        made, draw = processor(family), torch.Generator().manual_seed(4)
+        found = []
+        for index in range(36):
+            pair = torch.randint(0, len(COLOURS), (2,), generator=draw).tolist()
+            count = index % 3 if index // 4 % 2 else (index // 2 % 2) * (1 + index % 2)
+            found.append(chat_sample(made, [list(COLOURS)[each] for each in pair[:count]], answer=f"{index}"))
+        return found
+
+    def model(made: Any) -> Any:
+        from image_models import FAMILIES
+        from shardwright.ds_configs.specs.images import IMAGE_PARTS
+        from shardwright.trainers.runs.ranks import freeze
+
+        found = FAMILIES[family]()
+        freeze(found, {part for part in IMAGE_PARTS if part not in trained})
+        return found
+
+    def change(run: Run) -> None:
+        from functools import partial
+
+        from image_models import processor
+        from shardwright.trainers.data.samples import collate
+
+        run.data, run.measures = rows(), False
+        run.held_out = run.data[-EVALUATED:]
+        run.collator = partial(collate, pad_token_id=256, processor=processor(family))
+        run.change_model.append(model)
+        run.arguments |= {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
+        if family == "qwen2_5_vl" and "fsdp_config" in run.arguments:
+            run.arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["Qwen2_5_VLDecoderLayer"]
+
+    return change
+
+
 def _streams_that_differ(rows_of_rank: Callable[[Any, int], Any]) -> Change:
     def change(run: Run) -> None:
         import os
@@ -682,6 +725,10 @@ SETTINGS: dict[str, Change] = {
     "without_labels": _without_labels,
     "logged_seldom": _arguments(logging_steps=2),
     **{kind: _heads(kind) for kind in ("classes", "numbers", "several", "tags")},
+    "images": _images("llava", "vision_tower", "projector"),
+    "images_frozen": _images("llava"),
+    "images_of_qwen": _images("qwen2_5_vl", "vision_tower", "projector"),
+    "images_of_qwen_projected": _images("qwen2_5_vl", "projector"),
     "evaluations": _set(evaluations=True),
     "a_part_for_each_rank": _streams_that_differ(lambda rows, rank: rows[rank::2]),
     "fewer_on_one_rank": _streams_that_differ(lambda rows, rank: rows[:1] * (len(rows) - MICRO_STEP_SAMPLES * rank)),

@@ -36,7 +36,14 @@ from ...plugins.transformers.loading import (
     text_classes,
 )
 from ..counting.counts import Estimate, exponential, token_mean
-from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
+from ..data.models import (
+    StartingModel,
+    agreed_vocab_size,
+    has_tokenizer,
+    load_processor,
+    load_tokenizer,
+    positions_of,
+)
 from ..data.samples import collate
 from ..data.sources import PYTHON_HELP, one_line
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
@@ -396,14 +403,20 @@ def evaluate_model(
             raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
     if owner is not models[0]:
         logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+    processor = None
     if isinstance(request, TextWindows):
         windows = request
     else:
         limits = [model.longest for model in models if model.longest is not None]
-        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+        start_of_owner = StartingModel(model=owner.source.name, revision=owner.source.revision)
+        processor = load_processor(start_of_owner, owner.config, tokenizer) if owner.has_tokenizer else None
+        windows = text_windows(
+            request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]), processor=processor
+        )
     device = device or default_device()
     batches = [
-        collate(windows.windows[first : first + batch_size]) for first in range(0, len(windows.windows), batch_size)
+        collate(windows.windows[first : first + batch_size], processor=processor)
+        for first in range(0, len(windows.windows), batch_size)
     ]
 
     def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:

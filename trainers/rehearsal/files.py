@@ -163,9 +163,21 @@ def scale_plan(
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
     loss = "eager" if plan.job.second_models else plan.job.loss
     alone = without_kernels(plan.job).without_second_models()
-    alone = replace(alone, seq_len_tokens=seq_len, precision=precision, loss=loss)
+    # The samples of a rehearsal are text, which a shrunken sequence holds without the tokens of images.
+    images = {
+        name: getattr(TrainingJob(), name) for name in ("images_per_sample", "image_size", "max_pixels", "frames")
+    }
+    alone = replace(alone, seq_len_tokens=seq_len, precision=precision, loss=loss, **images)
     job = small_task(plan, alone, model, layout)
-    for name in ("task", "seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
+    for name in (
+        "task",
+        "seq_len_tokens",
+        "images_per_sample",
+        "precision",
+        "loss",
+        "torch_compile",
+        "use_liger_kernel",
+    ):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
