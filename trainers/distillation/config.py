@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -27,22 +27,12 @@ class SelfTeacher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationConfig:
+class DistillationConfig(TokenObjective):
     """``(1 - α) · CE + α · τ² · D + w_h · hidden states + w_a · attention``, each the mean over all labelled tokens."""
 
-    alpha: float = 0.5
-    """α, 0 to 1."""
-    temperature: float = 1.0
-    """τ, above 0."""
-    divergence: Divergence = "forward_kl"
-    """D between the softened distributions of teacher and student."""
-    mixture: float = 0.5
-    """JSD: weight of the teacher in the mixture."""
     implementation: Implementation = "auto"
     """`fused` never holds the logits of all tokens, `plain` does; both give the same numbers. `auto`: fused if the
     model has an output head and no caller needs its logits."""
-    vocab_size: int | None = None
-    """Tokens of the tokenizer; `None`: columns of the narrower head."""
     hidden_states: HiddenStateTerm | None = None
     attention: AttentionTerm | None = None
     self_teacher: SelfTeacher | None = None
@@ -79,13 +69,7 @@ class DistillationConfig:
     @property
     def objective(self) -> TokenObjective:
         """The token loss."""
-        return TokenObjective(
-            alpha=self.alpha,
-            temperature=self.temperature,
-            divergence=self.divergence,
-            mixture=self.mixture,
-            vocab_size=self.vocab_size,
-        )
+        return TokenObjective(**{field.name: getattr(self, field.name) for field in fields(TokenObjective)})
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
