@@ -15,7 +15,6 @@ from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.images import image_part
 from ..specs.job import GROUPED_TASKS, LossImplementation, Switch, TrainingJob, job_errors
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
@@ -121,11 +120,7 @@ def fewest_layers(candidate: Candidate) -> Candidate | None:
     """
     everything, fitting = candidate.with_recomputed(None), None
     model = candidate.context.model
-    # Layers of a trained vision tower are recomputed all or none.
-    has_trained_tower = model.reads_images and any(
-        p.in_layer and not p.frozen and image_part(p.name) for p in model.parameters
-    )
-    if not everything.memory.fits or has_trained_tower:
+    if not everything.memory.fits:
         return None
     low, high = 0, -(-model.dimensions.num_layers // candidate.layout.pp)
     most, least = (each.memory.gpu.high_bytes for each in (candidate, everything))

@@ -223,6 +223,9 @@ class ImageFields:
     ] = None
     frames: Annotated[int, Count(100_000, lowest=0), _option("Frames of a video; 0: images")] = 0
     vision_tower: Annotated[PartTraining, _option("Vision tower: frozen or trained")] = "frozen"
+    vision_checkpointing: Annotated[
+        Literal["auto", "off"], _option("Recompute a trained vision tower: auto if the layers of the text are, or off")
+    ] = "auto"
     projector: Annotated[PartTraining, _option("Projector from the tower to the text model: frozen or trained")] = (
         "frozen"
     )

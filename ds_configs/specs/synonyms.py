@@ -193,6 +193,7 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
         for name in ("calibration", "calibration_samples", "freeze_step")
     },
     ("ranges", "weight_rule"): "omit it: a moving average observes ranges; shardwright quantize --ranges searches them",
+    ("teacher_revision", "weight_rule"): "use --revision: the teacher is the model itself",
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
     ("text", "baseline_revision"): "pass the .txt file, or a directory of them, as --dataset",

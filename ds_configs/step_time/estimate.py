@@ -158,8 +158,8 @@ def stage_seconds(
     }
     tower, tower_back = tower_passes(step) if step.model.reads_images and stage.has_embedding else (Pass(), Pass())
     if tower.device:
-        # Trained layers are recomputed with those of the text.
-        terms["vision_tower"] = tower.device * (2 if recomputed and tower_back.device else 1) + tower_back.device
+        again = layout.gradient_checkpointing and job.vision_checkpointing == "auto" and tower_back.attention > 0
+        terms["vision_tower"] = tower.device * (2 if again else 1) + tower_back.device
     # Host time to launch the layers' kernels and run their hooks.
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
     kernels += tower.kernels + tower_back.kernels

@@ -47,7 +47,7 @@ from ..runs.run import (
     with_spreads,
 )
 from ..runs.settings import RunRequest
-from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
+from .settings import DistillJob, DistillSettings, distill_settings_errors
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
@@ -183,7 +183,7 @@ class DistillTask(DistillJob, TrainingTask):
             model=student,
             teacher=teacher,
             teacher_placement=self.placements["teacher"],
-            distillation=distillation_config(settings, self.vocab_size),
+            distillation=settings.distillation(self.vocab_size),
             **common,
         )
 
@@ -294,7 +294,7 @@ def prepare_distillation(
     sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(errors):
-        distillation_config(settings, None)
+        settings.distillation(None)
     hardware = loaded_student = loaded_teacher = tokenizer = samples = None
     vocab_size = 0
     with collecting(errors):

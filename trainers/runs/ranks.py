@@ -27,6 +27,7 @@ from ...plugins import patches
 from ...plugins.accelerate import Engine, SamplesOnce, configure_cpu_ranks, engine_from_environment
 from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
 from ...plugins.huggingface_hub import model_directory
+from ...plugins.launching.background import FirstRank
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import add_lora
 from ...plugins.transformers.loading import gathered, load_on_first_rank, stored_precision
@@ -36,7 +37,7 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ..checkpoints import Selection, full_disk_errors, newest_whole, on_first_rank
+from ..checkpoints import Selection, full_disk_errors, newest_whole
 from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_mean
 from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
@@ -126,7 +127,8 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
     resumed = None
     if job.resume:
         directory = Path(arguments.output_dir)
-        resumed = on_first_rank(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
+        with FirstRank() as ranks:
+            resumed = ranks.does(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
     files, processor = work / TOKENIZER, None
     if (files / "processor_config.json").is_file():
