@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..models.families import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import GROUPED_TASKS, TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, liger_kernels, targeted_linears
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.tasks import TASKS
 from .axes import (

@@ -9,11 +9,10 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
-from ..models.families import has_liger_loss
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
+from ..specs.model import Dimensions, ModelSpec, ParameterShape, has_liger_loss, stored_facts
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
