@@ -29,6 +29,7 @@ from shardwright.ds_configs.memory.estimate import (
 )
 from shardwright.ds_configs.memory.host import stock_loading_bytes
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.models.images import image_tokens
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.run_estimates import doubts
@@ -93,6 +94,9 @@ def job_of(picks: Mapping[str, Any]) -> TrainingJob:
         changes["lora_targets"] = ("q_proj", "v_proj")
     if picks["task"]:
         changes |= task_of(picks, method)
+    if picks["images"]:
+        count, size, part = picks["images"].split()
+        changes |= {"images_per_sample": int(count), "image_size": size, "vision_tower": part, "projector": part}
     return TrainingJob(
         seq_len_tokens=picks["seq_len_tokens"],
         precision=picks["precision"],
@@ -166,6 +170,8 @@ def layout_of(picks: Mapping[str, Any], model: ModelSpec, job: TrainingJob, hard
 def subject(picks: Mapping[str, Any]) -> tuple[Layout, ModelSpec, HardwareSpec, TrainingJob]:
     picks = {name: choices[0] for name, choices in CHOICES.items()} | dict(picks)
     model, job, hardware = model_of(picks["model"]), job_of(picks), parse_hardware(picks["hardware"], nvme="/nvme:9TB")
+    model = job.freeze(model)
+    image_tokens(model, job)
     return layout_of(picks, model, job, hardware), model, hardware, job
 
 

@@ -120,20 +120,17 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
-    from ...trainers.qat.settings import is_own_teacher
     from ...trainers.reports.runs import checkpoint_facts
     from ..show import show_next
 
-    own = is_own_teacher(outcome.settings, outcome.model)
-    teacher = "itself in full precision" if own else outcome.teacher
-    made = f"as {outcome.scheme.name}" + ("" if teacher is None else f", distilled from {teacher}")
+    distilled = "" if outcome.settings.teacher is None else ", distilled from itself in full precision"
     trained, *before = outcome.measures()[1]
     rows: list[Sequence[str | Text]] = [*reversed(before), [Text(value, style="bold green") for value in trained]]
     _show_outcome(
         outcome,
         output_dir,
         name=outcome.model,
-        made=made,
+        made=f"as {outcome.scheme.name}{distilled}",
         noun="Checkpoint",
         rows=rows,
         facts=checkpoint_facts(outcome.to_dict()),

@@ -13,6 +13,7 @@ from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, activations_of
 from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
+from ..models.images import image_tokens
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
 from ..search.run_estimates import doubts
@@ -207,6 +208,8 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
+    model = job.freeze(model)
+    image_tokens(model, job)
     if TASKS[job.task].head == "score":
         model = model.with_score_head()
     whole = SearchContext(
@@ -311,6 +314,9 @@ def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
     spec = asdict(model)
     if model.release == FIRST_RELEASE:
         del spec["release"]
+    for parameter in spec["parameters"]:
+        if not parameter["frozen"]:
+            del parameter["frozen"]
     return {
         "name": model.name,
         "parameters": model.parameter_count,

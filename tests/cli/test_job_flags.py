@@ -35,6 +35,7 @@ from shardwright.trainers.training.settings import TrainSettings
 QWEN, LLAMA = str(CONFIGS / "Qwen--Qwen2.5-0.5B"), str(CONFIGS / "meta-llama--Llama-3.1-8B")
 _TEXTS = {
     "optimizer": st.sampled_from(["adamw_torch_fused", "galore_adamw", "adafactor", "muon"]),
+    "image_size": st.sampled_from(["1024x1024", "640x480"]),
     "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "momentum=0.9, ns_steps=6"]),
 }
 
@@ -68,7 +69,8 @@ def _used(job: TrainingJob) -> TrainingJob:
         job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
     if any(error.where in ("teacher", "reward", "value") and error.value is None for error in job_errors(job)):
         job = replace(job, task="sft")
-    job = replace(job, **{error.where: getattr(usual, error.where) for error in job_errors(job)})
+    while errors := job_errors(job):
+        job = replace(job, **{error.where: getattr(usual, error.where) for error in errors})
     unplaced = {f"{role}_placement": "auto" for role in ROLES if not job.needs(role)}
     assert not job_errors(job)
     return replace(job, **unplaced)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-    from .config import DistillationConfig, OnPolicy, SelfTeacher
+    from .config import DistillationConfig, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _MODULES = {
     ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
-    ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
+    ".config": ("DistillationConfig", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
     ".trainer": ("DistillationTrainer",),
 }

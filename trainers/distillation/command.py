@@ -47,7 +47,7 @@ from ..runs.run import (
     with_spreads,
 )
 from ..runs.settings import RunRequest
-from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
+from .settings import DistillJob, DistillSettings, distill_settings_errors
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
@@ -153,8 +153,7 @@ def objective_sentence(settings: DistillSettings) -> str:
     parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
     parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
     parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
-    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
-    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+    return f"{' + '.join(parts)}, the mean over all labelled tokens."
 
 
 class DistillTask(DistillJob, TrainingTask):
@@ -184,7 +183,7 @@ class DistillTask(DistillJob, TrainingTask):
             model=student,
             teacher=teacher,
             teacher_placement=self.placements["teacher"],
-            distillation=distillation_config(settings, self.vocab_size),
+            distillation=settings.distillation(self.vocab_size),
             **common,
         )
 
@@ -295,7 +294,7 @@ def prepare_distillation(
     sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(errors):
-        distillation_config(settings, None)
+        settings.distillation(None)
     hardware = loaded_student = loaded_teacher = tokenizer = samples = None
     vocab_size = 0
     with collecting(errors):
@@ -320,22 +319,14 @@ def prepare_distillation(
     own, other = loaded_student.spec.parameter_count, loaded_teacher.spec.parameter_count
     if own > other:
         logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
-    if settings.on_policy and settings.prompt_tokens is None and samples.statistics.kind == "text":
-        # Every token of plain text has a label, so the student completes the first half of a sample.
-        settings = settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
     placement = settings.teacher_placement if settings.teacher_cache is None else "cached"
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    if errors := settings.engine_errors(plan.chosen.layout.engine):
-        raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]
     if settings.teacher_cache is None:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))
-    obstacle = None
-    if settings.on_policy:
-        obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
-    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
+    samples = packed_if_possible(samples, settings, plan, models)
     return PreparedDistillation(
         request=request,
         settings=settings,

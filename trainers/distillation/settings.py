@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,17 @@ class ObjectiveSettings(Settings, TeacherFields):
     mixture: float = Field(0.5, description="Teacher's weight in JSD")
     alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
     temperature: float = Field(1.0, description="Softens both distributions")
-    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
+
+    def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
+        """Return the terms of the loss.
+
+        Raises:
+            UsageError: values out of range, all together.
+        """
+        from .config import DistillationConfig
+
+        distance = {name: getattr(self, name) for name in ("alpha", "temperature", "mixture")}
+        return DistillationConfig(**distance, divergence=self.loss, vocab_size=vocab_size, **terms)
 
 
 class DistillSettings(ObjectiveSettings, LaunchedSettings):
@@ -36,18 +46,22 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
     group = "Distillation"
 
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
     hidden_states: float = Field(0.0, ge=0, description="Weight of the hidden-state loss; 0: off")
     attention: float = Field(0.0, ge=0, description="Weight of the attention-relation loss; 0: off")
-    on_policy: float = Field(0.0, description="Share of micro-batches with completions that the student generates")
-    max_new_tokens: int = Field(128, ge=1, description="Maximum tokens of a generated completion")
-    prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt length with --on-policy. Default: up to the first label; plain text: half",
-    )
     teacher_cache: str | None = Field(
         None, description="Directory written by cache-teacher; no teacher runs during training"
     )
+
+    def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
+        """Return the terms of the loss, those of features included."""
+        from .feature_matching import AttentionTerm, HiddenStateTerm
+
+        if self.hidden_states:
+            terms["hidden_states"] = HiddenStateTerm(weight=self.hidden_states)
+        if self.attention:
+            terms["attention"] = AttentionTerm(weight=self.attention)
+        return super().distillation(vocab_size, **terms)
 
 
 class DistillJob(LaunchedJob):
@@ -58,29 +72,6 @@ class DistillJob(LaunchedJob):
     teacher: str = Field(description="Hub id or directory")
     student: str = Field(description="Hub id, directory or config.json")
     vocab_size: int = Field(description="tokens that both tokenizers have")
-
-
-def distillation_config(settings: DistillSettings, vocab_size: int | None) -> DistillationConfig:
-    """Return the terms of the loss.
-
-    Raises:
-        UsageError: values out of range, all together.
-    """
-    from .config import DistillationConfig, OnPolicy
-    from .feature_matching import AttentionTerm, HiddenStateTerm
-
-    fraction, max_new_tokens = settings.on_policy, settings.max_new_tokens
-    on_policy = OnPolicy(fraction=fraction, max_new_tokens=max_new_tokens, prompt_tokens=settings.prompt_tokens)
-    return DistillationConfig(
-        alpha=settings.alpha,
-        temperature=settings.temperature,
-        divergence=settings.loss,
-        mixture=settings.mixture,
-        vocab_size=vocab_size,
-        hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
-        attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
-        on_policy=on_policy if settings.on_policy else None,
-    )
 
 
 def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
@@ -99,7 +90,7 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
         rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
         errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
     if placement == "cached" or cache is not None:
-        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
+        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention")}
         rule, fix = "requires a live teacher", "remove --teacher-cache"
         errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
     return errors

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +37,6 @@ from .teacher import (
     EarlyExit,
     TeacherOutput,
     check_arguments,
-    completed_by_student,
     inner_model,
     predicts_next_token,
     run_teacher,
@@ -373,21 +370,6 @@ class DistillationTrainer(Trainer):
             return 1
         zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         return ranks if gradients_are_added_over_a_sequence(zero) else 1
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """Let the student complete some of the micro-batches, and count tokens."""
-        on_policy = self.distillation.on_policy
-        if on_policy is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
-        batches = list(islice(epoch_iterator, num_batches))
-        for index, batch in enumerate(batches):
-            # Equal on all ranks, which must generate together.
-            draw = random.Random(f"{self.args.seed} {self.state.global_step} {index}").random()
-            if draw < on_policy.fraction:
-                batches[index] = completed_by_student(self, batch, on_policy, index)
-        return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         if self.distillation.is_plain_training or not batch_samples:

@@ -27,9 +27,23 @@ from ...plugins.launching.messages import log_progress
 from ...plugins.llm_compressor import without_bars
 from ...plugins.planning import load_model_spec
 from ...plugins.safetensors import read_checkpoint
-from ...plugins.transformers.loading import check_weights, load_causal_lm, refuse_code, refuse_other_formats
+from ...plugins.transformers.loading import (
+    auto_class,
+    check_weights,
+    load_causal_lm,
+    refuse_code,
+    refuse_other_formats,
+    text_classes,
+)
 from ..counting.counts import Estimate, exponential, token_mean
-from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
+from ..data.models import (
+    StartingModel,
+    agreed_vocab_size,
+    has_tokenizer,
+    load_processor,
+    load_tokenizer,
+    positions_of,
+)
 from ..data.samples import collate
 from ..data.sources import PYTHON_HELP, one_line
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
@@ -104,7 +118,6 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
         ShardwrightError: the Hub cannot be reached.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
     try:
         source = read_model_source(name, revision=revision)
@@ -131,8 +144,9 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     except (ValueError, OSError, KeyError) as error:
         raise RefusedInputError(ConfigError(where=role, value=name, rule=one_line(error))) from None
     architectures = tuple(getattr(config, "architectures", None) or ())
-    classes = {cls for names in CAUSAL_MODELS.values() for cls in ((names,) if isinstance(names, str) else names)}
-    is_causal = bool(classes & set(architectures)) if architectures else config.model_type in CAUSAL_MODELS
+    is_causal = bool(text_classes() & set(architectures))
+    if not architectures:
+        is_causal = type(config) in auto_class(config)._model_mapping
     if not is_causal or getattr(config, "is_encoder_decoder", False):
         rule = f"{' or '.join(architectures) or config.model_type} is not a causal language model"
         fix = "pass a model such as LlamaForCausalLM"
@@ -389,14 +403,20 @@ def evaluate_model(
             raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
     if owner is not models[0]:
         logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+    processor = None
     if isinstance(request, TextWindows):
         windows = request
     else:
         limits = [model.longest for model in models if model.longest is not None]
-        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+        start_of_owner = StartingModel(model=owner.source.name, revision=owner.source.revision)
+        processor = load_processor(start_of_owner, owner.config, tokenizer) if owner.has_tokenizer else None
+        windows = text_windows(
+            request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]), processor=processor
+        )
     device = device or default_device()
     batches = [
-        collate(windows.windows[first : first + batch_size]) for first in range(0, len(windows.windows), batch_size)
+        collate(windows.windows[first : first + batch_size], processor=processor)
+        for first in range(0, len(windows.windows), batch_size)
     ]
 
     def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -186,7 +186,7 @@ _ACCURACIES = {
     "reward": ("accuracy", "Accuracy on held-out pairs", "held-out pairs whose preferred answer has the higher score"),
 }
 """Name in an evaluation, label, and meaning of the share of pairs that a task ranks correctly."""
-_TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
+_TEACHER_SETTINGS = ("alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
 
