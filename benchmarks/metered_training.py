@@ -64,7 +64,7 @@ def train_metered(
             with torch.device(arguments.device):
                 model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method != "full":
-            model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
+            model = add_lora(model, rank=job.lora_rank, targets=",".join(job.lora_targets), fp32_adapters=not deepspeed)
         trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator)
         del model
         for callback in callbacks:
