@@ -9,12 +9,13 @@ and each adapted layer then keeps an fp32 copy of its input (seen on two CPU ran
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ..ds_configs.specs.images import ImagePart, names_of_parts
 from ..ds_configs.specs.model import ALL_LINEAR, EXPERT_MODULES, EXPERTS, adapted_mixtures
 from ..ds_configs.specs.texts import strict_json
 from .releases import transformers_release
@@ -39,12 +40,13 @@ def add_lora(
     fp32_adapters: bool,
     alpha: float | None = None,
     dropout: float = 0.0,
+    frozen: Collection[ImagePart] = (),
 ) -> Any:
     """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
     The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` are the `lora_targets` of a job,
     separated by commas. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
-    optimizer.
+    optimizer. `frozen` parts for images get no adapters.
 
     Raises:
         UsageError: no module has one of the names, or experts are adapted with dropout.
@@ -65,6 +67,7 @@ def add_lora(
         r=chosen_rank,
         lora_alpha=2 * chosen_rank if alpha is None else alpha,
         lora_dropout=dropout,
+        exclude_modules=names_of_parts(frozen) if frozen and hasattr(model.config, "vision_config") else None,
         target_modules=modules,
         target_parameters=parameters or None,
         task_type=task,

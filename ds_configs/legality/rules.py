@@ -245,6 +245,14 @@ def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJ
         yield ConfigError(where="model", value=model.architecture, rule=rule, fix="use sp = cp = 1")
 
 
+def images_stay_whole(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """Samples with images are trained on complete ranks: no axis splits a vision tower or the places of its outputs."""
+    if job.images_per_sample:
+        rule = "is not supported with images, whose tokens and vision tower are not split"
+        for axis, size in layout.axes.items():
+            yield ConfigError(where=axis, value=size, rule=rule, fix=f"use {axis} = 1 and ZeRO or FSDP2")
+
+
 def second_models_stay_whole(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """Second models support data and sequence parallelism only: they are not sharded along other axes."""
     for second in job.second_models:
@@ -549,6 +557,7 @@ AXIS_RULES: tuple[Rule, ...] = (
     tensor_parallelism,
     pipeline_parallelism,
     chunked_loss_is_supported,
+    images_stay_whole,
     second_models_stay_whole,
     second_models_follow_the_engine,
     losses_read_whole_heads,

@@ -144,10 +144,15 @@ def _mask_bytes(step: RankStep) -> int:
 
 
 def _kept_bytes(step: RankStep, layers: int) -> int:
-    """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones."""
+    """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones.
+
+    A vision tower runs before them, and keeps its own.
+    """
     total = step.model.dimensions.num_layers
     recomputed = min(layers, step.layout.recomputed_layers(total))
     kept = (layers - recomputed) * (step.traced.saved_bytes_per_layer + _mask_bytes(step))
+    recomputes_tower = step.layout.gradient_checkpointing and step.job.vision_checkpointing == "auto"
+    kept += step.traced.tower_checkpointed_bytes if recomputes_tower else step.traced.tower_saved_bytes
     if on_accelerator := max(0, recomputed - step.layout.offloaded_layers(total)):
         kept += on_accelerator * step.traced.checkpointed_bytes_per_layer
     return kept
@@ -278,7 +283,7 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     if not copy_bytes and not adapted:
         return at_moments({})
     if job.method == "full":
-        matrices = model.linear_parameters(include_head=True)
+        matrices = model.trained_part.linear_parameters(include_head=True)
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=step.layout.ep).trainable

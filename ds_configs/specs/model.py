@@ -177,6 +177,8 @@ class ParameterShape:
     group: Group
     kind: ParameterKind
     """Kind of the owning module; decides what LoRA targets and what 4-bit loading replaces."""
+    frozen: bool = False
+    """Whether it belongs to a part that the job does not train, such as a vision tower."""
 
     @property
     def numel(self) -> int:
@@ -302,6 +304,18 @@ class ModelSpec:
         score = ParameterShape(name="score.weight", shape=(1, width), count=1, group="head", kind="linear")
         backbone = tuple(parameter for parameter in self.parameters if parameter.group != "head")
         return replace(self, parameters=(*backbone, score), tied_embeddings=False)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether it reads images beside text."""
+        return self.task == "causal_lm" and any(name.startswith("vision_config.") for name, _ in self.settings)
+
+    @property
+    def trained_part(self) -> ModelSpec:
+        """The model without its frozen parts."""
+        if not any(parameter.frozen for parameter in self.parameters):
+            return self
+        return replace(self, parameters=tuple(p for p in self.parameters if not p.frozen))
 
     def group_counts(self) -> dict[str, int]:
         """Return the number of parameters by group."""
@@ -443,6 +457,7 @@ def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[Parameter
     """Return the Linear weights that LoRA adapts for these targets."""
     wanted = tuple(targets)
     linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
+    linears = [parameter for parameter in linears if not parameter.frozen]
     if model.model_type in adapted_mixtures(model.release):
         linears = [p for p in linears if p.module.rpartition(".")[2] not in EXPERT_MODULES]
     if ALL_LINEAR in wanted:

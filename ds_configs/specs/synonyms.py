@@ -131,12 +131,17 @@ REMOVED: Mapping[str, str] = {
     "streaming": "write #N after the dataset, such as imdb#2000, to read only its first N rows",
     "importance": "omit it: channels and heads are compared by the activations on --text",
     **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
-    **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
+    **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback"),
     **dict.fromkeys(("heads", "kv_heads"), "omit it: students keep all heads; --hidden and --intermediate cut widths"),
     **dict.fromkeys(("loss=skewed_kl", "loss=total_variation"), "use jsd, which is bounded too"),
     "loss=skewed_reverse_kl": "use reverse_kl",
     "resume_adapter": "load it with PEFT: PeftModel.from_pretrained(model, DIR, is_trainable=True), in a script",
     "value_bits": "omit it: a cache stores logits in fp16",
+    **dict.fromkeys(
+        ("teacher_url", "teacher_top_k", "teacher_timeout", "allow_remote_http"),
+        "run shardwright cache-teacher TEACHER first, then distill TEACHER STUDENT --teacher-cache DIRECTORY",
+    ),
+    **dict.fromkeys(("on_policy", "prompt_tokens"), "run TRL's GKDTrainer in a script, with shardwright.trainer_for"),
     "cross_tokenizer": "use a teacher with the student's tokenizer, or the GOLDTrainer of TRL",
     **dict.fromkeys(
         ("method=autoround", "method=auto-round", "method=auto_round", "autoround", "auto_round"),
@@ -147,12 +152,10 @@ REMOVED: Mapping[str, str] = {
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",
     "sparse_fraction": "omit it: --method spqr keeps outliers",
     "outlier_fraction": "use outlier_threshold, of which larger values keep fewer outliers",
-    "ranges=learned": "use moving_average, which follows the training",
-    "ranges=calibrated": "omit it: ranges are observed during training",
-    "ranges=l2": "use percentile, or search ranges after training with shardwright quantize --ranges l2",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     "restarts": "repeat the command until it succeeds, with -- --resume-or-anew",
+    "nonfinite": "omit it: --nonfinite-steps counts the steps with NaN or Inf after which a run stops",
     "text": "rehearse a script that reads your data with --script",
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",
@@ -167,12 +170,17 @@ REMOVED: Mapping[str, str] = {
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""
-_ONE_PROCESS = "omit it: evaluate runs in one process; accelerate launch -m lm_eval runs tasks on several"
+_ONE_PROCESS = "omit it: evaluate runs in one process"
+_LM_EVAL = "run lm_eval --model hf --model_args pretrained=DIRECTORY --tasks TASKS, of the package lm-eval"
 _ONE_TEACHER = "omit it: cache-teacher runs in one process; distill without a cache runs the teacher on every rank"
 _LAUNCHED = "plan first, then shardwright launch PLAN --on ssh|slurm; or start each machine with --node-rank"
 _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
-    **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
-    **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{(name, "baseline_revision"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
+    **{
+        (name, "baseline_revision"): _ONE_PROCESS
+        for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")
+    },
+    **{(name, "baseline_revision"): _LM_EVAL for name in ("tasks", "limit", "few_shot", "include_path")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{
         (name, "trials"): "pass it to plan, and tune the plan"
@@ -182,13 +190,15 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "node_rank"): _LAUNCHED for name in ("on", "hostfile", "ssh_config", "sbatch", "name")},
     **{
         (name, "weight_rule"): "omit it: ranges are observed during training"
-        for name in ("calibration", "calibration_samples")
+        for name in ("calibration", "calibration_samples", "freeze_step")
     },
+    ("ranges", "weight_rule"): "omit it: a moving average observes ranges; shardwright quantize --ranges searches them",
+    ("teacher_revision", "weight_rule"): "use --revision: the teacher is the model itself",
     ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     **{(name, "keep_layers"): "upload it after it was distilled" for name in ("push_to_hub", "private")},
-    ("text", "few_shot"): "pass the .txt file, or a directory of them, as --dataset",
-    ("stride", "few_shot"): "omit it: windows follow one another without overlap",
-    ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
+    ("text", "baseline_revision"): "pass the .txt file, or a directory of them, as --dataset",
+    ("stride", "baseline_revision"): "omit it: windows follow one another without overlap",
+    ("engine", "baseline_revision"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",
 }

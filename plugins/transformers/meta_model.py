@@ -27,7 +27,7 @@ from ...ds_configs.specs.model import Dimensions, Group, ModelSpec, ParameterKin
 from .. import patches
 from ..huggingface_hub import model_directory, read_model_source
 from ..safetensors import read_checkpoint
-from .loading import check_weights, refuse_code, refuse_other_formats
+from .loading import auto_class, check_weights, refuse_code, refuse_other_formats, text_classes
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,9 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
             model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
             if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
                 return model_class(built)
-            if type(built) in transformers.AutoModelForCausalLM._model_mapping:
-                return transformers.AutoModelForCausalLM.from_config(built, trust_remote_code=False)
-            return transformers.AutoModel.from_config(built, trust_remote_code=False)
+            kind = auto_class(built)
+            kind = kind if type(built) in kind._model_mapping else transformers.AutoModel
+            return kind.from_config(built, trust_remote_code=False)
     except OfflineModeIsEnabled:
         rule = f"this {model_type} config names another repository, which Shardwright does not look up"
         fix = "write that repository's config as backbone_config"
@@ -353,14 +353,13 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
 
 def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[ConfigError]:
     """Return why the class of a model cannot be quantized."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.pytorch_utils import Conv1D
 
     named = config.get("architectures") or [type(meta).__name__]
     return model_class_errors(
         named[0],
         work="quantize",
-        is_causal=named[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        is_causal=named[0] in text_classes(),
         is_encoder_decoder=bool(getattr(meta.config, "is_encoder_decoder", False)),
         model_type=meta.config.get_text_config().model_type,
         transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],

@@ -178,10 +178,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
             quantizer.input_range = InputRange(
-                scheme.activations,
-                method=config.ranges or "moving_average",
-                stored_dtype=attachment.stored_dtype,
-                name=quantizer.name,
+                scheme.activations, stored_dtype=attachment.stored_dtype, name=quantizer.name
             )
         if is_lora_linear(module):
             patches.swap_class("qat-lora", module, FakeQuantizedLora)

@@ -11,7 +11,7 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, collecting
-from ...ds_configs.specs.job import JobSettings, KernelFields, LayoutFields, TaskFields, adapter_errors
+from ...ds_configs.specs.job import ImageFields, JobSettings, KernelFields, LayoutFields, TaskFields, adapter_errors
 from ...ds_configs.specs.model import adapted_experts
 from ...ds_configs.specs.settings import NamedValues
 from ...ds_configs.specs.tasks import TASKS, TaskName
@@ -46,7 +46,7 @@ _PLANNED = frozenset(JobSettings.model_fields) - {"revision", "reward"}
 """Options whose values a plan fixes."""
 
 
-class TrainSettings(LaunchedSettings, KernelFields, LayoutFields, TaskFields):
+class TrainSettings(LaunchedSettings, KernelFields, ImageFields, LayoutFields, TaskFields):
     """Every setting of `shardwright train`."""
 
     group = "Training"

@@ -201,6 +201,7 @@ CASES = {
     "cp engine": (replace(ZERO1, cp=2, dp_shard=4), {}, "cp = 2: requires FSDP2, not deepspeed"),
     "ep dense": (replace(ZERO1, ep=2), {}, "requires a mixture of experts"),
     "tp experts": (replace(ZERO1, tp=2, dp_shard=4), {"model": MIXTRAL}, "AutoTP does not support mixtures of experts"),
+    "images": (replace(ZERO1, tp=2, dp_shard=4), {"images_per_sample": 1}, "tp = 2: is not supported with images"),
     "teacher": (replace(ZERO1, tp=2, dp_shard=4), {"teacher": LLAMA}, "tp = 2: is not supported with a teacher"),
     "pp stage": (
         replace(ZERO3, pp=2, dp_shard=4),
