@@ -581,7 +581,8 @@ def _images(family: str, *trained: str) -> Change:
         run.held_out = run.data[-EVALUATED:]
         run.collator = partial(collate, pad_token_id=256, processor=processor(family))
         run.change_model.append(model)
-        run.arguments |= {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
+        # Engines also decay the last layer of LLaVA's tower, which no output reads: its gradient is zero.
+        run.arguments |= {"weight_decay": 0.0, "train_sampling_strategy": "sequential", "remove_unused_columns": False}
         if family == "qwen2_5_vl" and "fsdp_config" in run.arguments:
             run.arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["Qwen2_5_VLDecoderLayer"]
 
