@@ -18,10 +18,8 @@ Implementation = Literal["auto", "fused", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTeacher:
-    """A teacher derived from the student."""
+    """The student's own output, which teaches the output of an earlier layer."""
 
-    kind: Literal["deeper_exit"] = "deeper_exit"
-    """The model's output teaches the output of an earlier layer."""
     exit_layer: int | None = None
     """Number of layers before the earlier exit; `None`: half of them."""
 
@@ -54,14 +52,10 @@ class DistillationConfig(TokenObjective):
         rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
         check("mixture", self.mixture, 0 < self.mixture < 1, rule)
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
-        own = self.self_teacher
-        if own is not None:
-            fix = "pass a second copy of the model as teacher"
-            check("self_teacher.kind", own.kind, own.kind == "deeper_exit", "must be deeper_exit", fix)
         has_features = self.hidden_states is not None or self.attention is not None
-        if own is not None:
-            check("self_teacher", own.kind, not has_features, "cannot be combined with feature terms")
-            rule, fix = "deeper_exit computes both exits in place of the head", "use fused with deeper_exit"
+        if self.self_teacher is not None:
+            check("self_teacher", self.self_teacher, not has_features, "cannot be combined with feature terms")
+            rule, fix = "self_teacher computes both exits in place of the head", "use fused with self_teacher"
             check("implementation", self.implementation, self.implementation != "plain", rule, fix)
         if errors:
             raise UsageError(errors)

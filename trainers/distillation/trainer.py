@@ -166,7 +166,7 @@ class DistillationTrainer(Trainer):
         logits, which need more memory than the fused loss. `mean_over_step` normalizes own terms in the same way.
 
         Raises:
-            UsageError: outputs are requested with the self-teacher `deeper_exit`, which computes no logits.
+            UsageError: outputs are requested with a self-teacher, which computes no logits.
         """
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -174,7 +174,7 @@ class DistillationTrainer(Trainer):
         if self._early_exit is not None and keeps_logits:
             rule = "replaces the output head, so compute_loss cannot return logits"
             fix = "omit return_outputs=True; evaluate without compute_metrics, or with prediction_loss_only=True"
-            raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
+            raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
         if self._early_exit is not None or self._other_logits or keeps_logits:
             fused = self._early_exit is not None
         elif self.distillation.implementation != "auto":

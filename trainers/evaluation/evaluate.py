@@ -90,14 +90,6 @@ class EvalModel:
         return stored.get("quant_method") if isinstance(stored, dict) else None
 
     @property
-    def quantization(self) -> str | None:
-        """Library and, if the configuration names it, format of quantized weights."""
-        if self.quant_method is None:
-            return None
-        name = self.source.config["quantization_config"].get("format")
-        return self.quant_method if name is None else f"{self.quant_method}, {name}"
-
-    @property
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer; for Hub models this is assumed."""
         directory = Path(self.source.name)
@@ -200,22 +192,6 @@ class StoredSizes:
     """Weights, biases and embeddings of the model; scales and zero points do not count."""
     bits_per_parameter: float
     """Stored bits of all tensors, scales and tables included, per parameter."""
-
-
-def stored_sizes(model: EvalModel, directory: Path) -> StoredSizes:
-    """Return the sizes of a model's checkpoint in a directory.
-
-    Raises:
-        RefusedInputError: weight files are damaged or missing.
-    """
-    is_small = model.quant_method == QUANT_METHOD
-    tensors = read_checkpoint(directory, **({"index": INDEX, "single": SINGLE} if is_small else {}))
-    parameters = load_model_spec(str(directory)).spec.parameter_count
-    return StoredSizes(
-        file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in tensors.values()}),
-        parameters=parameters,
-        bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / parameters,
-    )
 
 
 # The window of published GPTQ and AWQ tables, so that perplexities are comparable.
@@ -425,10 +401,15 @@ def evaluate_model(
         directory = model_directory(model.source.name, revision=model.source.revision)
         loaded = load_eval_model(model, directory, dtype=dtype, device=device)
         log_progress(f"loading of the {model.role}", 1, 1)
-        return loaded, {
-            "dtype": str(loaded.dtype).removeprefix("torch."),
-            "sizes": stored_sizes(model, directory),
-        }
+        files = {"index": INDEX, "single": SINGLE} if model.quant_method == QUANT_METHOD else {}
+        tensors = read_checkpoint(directory, **files)
+        parameters = load_model_spec(str(directory)).spec.parameter_count
+        sizes = StoredSizes(
+            file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in tensors.values()}),
+            parameters=parameters,
+            bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / parameters,
+        )
+        return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes}
 
     answers, baseline_fields = None, dict[str, Any]()
     if len(models) > 1:
@@ -486,12 +467,13 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
 
 
 def _model_result(model: EvalModel, sums: Sequence[float], counts: Sequence[int], **fields: Any) -> ModelResult:
-    loss = token_mean(sums, counts)
+    loss, method = token_mean(sums, counts), model.quant_method
+    stored_format = method and model.source.config["quantization_config"].get("format")
     return ModelResult(
         name=model.source.name,
         revision=model.source.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
-        quantization=model.quantization,
+        quantization=f"{method}, {stored_format}" if stored_format else method,
         loss_nats_per_token=loss,
         perplexity=exponential(loss),
         **fields,
