@@ -9,13 +9,20 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
-from ..models.families import has_liger_loss
 from ..models.images import image_sizes
 from ..specs.errors import ConfigError, UsageError
 from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
+from ..specs.model import (
+    ALL_LINEAR,
+    Dimensions,
+    ModelSpec,
+    ParameterShape,
+    adapted_experts,
+    has_liger_loss,
+    stored_facts,
+)
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
@@ -896,6 +903,9 @@ def activations_of(
         profiles = ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
+        elif adapted_experts(model, job.lora_targets) and not adapted_experts(model, (ALL_LINEAR,)):
+            # Frozen experts keep no input.
+            profiles = ("none",)
     for adapter in profiles:
         traced = stored(mode, adapter)
         if traced is None:
