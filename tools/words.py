@@ -1,7 +1,7 @@
 """Reject words that the project's vocabulary replaces: `python tools/words.py [FILE...]`.
 
-Reads pages, templates, data files, and the comments, docstrings and messages of Python files. A word is allowed where it has
-another meaning: `ALLOWED` has the few places.
+Reads pages, templates, data files, and the comments, docstrings and messages of Python files. A word is allowed where
+it has another meaning: `ALLOWED` has the few places.
 """
 
 from __future__ import annotations
