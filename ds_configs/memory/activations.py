@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +12,14 @@ from typing import Any, Literal
 
 from ..models.families import has_liger_loss
 from ..specs.errors import ConfigError, UsageError
+from ..specs.images import ImageSizes
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
+from ..specs.model import Dimensions, ModelSpec, ParameterShape, merged, stored_facts
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention"]
+Adapter = Literal["none", "lora_all_linear", "lora_attention", "frozen_tower", "lora_language"]
+"""What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 Kernels = Literal["eager", "liger", "compiled"]
 
@@ -179,10 +182,13 @@ def _evaluated(
                 later += (1 if interleaved else counts[kind]) * layer_bytes[kind]
         return max(peaks)
 
+    outside = _largest(table["outside_layers"], point)
+    # What checkpointing changes outside is spread as well.
+    more = _largest(table.get("checkpointed_outside_layers", table["outside_layers"]), point) - outside
     return ActivationEstimate(
         saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
-        checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
-        outside_layer_bytes=_largest(table["outside_layers"], point),
+        checkpointed_bytes_per_layer=-(-(more + sum(counts[kind] * checkpointed[kind] for kind in counts)) // layers),
+        outside_layer_bytes=outside,
         backward_transient_bytes=transient("backward_transient", saved),
         recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
         forward_transient_bytes=transient("forward_transient", checkpointed),
@@ -409,7 +415,8 @@ def loss_tiles(model: ModelSpec, tokens: int) -> int:
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
-    return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows)
+    # A frozen tower has no backward pass.
+    return max((ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows), default=0)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
@@ -520,17 +527,35 @@ KINDS_FILE = "kind_activations.json"
 """Traced `versions` and `families` by model class of a release of Transformers.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
-once; and `tables` by mode, adapter and attention.
+once; and `tables` by mode, adapter and attention. A table is complete or, with `based_on`, a merge patch (see `merged`)
+of the table of another adapter. `without_images` is the merge patch for a micro-batch of text.
 """
 
 
+_EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
+
+
+def image_factors(*, images: int, patches: int, tokens: int) -> dict[str, int]:
+    """Return the sizes of all images of a micro-batch.
+
+    `patch` counts rows of the tower, and `image_token` tokens of the text. `tower` is 1 if there are images, for what
+    does not depend on their number.
+    """
+    return {"image": images, "patch": patches, "image_token": tokens, "tower": min(1, images)}
+
+
 def feature_factors(
-    model: ModelSpec, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
+    model: ModelSpec,
+    *,
+    micro_batch_size: int,
+    seq_len_tokens: int,
+    lora_rank: int = 0,
+    images: ImageSizes | None = None,
 ) -> dict[str, int]:
     """Return the sizes of a model of several kinds of layers whose products are features, by name.
 
-    These are `size_factors`, the integers of its configuration, and `patches` of an image, with the prefix of a nested
-    vision configuration.
+    These are `size_factors`, `image_factors`, the integers of its configuration, and `patches` of an image, with the
+    prefix of a nested vision configuration.
     """
     integers = {name: value for name, value in model.settings if isinstance(value, int) and not isinstance(value, bool)}
     patches = {
@@ -541,7 +566,19 @@ def feature_factors(
     sizes = size_factors(
         model.dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    return integers | patches | sizes
+    width = integers.get("vision_config.embed_dim") or integers.get("vision_config.hidden_size", 0)
+    heads = integers.get("vision_config.num_heads") or integers.get("vision_config.num_attention_heads", 0)
+    tower = {"vision_config.head_dim": width // heads} if heads else {}
+    # The matrix or convolution that embeds patches has a column for each value of a patch.
+    embeds = (p for p in model.parameters if not p.in_layer and len(p.shape) > 1 and _EMBEDS_PATCHES.search(p.name))
+    tower["patch_pixels"] = max((p.numel // p.shape[0] for p in embeds), default=0)
+    each = images or ImageSizes(images=0, patches=0, tokens=0)
+    of_images = image_factors(
+        images=micro_batch_size * each.images,
+        patches=micro_batch_size * each.patches,
+        tokens=micro_batch_size * each.tokens,
+    )
+    return tower | integers | patches | sizes | of_images
 
 
 def layer_counts(model: ModelSpec, kinds: Mapping[str, str]) -> dict[str, int]:
@@ -570,10 +607,12 @@ def estimate_kinds(
     lora_rank: int,
     attention: str,
     chunked_loss: bool = False,
+    images: ImageSizes | None = None,
 ) -> ActivationEstimate | None:
     """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
 
-    `None` if nothing is stored for the class, mode, adapter or attention, or if it was traced with other settings.
+    Without images, a vision tower does not run. `None` if nothing is stored for the class, mode, adapter or attention,
+    or if it was traced with other settings.
     """
     family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
     if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
@@ -585,11 +624,21 @@ def estimate_kinds(
     table = stored.get(attention)
     if table is None:
         return None
+    if "based_on" in table:
+        table = merged(family["tables"][mode][table["based_on"]][attention], table)
+    counts = layer_counts(model, family["kinds"])
+    if "without_images" in table and not (images and images.images):
+        *of_tower, _ = counts
+        table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
     factors = feature_factors(
-        model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
+        model,
+        micro_batch_size=micro_batch_size,
+        seq_len_tokens=seq_len_tokens,
+        lora_rank=lora_rank,
+        images=images,
     )
     point = [feature(name, factors) for name in table["features"]]
-    counts, layers = layer_counts(model, family["kinds"]), max(1, model.dimensions.num_layers)
+    layers = max(1, model.dimensions.num_layers)
     estimate = _evaluated(table, point, counts, layers=layers, interleaved=family["interleaved"])
     if not chunked_loss:
         return estimate
