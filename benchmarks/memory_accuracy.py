@@ -45,11 +45,11 @@ class Row:
         return low <= self.metered_bytes <= high
 
 
-def rows(records: Iterable[dict[str, object]]) -> list[Row]:
+def rows(records: Iterable[dict[str, object]], case_of: type[Case] = Case) -> list[Row]:
     """Predict every measured case."""
     found = []
     for record in records:
-        case = Case(**record["case"])  # type: ignore[arg-type]
+        case = case_of(**record["case"])  # type: ignore[arg-type]
         peaks: dict[str, int] = record["peaks"]  # type: ignore[assignment]
         phases = {name: peak for name, peak in peaks.items() if name not in ("init", "other")}
         phase = max(phases, key=lambda name: phases[name])

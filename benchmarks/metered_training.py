@@ -22,6 +22,7 @@ from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
 )
+from shardwright.plugins.transformers.loading import auto_class, freeze_parts
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from shardwright.trainers.parallel.planned import attach_long_sequences
@@ -33,6 +34,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 STEPS = WARM_UP_STEPS + 1
 
@@ -46,9 +48,17 @@ def plan_of(layout: Layout, spec: ModelSpec, hardware: HardwareSpec, job: Traini
 
 
 def train_metered(
-    plan: Plan, config: dict[str, Any], meter: Meter, *, callbacks: Sequence[TrainerCallback] = ()
+    plan: Plan,
+    config: dict[str, Any],
+    meter: Meter,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    batch: dict[str, torch.Tensor] | None = None,
 ) -> MeterReading:
-    """Train random weights of a model configuration, and return what lived on this rank in the last step."""
+    """Train random weights of a model configuration, and return what lived on this rank in the last step.
+
+    `batch` is a micro-batch for every step, by default one of random tokens.
+    """
     layout, job = plan.chosen.layout, plan.job
     deepspeed = layout.engine == "deepspeed"
     arguments = training_arguments(run_settings(plan), configure_cpu_ranks(layout.engine))  # type: ignore[arg-type]
@@ -57,15 +67,22 @@ def train_metered(
     dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
     # Samples of a complete run are the data set's, not the step's.
     samples = random_samples(plan)
+    collate = default_data_collator if batch is None else lambda rows: batch
     with meter:
         if job.method == "qlora":
             model = _four_bit_model(model_config, dtype)
         else:
+            # Some towers initialise weights from shapes that ZeRO-3 would have divided; it then shards the built model.
+            if batch is not None:
+                unset_hf_deepspeed_config()
             with torch.device(arguments.device):
-                model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+                model = auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=False)
+        if batch is not None and deepspeed:
+            set_hf_deepspeed_config(arguments.hf_deepspeed_config)
+        freeze_parts(model, job)
         if job.method != "full":
-            model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
-        trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator)
+            model = add_lora(model, rank=job.lora_rank, targets=",".join(job.lora_targets), fp32_adapters=not deepspeed)
+        trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
         del model
         for callback in callbacks:
             trainer.add_callback(callback)

@@ -99,7 +99,6 @@ EXAMPLES = {
     "distill": (
         "TEACHER STUDENT --dataset chats.jsonl --output-dir taught",
         "TEACHER STUDENT --dataset chats.jsonl --teacher-cache answers --output-dir taught",
-        "STUDENT --teacher-url http://localhost:8000 --dataset chats.jsonl --output-dir taught",
     ),
     "cache-teacher": (
         "TEACHER --dataset chats.jsonl --output-dir answers",

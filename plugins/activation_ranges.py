@@ -17,7 +17,6 @@ from ..ds_configs.quantization.scheme import ActivationQuantization
 from .compressed_tensors import levels_of, range_scale_and_zero_point, values_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 # 64 KB a layer in int64, which ranks add up.
@@ -101,28 +100,6 @@ class ActivationHistogram:
         number_B = index_B - self.bins // 2
         centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
         return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
-
-    def counts_at(self, exponent: int | None, device: torch.device) -> Tensor:
-        """Return the counts [bins], int64, as bins of the width `2^exponent` hold them, which must not be narrower."""
-        import torch
-
-        counts = torch.zeros(self.bins, dtype=torch.int64, device=device)
-        if self._counts is None:
-            return counts
-        counts += self._counts.to(device)
-        # Bins narrower than any value but zero hold zeros alone, which stay in the middle whatever the width.
-        if self.exponent is not None:
-            assert exponent is not None and exponent >= self.exponent, "bins only ever grow"
-            for _ in range(exponent - self.exponent):
-                counts = _merged_pairs(counts)
-        return counts
-
-    @classmethod
-    def of_counts(cls, counts: Tensor, *, exponent: int | None, low: float, high: float) -> ActivationHistogram:
-        """Return the histogram of counts that ranks have added up, int64 [bins]; see `counts_at`."""
-        histogram = cls(bins=len(counts))
-        histogram.exponent, histogram._counts, histogram.low, histogram.high = exponent, counts, low, high
-        return histogram
 
 
 def _merged_pairs(counts: Tensor) -> Tensor:

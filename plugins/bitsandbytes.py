@@ -15,7 +15,7 @@ from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from . import patches
 from .safetensors import each_tensor, read_checkpoint
-from .transformers.loading import is_finite, without_zero3
+from .transformers.loading import auto_class, is_finite, without_zero3
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def quantize_with_bitsandbytes(
     ]:
         raise RefusedInputError(errors)
     import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     stored, config = getattr(torch, dtype), BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=list(dense))
     if scheme.weights.bits == 4:
@@ -112,7 +112,8 @@ def quantize_with_bitsandbytes(
             llm_int8_skip_modules=list(dense),
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        kind = auto_class(AutoConfig.from_pretrained(str(directory), trust_remote_code=False))
+        model = kind.from_pretrained(
             str(directory),
             quantization_config=config,
             dtype=stored,

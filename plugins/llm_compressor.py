@@ -19,7 +19,7 @@ from . import patches
 from .activation_ranges import ActivationHistogram, activation_range
 from .compressed_tensors import CompressedModel
 from .launching.messages import log_progress
-from .transformers.loading import load_causal_lm, nonfinite_errors, refused_by_name
+from .transformers.loading import auto_class, load_causal_lm, nonfinite_errors, refused_by_name
 from .transformers.meta_model import QuantizationSource
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ def load_for_quantization(source: QuantizationSource) -> Any:
         RefusedInputError: tensors are missing, of another shape, or hold NaN or infinity.
         ShardwrightError: Transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if not any(layer.is_expert for layer in source.layers):
         return load_causal_lm(source.name, revision=source.revision, dtype="auto").eval()
@@ -487,9 +487,10 @@ def load_for_quantization(source: QuantizationSource) -> Any:
 
     # llmcompressor 0.14.0.1 does not support `output_loading_info` (AttributeError on the pair).
     options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "use_safetensors": True}
-    loading = load_context(AutoModelForCausalLM)
-    with refused_by_name(source.name), torchvision_is_not_needed(), kept_conversion_mappings(), loading:
-        model = AutoModelForCausalLM.from_pretrained(str(source.directory), **options)
+    with refused_by_name(source.name):
+        kind = auto_class(AutoConfig.from_pretrained(str(source.directory), trust_remote_code=False))
+    with refused_by_name(source.name), torchvision_is_not_needed(), kept_conversion_mappings(), load_context(kind):
+        model = kind.from_pretrained(str(source.directory), **options)
     if errors := nonfinite_errors(model, source.name):
         raise RefusedInputError(errors)
     return model.eval()

@@ -608,7 +608,7 @@ PATCHES: tuple[Patch, ...] = (
     context(
         "no-bars",
         "tqdm.std:tqdm.__init__(self)",
-        "llm-compressor, lm-eval and Transformers draw progress bars that no setting turns off.",
+        "llm-compressor and Transformers draw progress bars that no setting turns off.",
         f"{_BUGS}test_bars_are_drawn_by_default",
     ),
     context(

@@ -20,7 +20,7 @@ REQUIRED = (
     *("peft", "torch", "transformers"),
 )
 """Packages that Shardwright depends on. The others of the table belong to extras and to users' own trainers."""
-_MODULES = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "lm-eval": "lm_eval"}
+_MODULES = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,10 +29,9 @@ from shardwright.ds_configs.memory.estimate import (
 )
 from shardwright.ds_configs.memory.host import stock_loading_bytes
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
+from shardwright.ds_configs.models.images import image_tokens
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.search.candidates import SearchContext
-from shardwright.ds_configs.search.optimizer_choice import search_optimizers
 from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.search.search import Evaluated, search
 from shardwright.ds_configs.search.suggestions import cheapest_changes
@@ -81,7 +80,6 @@ def model_of(name: str) -> ModelSpec:
     config = STORED["models"][name]
     config = public_config(config) if isinstance(config, str) else config
     spec = model_spec_from_config(config, name=name, release=FIRST_RELEASE)
-    spec = spec or model_spec_from_shapes(config, name=name, release=FIRST_RELEASE)
     assert spec is not None, name
     return spec
 
@@ -96,6 +94,9 @@ def job_of(picks: Mapping[str, Any]) -> TrainingJob:
         changes["lora_targets"] = ("q_proj", "v_proj")
     if picks["task"]:
         changes |= task_of(picks, method)
+    if picks["images"]:
+        count, size, part = picks["images"].split()
+        changes |= {"images_per_sample": int(count), "image_size": size, "vision_tower": part, "projector": part}
     return TrainingJob(
         seq_len_tokens=picks["seq_len_tokens"],
         precision=picks["precision"],
@@ -169,6 +170,8 @@ def layout_of(picks: Mapping[str, Any], model: ModelSpec, job: TrainingJob, hard
 def subject(picks: Mapping[str, Any]) -> tuple[Layout, ModelSpec, HardwareSpec, TrainingJob]:
     picks = {name: choices[0] for name, choices in CHOICES.items()} | dict(picks)
     model, job, hardware = model_of(picks["model"]), job_of(picks), parse_hardware(picks["hardware"], nvme="/nvme:9TB")
+    model = job.freeze(model)
+    image_tokens(model, job)
     return layout_of(picks, model, job, hardware), model, hardware, job
 
 
@@ -225,7 +228,7 @@ def search_values(name: str) -> Values:
     cluster = parse_hardware(name, nvme=nvme or None)
     context = SearchContext(model=model_of(model), hardware=cluster, job=TrainingJob(**job))
     try:
-        outcome = (search_optimizers if context.job.optimizer == "auto" else search)(context)
+        outcome = search(context)
     except UsageError as error:
         return {"error": str(error)}
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .qat.callback import QATCallback as QATCallback
     from .qat.settings import QATConfig as QATConfig
     from .runs.plan_callback import PlanCallback as PlanCallback
-    from .sparsity import L1SparsityCallback as L1SparsityCallback
     from .sparsity import MagnitudePruningCallback as MagnitudePruningCallback
 
 _HOMES = {
@@ -30,7 +29,6 @@ _HOMES = {
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert",
     "GuardCallback": ".guards",
-    "L1SparsityCallback": ".sparsity",
     "LongSequenceCallback": ".parallel.long_sequences",
     "MagnitudePruningCallback": ".sparsity",
     "PipelineTrainer": ".parallel.pipeline",

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from ..ds_configs.specs.errors import ShardwrightError, UsageError
 from ..plugins.deepspeed.engine import load_from_other_ranks
-from ..plugins.launching.background import BackgroundTask
+from ..plugins.launching.background import BackgroundTask, FirstRank
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.loading import gathered
 from ..plugins.transformers.training_arguments import check_first_of_its_kind
@@ -29,7 +29,6 @@ from .checkpoints import (
     flushed_records,
     named_checkpoint,
     newest_whole,
-    on_first_rank,
     rotate,
     run_facts,
     set_aside,
@@ -148,7 +147,9 @@ class CheckpointCallback(StepEvents, TrainerCallback):
                 note_on_first_rank(f"all {selection.record.step} steps are done: only the rest of the command runs")
             return str(selection.path), selection.record.facts.get("world_size") != facts["world_size"]
 
-        path, has_other_ranks = on_first_rank(selected)
+        with FirstRank() as ranks:
+            chosen: tuple[str | None, bool] = ranks.does(selected)
+        path, has_other_ranks = chosen
         if has_other_ranks and facts["engine"] == "deepspeed":
             load_from_other_ranks()
         return path

@@ -27,6 +27,7 @@ from ..ds_configs.specs.errors import ConfigError, RefusedInputError, Shardwrigh
 from ..ds_configs.specs.units import gigabytes
 from ..plugins.accelerate import engine_from_environment
 from ..plugins.deepspeed.engine import load_from_other_ranks
+from ..plugins.launching.background import FirstRank
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.releases import installed_version
 from ..plugins.transformers.loading import gathered
@@ -316,25 +317,6 @@ def _digest(content: Any) -> str:
 
 
 Result = TypeVar("Result")
-
-
-def on_first_rank(work: Callable[[], Result]) -> Result:
-    """Run `work` on the first rank, and return its result or raise its error on every rank; every rank must call it."""
-    import torch.distributed as distributed
-
-    several = distributed.is_available() and distributed.is_initialized()
-    answer: list[Any] = [None, None]
-    if not several or distributed.get_rank() == 0:
-        try:
-            answer = [work(), None]
-        except ShardwrightError as error:
-            answer = [None, error]
-    if several:
-        distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    result: Result = answer[0]
-    return result
 
 
 def together(work: Callable[[], Result] | None, what: str) -> Result | None:
@@ -693,7 +675,9 @@ def checked_checkpoint(trainer: Any, resume: Any) -> str:
                 note_on_first_rank(line)
         return str(path), saved.get("world_size", now["world_size"]) != now["world_size"]
 
-    path, has_other_ranks = on_first_rank(check)
+    with FirstRank() as ranks:
+        selected: tuple[str, bool] = ranks.does(check)
+    path, has_other_ranks = selected
     if has_other_ranks and now["engine"] == "deepspeed":
         load_from_other_ranks()
     return path

@@ -33,6 +33,7 @@ from ..plugins.accelerate import RepeatedSamples, SamplesOnce, check_streams_of_
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.length_groups import one_order
+from ..plugins.transformers.loading import load_renamed_weights
 from ..plugins.transformers.optimizers import OwnOptimizer
 from ..plugins.transformers.prepared_model import (
     engine_kept,
@@ -314,6 +315,25 @@ class ExactTrainer(_Trainer):
         if self.given_optimizer is not None and self.lr_scheduler is None:
             self.lr_scheduler = self.given_optimizer.scheduler
         return super().create_scheduler(*arguments, **keywords)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Restore weights whose names in the checkpoint differ from the model's, which the Trainer ignores (line 3555).
+
+        Canary: `test_the_trainer_still_ignores_weights_of_other_names`.
+        """
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._restore(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Restore the weights of the best checkpoint, as `_load_from_checkpoint` (line 3591)."""
+        super()._load_best_model()
+        assert self.state.best_model_checkpoint, "the Trainer has loaded it"
+        self._restore(self.state.best_model_checkpoint)
+
+    def _restore(self, directory: str) -> None:
+        # Engines restore their own files, and PEFT its adapters.
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled or hasattr(self.model, "peft_config")):
+            load_renamed_weights(self.model, directory)
 
     # A step: batches, counts, loss.
 

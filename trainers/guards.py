@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from transformers import TrainerCallback
 
-from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS, NonFiniteAction
+from ..ds_configs.specs.errors import ShardwrightError
+from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.loading import (
     gathered,
@@ -193,8 +193,6 @@ class GuardCallback(StepEvents, TrainerCallback):
     step, and `Trainer.train` raises `StoppedBySignalError`. While numbers are not finite, no checkpoint is saved.
 
     Args:
-        nonfinite: `stop` after `nonfinite_steps`; `skip` omits the update of each non-finite step, and also stops
-            after `nonfinite_steps` consecutive ones.
         nonfinite_steps: Consecutive non-finite steps after which the run stops.
         allow_nonfinite: Whether weights may be non-finite when training begins.
         hang_seconds: Longest time without progress of a rank; `None` for no limit.
@@ -206,13 +204,12 @@ class GuardCallback(StepEvents, TrainerCallback):
     def __init__(
         self,
         *,
-        nonfinite: NonFiniteAction = "stop",
         nonfinite_steps: int = NONFINITE_STEPS,
         allow_nonfinite: bool = False,
         hang_seconds: float | None = HANG_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
-        self._action, self._limit, self._allow = nonfinite, nonfinite_steps, allow_nonfinite
+        self._limit, self._allow = nonfinite_steps, allow_nonfinite
         self._hang_seconds = hang_seconds
         self._request = StopRequest(stop_seconds)
         self._watch: HangWatch | None = None
@@ -228,13 +225,9 @@ class GuardCallback(StepEvents, TrainerCallback):
         """Add this callback to a Trainer.
 
         Raises:
-            UsageError: `skip` is selected under DeepSpeed, which updates weights before callbacks run; or the Trainer
-                has such a callback already.
+            UsageError: the Trainer has such a callback already.
         """
         check_first_of_its_kind(self, trainer)
-        if self._action == "skip" and trainer.is_deepspeed_enabled:
-            rule = "DeepSpeed updates the weights inside the backward pass"
-            raise UsageError(ConfigError(where="nonfinite", value="skip", rule=rule, fix="use stop"))
         self._trainer = trainer
         make_exact(trainer).add_callback(self)
 
@@ -276,9 +269,7 @@ class GuardCallback(StepEvents, TrainerCallback):
         if self._watch is not None:
             self._watch.in_steps(True, "the start of training")
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Agree with all ranks on signals and on whether the step is finite.
 
         Raises:
@@ -323,9 +314,7 @@ class GuardCallback(StepEvents, TrainerCallback):
             what = f"{self._limit} consecutive steps were not finite; the first: {self._first_seen}"
             raise NonFiniteError(f"{what}. No checkpoint was saved since; lower the learning rate or check the data")
         if args.process_index == 0:
-            note_on_first_rank(seen + ("; its update is skipped" if self._action == "skip" else ""))
-        if self._action == "skip":
-            optimizer.zero_grad()
+            note_on_first_rank(seen)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Save and stop after a signal, and save no checkpoint of non-finite steps and weights.
@@ -334,7 +323,7 @@ class GuardCallback(StepEvents, TrainerCallback):
             RefusedInputError: a checkpoint is due, and weights are not finite although losses and gradients are.
         """
         self._beat(f"step {state.global_step}")
-        if self._in_a_row and self._action == "stop" and control.should_save:
+        if self._in_a_row and control.should_save:
             control.should_save = False
             if args.process_index == 0:
                 note_on_first_rank(f"no checkpoint is saved after step {state.global_step}, which was not finite")
@@ -346,7 +335,7 @@ class GuardCallback(StepEvents, TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save no checkpoint of an epoch whose last step was not finite."""
-        if self._in_a_row and self._action == "stop":
+        if self._in_a_row:
             control.should_save = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that make weights of linear layers sparse between optimizer steps: L1 shrinkage and magnitude pruning."""
+"""`MagnitudePruningCallback`: zeros in the weights of linear layers, set between optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,20 +24,86 @@ if TYPE_CHECKING:
 Pattern = Literal["unstructured", "2:4"]
 
 
-class SparsityCallback(TrainerCallback):
-    """Finds the target layers, and checks that the engine keeps changed weights."""
+class MagnitudePruningCallback(TrainerCallback):
+    """Sets the weights of least magnitude to zero by the schedule of Zhu & Gupta (arXiv 1710.01878), in any Trainer.
 
-    combined_settings: tuple[str, ...]
+    After t optimizer steps, a fraction ``s(t) = s_f · (1 - (1 - (t - t_0) / (t_1 - t_0))³)`` of each matrix is zero
+    (eq. 1), constant between updates at t_0, t_0 + every, … and t_1. The zeros of t_1 are final.
+
+    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, with tensor, expert and pipeline parallelism, and together with
+    `QATCallback`, whose grid contains zero. The smallest weights are determined on full matrices. Zeros are set again
+    after every optimizer step, also in the optimizer's fp32 copies. There is no state to save: in a checkpoint the
+    zeros are the smallest weights, so a resumed run finds them again.
+
+    >>> callback = MagnitudePruningCallback(0.5, end_step=2000, pattern="2:4")  # doctest: +SKIP
+    >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
+
+    Args:
+        final_sparsity: Fraction of zeros from `end_step` on, s_f.
+        end_step: Optimizer steps before the last update of zeros, t_1.
+        start_step: Optimizer steps before the first update, t_0; 0: before training.
+        every: Optimizer steps between two updates.
+        pattern: `unstructured`; or `2:4`, two zeros among each four neighbours in a row, for sparse tensor cores.
+        targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
+        ignore: Names or patterns of layers that stay dense.
+
+    Raises:
+        UsageError: values are out of range or contradict one another; all errors together.
+    """
+
+    combined_settings = ("pruning",)
     """Rows of this callback in the table of combinations."""
-    tiny_changes = False
-    """Whether changes may be smaller than a step of 16-bit numbers."""
 
-    def __init__(self, targets: Sequence[str], ignore: Sequence[str]) -> None:
+    def __init__(
+        self,
+        final_sparsity: float,
+        *,
+        end_step: int,
+        start_step: int = 0,
+        every: int = 100,
+        pattern: Pattern = "unstructured",
+        targets: Sequence[str] = ("Linear",),
+        ignore: Sequence[str] = DEFAULT_IGNORE,
+    ) -> None:
         self._targets, self._ignore = tuple(targets), tuple(ignore)
+        self._final, self._start, self._end, self._every = final_sparsity, start_step, end_step, every
+        self._pattern = pattern
+        errors = []
+        if not (math.isfinite(final_sparsity) and 0 <= final_sparsity < 1):
+            fix = f"write {final_sparsity / 100:g} for {final_sparsity:g} %" if 1 < final_sparsity <= 99 else ""
+            rule = "must be a fraction, at least 0 and below 1"
+            errors.append(ConfigError(where="final_sparsity", value=final_sparsity, rule=rule, fix=fix))
+        if start_step < 0:
+            errors.append(ConfigError(where="start_step", value=start_step, rule="must be at least 0"))
+        if every < 1:
+            errors.append(ConfigError(where="every", value=every, rule="must be at least 1"))
+        if end_step < start_step:
+            rule = f"must not be before start_step = {start_step}"
+            errors.append(ConfigError(where="end_step", value=end_step, rule=rule))
+        if pattern not in ("unstructured", "2:4"):
+            errors.append(ConfigError(where="pattern", value=pattern, rule="must be unstructured or 2:4"))
+        elif pattern == "2:4" and final_sparsity != 0.5:
+            rule = "2:4 has two zeros among four"
+            errors.append(ConfigError(where="final_sparsity", value=final_sparsity, rule=rule, fix="write 0.5"))
+        if errors:
+            raise UsageError(errors)
         self._names: tuple[str, ...] | None = None
-        self._layers: dict[str, Any] = {}
-        self.editor: WeightEditor
-        """Editor of the target layers' weights, from the beginning of training on."""
+        self._editor: WeightEditor
+        self._masks: dict[tuple[str, int, int], Tensor] = {}
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._model: Any = None
+        self.sparsity = 0.0
+        """Current fraction of zeros in the target layers."""
+
+    def sparsity_at(self, step: int) -> float:
+        """Return the fraction of zeros after this many optimizer steps."""
+        if step < self._start:
+            return 0.0
+        if step >= self._end:
+            return self._final
+        last = step - (step - self._start) % self._every
+        left = 1 - (last - self._start) / (self._end - self._start)
+        return self._final - self._final * left**3
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
@@ -47,7 +113,7 @@ class SparsityCallback(TrainerCallback):
             if errors := run_errors(args, model, callbacks=(self,)):
                 raise UsageError(errors)
             layers = target_layers(model, self._targets, self._ignore)
-            self.check_layers(layers)
+            self._check_layers(layers)
             self._names = tuple(layers)
 
     def on_train_begin(
@@ -59,39 +125,120 @@ class SparsityCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: object,
     ) -> None:
-        """Find the layers of this rank, and check that the engine keeps changed weights."""
+        """Check that the engine keeps zeros, and set the first zeros, or those of a resumed run."""
         if errors := run_errors(args, model, callbacks=(self,)):
             raise UsageError(errors)
         if stages_of(model) is None:
-            self._layers = target_layers(model, self._targets, self._ignore)
+            layers = target_layers(model, self._targets, self._ignore)
         elif self._names is not None:
-            layers = named_linear_layers(model)
-            self._layers = {name: layers[name] for name in self._names if name in layers}
+            # Of this rank's stages.
+            own = named_linear_layers(model)
+            layers = {name: own[name] for name in self._names if name in own}
         else:
             rule = "received pipeline stages without the full model, in which the targets are searched"
             fix = "pass it to PipelineTrainer(callbacks=[...])"
             raise UsageError(ConfigError(where="callback", rule=rule, fix=fix))
-        self.check_layers(self._layers)
-        weights = {name: module.weight for name, module in self._layers.items()}
-        errors = edit_errors(weights, args, optimizer, tiny_changes=self.tiny_changes)
-        if errors := errors + self.setting_errors(args, state, model):
+        self._check_layers(layers)
+        weights = {name: module.weight for name, module in layers.items()}
+        if errors := edit_errors(weights, args, optimizer) + self._setting_errors(args, state, model):
             raise UsageError(errors)
         fused = [name for name, value in model.named_parameters() if len(getattr(value, "ds_shape", value.shape)) == 3]
         if fused:
             experts = f"{len(fused)} fused weights of experts stay dense, such as {fused[0]}"
             note_on_first_rank(f"{experts}: only linear layers become sparse")
-        self.editor = WeightEditor(weights, optimizer)
+        self._editor = WeightEditor(weights)
+        self._shapes = {name: whole_shape(module) for name, module in layers.items()}
+        self._model, self._masks, self.sparsity = model, {}, 0.0
+        if state.global_step >= self._start:
+            self._update(state.global_step)
 
-    def check_layers(self, layers: dict[str, Any]) -> None:
-        """Check the shapes of the target layers.
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Set weights to zero again that the optimizer changed, and update the zeros if scheduled."""
+        if self._masks:
+            self._apply()
+        step = state.global_step
+        if self._start <= step <= self._end and (step == self._end or (step - self._start) % self._every == 0):
+            self._update(step)
 
-        Raises:
-            UsageError: a layer does not fit.
-        """
+    def _check_layers(self, layers: dict[str, Any]) -> None:
+        """Check that 2:4 fits the number of inputs of every layer."""
+        widths = {name: whole_shape(module)[1] for name, module in layers.items()}
+        unfit = [name for name, width in widths.items() if self._pattern == "2:4" and width % 4]
+        if unfit:
+            rule = f"the number of inputs must be a multiple of 4, but {unfit[0]} has {widths[unfit[0]]}"
+            fix = f"add to ignore: {', '.join(unfit[:8])}"
+            raise UsageError(ConfigError(where="pattern", value=self._pattern, rule=rule, fix=fix))
 
-    def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
-        """Return why the settings of the run contradict those of the callback."""
-        return []
+    def _setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
+        """Return why the run would end with other zeros than those of the last update."""
+        from .qat.attach import attachment_of
+
+        end, errors = self._end, []
+        if end > state.max_steps:
+            rule = f"training ends at step {state.max_steps}, before the last update of zeros"
+            fix = f"use end_step {max(state.max_steps * 3 // 4, 1)}"
+            errors.append(ConfigError(where="end_step", value=end, rule=rule, fix=fix))
+        if args.load_best_model_at_end:
+            rule = f"may restore a checkpoint from before step {end}, with fewer zeros"
+            errors.append(ConfigError(where="load_best_model_at_end", value=True, rule=rule, fix="set it to False"))
+        attachment = attachment_of(model)
+        if attachment is not None and attachment.config.weight_rule == "binary":
+            rule = "has the values -1 and 1, and no zero"
+            errors.append(ConfigError(where="weight_rule", value="binary", rule=rule, fix="use ternary"))
+        return errors
+
+    def _update(self, step: int) -> None:
+        """Set the zeros of a step, equally on all ranks."""
+        import torch
+
+        counts = torch.zeros(2, dtype=torch.int64)
+        for name, (rows, columns) in self._shapes.items():
+            count = round(self.sparsity_at(step) * rows * columns)
+            mask_N = smallest_weights(self._editor.whole(name), count, self._pattern)
+            counts += torch.tensor([count, rows * columns])
+            own = self._editor.part(name, mask_N.view(rows, columns)).reshape(-1)
+            for region in self._editor.regions(name):
+                # One bit per weight, because masks stay in memory.
+                piece = pack_bits(own[region.start : region.start + region.length], 1)
+                self._masks[name, region.start, region.length] = piece.to(region.device)
+        self._apply()
+        zeros, weights = add_over_stages(self._model, counts).tolist()
+        self.sparsity = zeros / weights
+
+    def _apply(self) -> None:
+        """Set the weights of all masks to zero."""
+        import torch
+
+        def set_to_zero(name: str, flat: Tensor, start: int) -> None:
+            packed = self._masks[name, start, flat.numel()].to(flat.device)
+            shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
+            mask = ((packed.unsqueeze(1) >> shifts) & 1).bool().reshape(-1)
+            flat.masked_fill_(mask[: flat.numel()], 0)
+
+        for name in self._shapes:
+            self._editor.edit(name, set_to_zero)
+
+
+def smallest_weights(weight_OI: Tensor, count: int, pattern: Pattern = "unstructured") -> Tensor:
+    """Return the mask of the `count` weights of least magnitude, flattened; among equal ones the first are selected.
+
+    With ``2:4``, the two largest of each four neighbours in a row are never selected.
+    """
+    import torch
+
+    magnitudes = weight_OI.float().abs()
+    if pattern == "2:4":
+        groups_G4 = magnitudes.reshape(-1, 4)
+        largest_G2 = groups_G4.argsort(dim=-1, stable=True)[:, 2:]
+        magnitudes = groups_G4.scatter(-1, largest_G2, float("inf"))
+    magnitudes = magnitudes.reshape(-1)
+    if count == 0:
+        return torch.zeros_like(magnitudes, dtype=torch.bool)
+    # Which index `kthvalue` returns is not deterministic on CUDA, so that PyTorch rejects it for the value too.
+    source = magnitudes.cpu() if torch.are_deterministic_algorithms_enabled() else magnitudes
+    largest = source.kthvalue(count).values.to(magnitudes.device)
+    smaller, equal = magnitudes < largest, magnitudes == largest
+    return smaller | (equal & (equal.cumsum(0) <= count - smaller.sum()))
 
 
 def target_layers(
@@ -133,258 +280,3 @@ def target_layers(
     if errors:
         raise UsageError(errors)
     return selected
-
-
-class L1SparsityCallback(SparsityCallback):
-    """Applies a soft threshold to weights after every optimizer step, in any Trainer.
-
-    ``w ← sign(w) · max(|w| - lr · strength, 0)`` with the learning rate of the step. For plain SGD this is the proximal
-    gradient step (ISTA; Beck & Teboulle, SIAM J. Imaging Sciences 2009, eq. 1.4-1.5) of ``loss + strength · Σ|w|``,
-    whose solutions have exact zeros. The gradient of the penalty itself would oscillate around zero. For Adam it is
-    decoupled from the moments, like AdamW's weight decay (Loshchilov & Hutter, arXiv 1711.05101).
-
-    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, and with tensor, expert and pipeline parallelism. It has no state
-    to save.
-
-    >>> callback = L1SparsityCallback(1e-3)  # doctest: +SKIP
-    >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
-
-    Args:
-        strength: Factor of Σ|w|, above 0.
-        targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
-        ignore: Names or patterns of layers without the penalty.
-
-    Raises:
-        UsageError: the strength is not a number above 0.
-    """
-
-    combined_settings = ("l1",)
-    tiny_changes = True
-
-    def __init__(
-        self, strength: float, *, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
-    ) -> None:
-        super().__init__(targets, ignore)
-        if not (math.isfinite(strength) and strength > 0):
-            raise UsageError(ConfigError(where="strength", value=strength, rule="must be a number above 0"))
-        self._strength = strength
-        self._learning_rate = 0.0
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: object
-    ) -> None:
-        """Read the learning rate of this step: DeepSpeed sets that of the next one during the step."""
-        # DeepSpeed's groups hold flat copies instead of the weights.
-        targets = {id(weight) for weight in self.editor.weights.values()}
-        own = [group for group in optimizer.param_groups if any(id(each) in targets for each in group["params"])]
-        values = [group["lr"] for group in own or optimizer.param_groups]
-        if any(rate is None for rate in values):
-            fix = "set a learning rate, for Adafactor with relative_step=False"
-            raise UsageError(ConfigError(where="optimizer", rule="computes its learning rate itself", fix=fix))
-        rates = sorted({float(rate) for rate in values})
-        if len(rates) > 1:
-            rule = "has several learning rates for the targets, but the threshold needs one"
-            fix = "use one learning rate, or one callback per group"
-            raise UsageError(ConfigError(where="learning_rate", value=rates, rule=rule, fix=fix))
-        self._learning_rate = rates[0]
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: object
-    ) -> None:
-        """Apply the threshold, unless fp16 overflowed and the step was skipped."""
-        from torch.nn.functional import softshrink
-
-        if self._learning_rate == 0 or getattr(optimizer, "step_was_skipped", False):
-            return
-        threshold = self._learning_rate * self._strength
-
-        def shrink(name: str, flat: Tensor, start: int) -> None:
-            flat.copy_(softshrink(flat, threshold))
-
-        for name in self.editor.weights:
-            self.editor.edit(name, shrink, survives_rounding=False)
-        self.editor.finish()
-
-
-class MagnitudePruningCallback(SparsityCallback):
-    """Sets the weights of least magnitude to zero by the schedule of Zhu & Gupta (arXiv 1710.01878), in any Trainer.
-
-    After t optimizer steps, a fraction ``s(t) = s_f · (1 - (1 - (t - t_0) / (t_1 - t_0))³)`` of each matrix is zero
-    (eq. 1), constant between updates at t_0, t_0 + every, … and t_1. The zeros of t_1 are final.
-
-    Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, with tensor, expert and pipeline parallelism, and together with
-    `QATCallback`, whose grid contains zero. The smallest weights are determined on full matrices. Zeros are set again
-    after every optimizer step, also in the optimizer's fp32 copies. There is no state to save: in a checkpoint the
-    zeros are the smallest weights, so a resumed run finds them again.
-
-    >>> callback = MagnitudePruningCallback(0.5, end_step=2000, pattern="2:4")  # doctest: +SKIP
-    >>> Trainer(model, arguments, train_dataset=samples, callbacks=[callback]).train()  # doctest: +SKIP
-
-    Args:
-        final_sparsity: Fraction of zeros from `end_step` on, s_f.
-        end_step: Optimizer steps before the last update of zeros, t_1.
-        start_step: Optimizer steps before the first update, t_0; 0: before training.
-        every: Optimizer steps between two updates.
-        pattern: `unstructured`; or `2:4`, two zeros among each four neighbours in a row, for sparse tensor cores.
-        targets: Names of linear layers, `re:` patterns of names, or `Linear` for all.
-        ignore: Names or patterns of layers that stay dense.
-
-    Raises:
-        UsageError: values are out of range or contradict one another; all errors together.
-    """
-
-    combined_settings = ("pruning",)
-
-    def __init__(
-        self,
-        final_sparsity: float,
-        *,
-        end_step: int,
-        start_step: int = 0,
-        every: int = 100,
-        pattern: Pattern = "unstructured",
-        targets: Sequence[str] = ("Linear",),
-        ignore: Sequence[str] = DEFAULT_IGNORE,
-    ) -> None:
-        super().__init__(targets, ignore)
-        self._final, self._start, self._end, self._every = final_sparsity, start_step, end_step, every
-        self._pattern = pattern
-        errors = []
-        if not (math.isfinite(final_sparsity) and 0 <= final_sparsity < 1):
-            fix = f"write {final_sparsity / 100:g} for {final_sparsity:g} %" if 1 < final_sparsity <= 99 else ""
-            rule = "must be a fraction, at least 0 and below 1"
-            errors.append(ConfigError(where="final_sparsity", value=final_sparsity, rule=rule, fix=fix))
-        if start_step < 0:
-            errors.append(ConfigError(where="start_step", value=start_step, rule="must be at least 0"))
-        if every < 1:
-            errors.append(ConfigError(where="every", value=every, rule="must be at least 1"))
-        if end_step < start_step:
-            rule = f"must not be before start_step = {start_step}"
-            errors.append(ConfigError(where="end_step", value=end_step, rule=rule))
-        if pattern not in ("unstructured", "2:4"):
-            errors.append(ConfigError(where="pattern", value=pattern, rule="must be unstructured or 2:4"))
-        elif pattern == "2:4" and final_sparsity != 0.5:
-            rule = "2:4 has two zeros among four"
-            errors.append(ConfigError(where="final_sparsity", value=final_sparsity, rule=rule, fix="write 0.5"))
-        if errors:
-            raise UsageError(errors)
-        self._masks: dict[tuple[str, int, int], Tensor] = {}
-        self._shapes: dict[str, tuple[int, int]] = {}
-        self._model: Any = None
-        self.sparsity = 0.0
-        """Current fraction of zeros in the target layers."""
-
-    def sparsity_at(self, step: int) -> float:
-        """Return the fraction of zeros after this many optimizer steps."""
-        if step < self._start:
-            return 0.0
-        if step >= self._end:
-            return self._final
-        last = step - (step - self._start) % self._every
-        left = 1 - (last - self._start) / (self._end - self._start)
-        return self._final - self._final * left**3
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: object,
-    ) -> None:
-        """Check that the engine keeps zeros, and set the first zeros, or those of a resumed run."""
-        super().on_train_begin(args, state, control, model=model, optimizer=optimizer)
-        self._shapes = {name: whole_shape(module) for name, module in self._layers.items()}
-        self._model, self._masks, self.sparsity = model, {}, 0.0
-        if state.global_step >= self._start:
-            self._update(state.global_step)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Set weights to zero again that the optimizer changed, and update the zeros if scheduled."""
-        if self._masks:
-            self._apply()
-        step = state.global_step
-        if self._start <= step <= self._end and (step == self._end or (step - self._start) % self._every == 0):
-            self._update(step)
-
-    def check_layers(self, layers: dict[str, Any]) -> None:
-        """Check that 2:4 fits the number of inputs of every layer."""
-        widths = {name: whole_shape(module)[1] for name, module in layers.items()}
-        unfit = [name for name, width in widths.items() if self._pattern == "2:4" and width % 4]
-        if unfit:
-            rule = f"the number of inputs must be a multiple of 4, but {unfit[0]} has {widths[unfit[0]]}"
-            fix = f"add to ignore: {', '.join(unfit[:8])}"
-            raise UsageError(ConfigError(where="pattern", value=self._pattern, rule=rule, fix=fix))
-
-    def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
-        """Return why the run would end with other zeros than those of the last update."""
-        from .qat.attach import attachment_of
-
-        end, errors = self._end, []
-        if end > state.max_steps:
-            rule = f"training ends at step {state.max_steps}, before the last update of zeros"
-            fix = f"use end_step {max(state.max_steps * 3 // 4, 1)}"
-            errors.append(ConfigError(where="end_step", value=end, rule=rule, fix=fix))
-        if args.load_best_model_at_end:
-            rule = f"may restore a checkpoint from before step {end}, with fewer zeros"
-            errors.append(ConfigError(where="load_best_model_at_end", value=True, rule=rule, fix="set it to False"))
-        attachment = attachment_of(model)
-        if attachment is not None and attachment.config.weight_rule == "binary":
-            rule = "has the values -1 and 1, and no zero"
-            errors.append(ConfigError(where="weight_rule", value="binary", rule=rule, fix="use ternary"))
-        return errors
-
-    def _update(self, step: int) -> None:
-        """Set the zeros of a step, equally on all ranks."""
-        import torch
-
-        counts = torch.zeros(2, dtype=torch.int64)
-        for name, (rows, columns) in self._shapes.items():
-            count = round(self.sparsity_at(step) * rows * columns)
-            mask_N = smallest_weights(self.editor.whole(name), count, self._pattern)
-            counts += torch.tensor([count, rows * columns])
-            own = self.editor.part(name, mask_N.view(rows, columns)).reshape(-1)
-            for region in self.editor.regions(name):
-                # One bit per weight, because masks stay in memory.
-                piece = pack_bits(own[region.start : region.start + region.length], 1)
-                self._masks[name, region.start, region.length] = piece.to(region.device)
-        self._apply()
-        zeros, weights = add_over_stages(self._model, counts).tolist()
-        self.sparsity = zeros / weights
-
-    def _apply(self) -> None:
-        """Set the weights of all masks to zero."""
-        import torch
-
-        def set_to_zero(name: str, flat: Tensor, start: int) -> None:
-            packed = self._masks[name, start, flat.numel()].to(flat.device)
-            shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
-            mask = ((packed.unsqueeze(1) >> shifts) & 1).bool().reshape(-1)
-            flat.masked_fill_(mask[: flat.numel()], 0)
-
-        for name in self._shapes:
-            self.editor.edit(name, set_to_zero, survives_rounding=True)
-        self.editor.finish()
-
-
-def smallest_weights(weight_OI: Tensor, count: int, pattern: Pattern = "unstructured") -> Tensor:
-    """Return the mask of the `count` weights of least magnitude, flattened; among equal ones the first are selected.
-
-    With ``2:4``, the two largest of each four neighbours in a row are never selected.
-    """
-    import torch
-
-    magnitudes = weight_OI.float().abs()
-    if pattern == "2:4":
-        groups_G4 = magnitudes.reshape(-1, 4)
-        largest_G2 = groups_G4.argsort(dim=-1, stable=True)[:, 2:]
-        magnitudes = groups_G4.scatter(-1, largest_G2, float("inf"))
-    magnitudes = magnitudes.reshape(-1)
-    if count == 0:
-        return torch.zeros_like(magnitudes, dtype=torch.bool)
-    # Which index `kthvalue` returns is not deterministic on CUDA, so that PyTorch rejects it for the value too.
-    source = magnitudes.cpu() if torch.are_deterministic_algorithms_enabled() else magnitudes
-    largest = source.kthvalue(count).values.to(magnitudes.device)
-    smaller, equal = magnitudes < largest, magnitudes == largest
-    return smaller | (equal & (equal.cumsum(0) <= count - smaller.sum()))

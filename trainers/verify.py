@@ -19,6 +19,7 @@ from ..plugins.compressed_tensors import layout_differences
 from ..plugins.launching.elastic import signal_name
 from ..plugins.launching.launch import interpreter
 from ..plugins.safetensors import load_tensors
+from ..plugins.transformers.loading import auto_class, text_classes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,15 +34,13 @@ def main(directory: str, work: str, device: str) -> None:
     import torch
     import transformers
     from safetensors.torch import load_file, save_file
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     probe = load_file(str(Path(work) / "probe.safetensors"))
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     architecture = (config.architectures or [""])[0]
-    causal = {name for names in CAUSAL.values() for name in ((names,) if isinstance(names, str) else names)}
     # Other models, such as classifiers, have no automatic class that fits.
-    automatic = transformers.AutoModelForCausalLM
-    model_class = automatic if architecture in causal else getattr(transformers, architecture, automatic)
+    automatic = auto_class(config)
+    model_class = automatic if architecture in text_classes() else getattr(transformers, architecture, automatic)
     model, loading = model_class.from_pretrained(
         directory,
         dtype="auto",

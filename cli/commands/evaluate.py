@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import Names, RevisionFields
+from ...ds_configs.specs.settings import RevisionFields
 from ..options import OutputDirectory
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line
@@ -37,12 +37,6 @@ class Flags(OutputDirectory, RevisionFields):
     )
     num_samples: int = Field(64, description="Windows to read, from the start of the text")
     batch_size: int = Field(4, description="Windows per batch; does not change results")
-    tasks: Names | None = Field(None, description="Tasks of lm-evaluation-harness, such as hellaswag,arc_easy")
-    limit: int | None = Field(None, description="Documents per task")
-    few_shot: int | None = Field(None, description="Examples before each question of a task")
-    include_path: Path | None = Field(
-        None, description="Directory with your own task files; runs the functions they name"
-    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type to load weights as; auto: as stored"
     )
@@ -60,7 +54,6 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
         Hub id or directory of a model, plain or quantized.
     """
     from ...ds_configs.plan.output import output_errors, reserved, write_files
-    from ...plugins.lm_eval import TaskRequest
     from ...trainers.data.sources import PYTHON_HELP, local_place
     from ...trainers.evaluation.evaluate import evaluate_model
     from ...trainers.evaluation.measures import TextRequest
@@ -70,17 +63,6 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
     if options.chat_template is not None and options.dataset is None:
         rule, fix = "requires --dataset: only conversations are rendered", "pass --dataset with chats, or omit it"
         errors.append(ConfigError(where="--chat-template", value=options.chat_template, rule=rule, fix=fix))
-    limits = {name: getattr(options, name) for name in ("limit", "few_shot", "include_path")}
-    tasks = None if options.tasks is None else TaskRequest(names=options.tasks, **limits)
-    if tasks is not None and not tasks.names:
-        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
-    errors += [
-        ConfigError(
-            where=f"--{name.replace('_', '-')}", value=str(value), rule="needs --tasks", fix="pass --tasks, or omit it"
-        )
-        for name, value in limits.items()
-        if tasks is None and value is not None
-    ]
     output_dir, force = options.output_dir, options.force
     # Before hours of evaluation.
     sources = {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
@@ -109,7 +91,6 @@ def evaluate_command(model: str, *, options: Options[Flags] = FILLED) -> int:
             batch_size=options.batch_size,
             dtype=options.dtype,
             device=options.device,
-            tasks=tasks,
             revision=options.revision,
             baseline_revision=options.baseline_revision,
         )

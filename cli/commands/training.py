@@ -70,7 +70,7 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
 
 def distill_command(
     teacher: str,
-    student: str | None = None,
+    student: str,
     *,
     settings: Options[DistillSettings] = FILLED,
     options: Options[TrainingRun],
@@ -80,15 +80,13 @@ def distill_command(
     Parameters
     ----------
     teacher
-        Hub id or directory; weights are read from safetensors. With --teacher-url: name of a served model, or omit it.
+        Hub id or directory; weights are read from safetensors.
     student
         Hub id or directory; a config.json for random weights.
     """
     from ...trainers.distillation.command import prepare_distillation
 
-    # A single model is the student, whose teacher is served.
-    models = (None, teacher) if student is None else (teacher, student)
-    return _launched(partial(prepare_distillation, settings, *models), options, show_distillation)
+    return _launched(partial(prepare_distillation, settings, teacher, student), options, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
@@ -122,20 +120,17 @@ def qat_command(model: str, *, settings: Options[QATSettings] = FILLED, options:
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
-    from ...trainers.qat.settings import is_own_teacher
     from ...trainers.reports.runs import checkpoint_facts
     from ..show import show_next
 
-    own = is_own_teacher(outcome.settings, outcome.model)
-    teacher = "itself in full precision" if own else outcome.teacher
-    made = f"as {outcome.scheme.name}" + ("" if teacher is None else f", distilled from {teacher}")
+    distilled = "" if outcome.settings.teacher is None else ", distilled from itself in full precision"
     trained, *before = outcome.measures()[1]
     rows: list[Sequence[str | Text]] = [*reversed(before), [Text(value, style="bold green") for value in trained]]
     _show_outcome(
         outcome,
         output_dir,
         name=outcome.model,
-        made=made,
+        made=f"as {outcome.scheme.name}{distilled}",
         noun="Checkpoint",
         rows=rows,
         facts=checkpoint_facts(outcome.to_dict()),

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
-from ..models.families import has_liger_loss
+from ..models.images import image_sizes
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import ImageSizes
+from ..specs.images import ImageSizes, image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec, ParameterShape, merged, stored_facts
+from ..specs.model import (
+    ALL_LINEAR,
+    Dimensions,
+    ModelSpec,
+    ParameterShape,
+    adapted_experts,
+    has_liger_loss,
+    merged,
+    stored_facts,
+)
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention", "frozen_tower", "lora_language"]
 """What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
+_FULL: tuple[Adapter, ...] = ("none", "frozen_tower")
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 Kernels = Literal["eager", "liger", "compiled"]
 
@@ -93,6 +103,10 @@ class ActivationEstimate:
     """The largest of `recompute_backward_transient_bytes` while all that attention keeps is live; `None` if unknown."""
     loss_tiles: int = 0
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
+    tower_saved_bytes: int = 0
+    """Kept by all layers of a trained vision tower without checkpointing; its transients are part of those above."""
+    tower_checkpointed_bytes: int = 0
+    """The same with checkpointing."""
     mlp: MlpBytes | None = None
     """The part of the above that MLPs hold; `None` if the source does not separate it."""
     loss_forward_peak_bytes: int
@@ -159,12 +173,18 @@ def load_coefficients(release: str) -> Mapping[str, Any]:
 
 
 def _evaluated(
-    table: Mapping[str, Any], point: Sequence[int], counts: dict[str, int], *, layers: int, interleaved: bool = False
+    table: Mapping[str, Any],
+    point: Sequence[int],
+    counts: dict[str, int],
+    *,
+    layers: int,
+    interleaved: bool = False,
+    tower: Collection[str] = (),
 ) -> ActivationEstimate:
     """Return the bytes of a coefficient table for layers of several kinds, summed and spread evenly over `layers`.
 
-    Each quantity is the largest of its rows, `sum(coefficient * feature)`. `counts` has the layers of each kind in
-    execution order; a table with a single kind has its rows without a name.
+    Kinds of a vision `tower` are summed apart. Each quantity is the largest of its rows, `sum(coefficient * feature)`.
+    `counts` has the layers of each kind in execution order; a table with a single kind has its rows without a name.
     """
 
     def of_layer(name: str, kind: str) -> int:
@@ -182,12 +202,17 @@ def _evaluated(
                 later += (1 if interleaved else counts[kind]) * layer_bytes[kind]
         return max(peaks)
 
+    def together(of_layer: Mapping[str, int], *, in_tower: bool) -> int:
+        return sum(count * of_layer[kind] for kind, count in counts.items() if (kind in tower) == in_tower)
+
     outside = _largest(table["outside_layers"], point)
-    # What checkpointing changes outside is spread as well.
+    # What checkpointing changes outside is that of the tower.
     more = _largest(table.get("checkpointed_outside_layers", table["outside_layers"]), point) - outside
     return ActivationEstimate(
-        saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
-        checkpointed_bytes_per_layer=-(-(more + sum(counts[kind] * checkpointed[kind] for kind in counts)) // layers),
+        saved_bytes_per_layer=-(-together(saved, in_tower=False) // layers),
+        checkpointed_bytes_per_layer=-(-together(checkpointed, in_tower=False) // layers),
+        tower_saved_bytes=together(saved, in_tower=True),
+        tower_checkpointed_bytes=together(checkpointed, in_tower=True) + more,
         outside_layer_bytes=outside,
         backward_transient_bytes=transient("backward_transient", saved),
         recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
@@ -639,7 +664,8 @@ def estimate_kinds(
     )
     point = [feature(name, factors) for name in table["features"]]
     layers = max(1, model.dimensions.num_layers)
-    estimate = _evaluated(table, point, counts, layers=layers, interleaved=family["interleaved"])
+    tower = {kind for kind, mark in family["kinds"].items() if model.reads_images and image_part(mark)}
+    estimate = _evaluated(table, point, counts, layers=layers, interleaved=family["interleaved"], tower=tower)
     if not chunked_loss:
         return estimate
     peaks = _loss_peaks(table, factors)
@@ -675,6 +701,10 @@ class _Stack:
     tokens: int
     """Tokens or patches of one sequence."""
     parameters: tuple[ParameterShape, ...]
+    is_frozen: bool = False
+    """Whether nothing before or in it is trained, so that it keeps nothing for a backward pass."""
+    parts: int = 1
+    """Images among the tokens, each with scores of its own."""
 
 
 def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
@@ -705,10 +735,14 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
             heads = max(model.dimensions.num_attention_heads, _width(stack, model) // _HEAD_WIDTH)
             # Disentangled attention (DeBERTa) and cross attention have more scores.
             attentions = 3 if relative else 2 if model.task == "seq2seq" and "decoder" in stack.name else 1
-            scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 * attentions
+            scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 // stack.parts * attentions
     inputs = [micro_batch_size * stack.tokens * _width(stack, model) * element * stack.layers for stack in stacks]
-    saved = repeats * (sum(sizes) + _SCORE_BYTES * sum(scores))
-    checkpointed = repeats * sum(inputs)
+    in_tower = [model.reads_images and image_part(stack.name) is not None for stack in stacks]
+    kept = [not stack.is_frozen for stack in stacks]
+    saved_by_stack = [size + _SCORE_BYTES * count for size, count in zip(sizes, scores, strict=True)]
+    saved = repeats * sum(saved_by_stack[i] for i, inside in enumerate(in_tower) if not inside)
+    checkpointed = repeats * sum(inputs[i] for i, inside in enumerate(in_tower) if not inside)
+    of_tower = [i for i, inside in enumerate(in_tower) if inside and kept[i]]
     largest = max((size // stack.layers for size, stack in zip(sizes, stacks, strict=True)), default=0)
     largest_scores = max((count // stack.layers for count, stack in zip(scores, stacks, strict=True)), default=0)
     tokens = micro_batch_size * max([job.seq_len_tokens, *(stack.tokens for stack in stacks)])
@@ -734,6 +768,8 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     estimate = ActivationEstimate(
         saved_bytes_per_layer=-(-saved // max(1, layers)),
         checkpointed_bytes_per_layer=-(-checkpointed // max(1, layers)),
+        tower_saved_bytes=sum(saved_by_stack[i] for i in of_tower),
+        tower_checkpointed_bytes=sum(inputs[i] for i in of_tower),
         outside_layer_bytes=outside,
         backward_transient_bytes=largest // 2 + _SCORE_TRANSIENT_BYTES * largest_scores,
         recompute_backward_transient_bytes=largest
@@ -763,8 +799,10 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
     for parameter in model.parameters:
         if parameter.in_layer:
             grouped[parameter.name.split(".*.")[0]].append(parameter)
-    stacks = []
+    stacks, images = [], image_sizes(model, job)
     for name, parameters in grouped.items():
+        if model.reads_images and image_part(name) and not job.images_per_sample:
+            continue
         # A depthwise convolution over tokens (Mamba) keeps no more than its output; others have unknown feature maps.
         if any(
             parameter.kind != "experts"
@@ -774,7 +812,12 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
         layers = max(parameter.count for parameter in parameters)
         tokens = _tokens(name, model, job)
-        stacks.append(_Stack(name=name, layers=layers, tokens=tokens, parameters=tuple(parameters)))
+        stack = _Stack(name=name, layers=layers, tokens=tokens, parameters=tuple(parameters))
+        if images is not None and image_part(name):
+            stack = replace(
+                stack, tokens=images.patches, parts=images.images, is_frozen=all(p.frozen for p in parameters)
+            )
+        stacks.append(stack)
     if not stacks:
         raise UsageError(_unbounded(model, "it has no repeated layers"))
     if model.task != "seq2seq":
@@ -871,7 +914,7 @@ def activations_of(
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
-        rank = 0 if adapter == "none" else job.lora_rank
+        rank = 0 if adapter in _FULL else job.lora_rank
         # Tables by dimensions are stored for text families, tables by kind of layer for all others.
         has_family = model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
         if not has_family:
@@ -884,6 +927,7 @@ def activations_of(
                 lora_rank=rank,
                 attention=attention_path(model.dimensions, mode, attention),
                 chunked_loss=job.loss == "chunked",
+                images=image_sizes(model, job),
             )
         traced = estimate_activations(
             family=model.model_type,
@@ -905,19 +949,23 @@ def activations_of(
 
     # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps. Other
     # targets than those of attention count as all Linear modules.
-    profiles: tuple[Adapter, ...] = ("none",)
+    reads_frozen = model.reads_images and job.vision_tower == job.projector == "frozen"
+    profiles: tuple[Adapter, ...] = ("frozen_tower", "none") if reads_frozen else ("none",)
     if job.method != "full":
-        profiles = ("lora_all_linear", "none")
+        profiles = ("lora_language", *profiles) if reads_frozen else ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
+        elif adapted_experts(model, job.lora_targets) and not adapted_experts(model, (ALL_LINEAR,)):
+            # Frozen experts keep no input.
+            profiles = ("none",)
     for adapter in profiles:
         traced = stored(mode, adapter)
         if traced is None:
             continue
-        if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
+        if mode != "bf16_autocast" or (adapter in _FULL) == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-        copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, stored("bf16", "none")
+        copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, stored("bf16", adapter)
         assert frozen is not None, "every stored family has the tables of 16-bit layers"
         return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)

@@ -144,10 +144,15 @@ def _mask_bytes(step: RankStep) -> int:
 
 
 def _kept_bytes(step: RankStep, layers: int) -> int:
-    """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones."""
+    """Return the bytes that the first `layers` keep until their backward passes; the first are the recomputed ones.
+
+    A vision tower runs before them, and keeps its own.
+    """
     total = step.model.dimensions.num_layers
     recomputed = min(layers, step.layout.recomputed_layers(total))
     kept = (layers - recomputed) * (step.traced.saved_bytes_per_layer + _mask_bytes(step))
+    recomputes_tower = step.layout.gradient_checkpointing and step.job.vision_checkpointing == "auto"
+    kept += step.traced.tower_checkpointed_bytes if recomputes_tower else step.traced.tower_saved_bytes
     if on_accelerator := max(0, recomputed - step.layout.offloaded_layers(total)):
         kept += on_accelerator * step.traced.checkpointed_bytes_per_layer
     return kept
@@ -278,14 +283,17 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     if not copy_bytes and not adapted:
         return at_moments({})
     if job.method == "full":
-        matrices = model.linear_parameters(include_head=True)
+        matrices = model.trained_part.linear_parameters(include_head=True)
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=step.layout.ep).trainable
-    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    summed = [parameter for parameter in adapted if parameter.kind == "experts"]
+    experts = [job.compute_bytes * parameter.numel for parameter in summed]
     layers = max(1, model.dimensions.num_layers)
-    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
-    one_layer = {name: count // layers for name, count in all_layers.items()}
+    # The first layers of some families have no experts.
+    every = job.compute_bytes * sum(parameter.total for parameter in summed)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": every}
+    one_layer = {"autocast_weight_copies": copy_bytes * matrices // layers, "adapted_expert_copies": sum(experts)}
     # PEFT makes the sums of a layer one after the other, each with a temporary update.
     fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
     making = {"adapted_expert_update": fullest - sum(experts)}

@@ -141,7 +141,7 @@ def optimizer_state_bytes(layout: Layout, model: ModelSpec, job: TrainingJob, tr
     Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2 shards rows
     of factors; every rank keeps all columns.
     """
-    optimizer = OPTIMIZERS[job.optimizer]
+    model, optimizer = model.trained_part, OPTIMIZERS[job.optimizer]
     flat = bool(layout.zero_stage)
     # States have the type of the tensors that the optimizer steps, which ZeRO keeps in fp32.
     scale = 1.0 if flat or optimizer.fp32_states else job.trained_weight_bytes / 4
@@ -210,6 +210,7 @@ def model_state_terms(
     layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment, without offload (`host.py`)."""
+    model = model.trained_part
     states = optimizer_state_bytes(layout, model, job, parameters.trainable)
     optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
     if layout.engine in ("single", "ddp"):

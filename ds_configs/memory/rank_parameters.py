@@ -483,12 +483,13 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     """Return the trainable and frozen parameters of a rank's share of a model."""
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
+        trained = model.trained_part
         return RankParameters(
-            trainable=total,
-            frozen_bytes=0,
-            largest_trainable=model.largest_parameter,
-            trainable_tail=model.tail_parameters,
-            trainable_outside_layers=model.parameters_outside_layers,
+            trainable=trained.parameter_count,
+            frozen_bytes=(total - trained.parameter_count) * job.compute_bytes,
+            largest_trainable=trained.largest_parameter,
+            trainable_tail=trained.tail_parameters,
+            trainable_outside_layers=trained.parameters_outside_layers,
             layers=layers,
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )

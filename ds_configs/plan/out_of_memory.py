@@ -24,8 +24,6 @@ FIRST_WORDS = "out of memory in phase"
 _MOST_TERMS = 6
 _LAYOUT_OPTIONS = {"micro_batch_size", "gradient_checkpointing", "strategy", "offload", "global_batch_size", "loss"}
 _LAYOUT_OPTIONS |= {"tiled_mlp", "offload_activations", *PLACEMENT_FIELDS, *AXIS_FIELDS}
-_OPTIMIZER_OPTIONS = {"optimizer", "optim_args", "weights_dtype"}
-"""With `--optimizer auto`, the planner has chosen them for the layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +195,7 @@ def _command(plan: Plan, job: TrainingJob, command: str, options: Collection[str
     words = shlex.split(command)
     has_plan = any(word.partition("=")[0] == "--plan" for word in words)
     # The command has its other settings already, from any source, unless its plan had them.
-    replaced = set(options) if has_plan else set(options) & (_LAYOUT_OPTIONS | _OPTIMIZER_OPTIONS)
+    replaced = set(options) if has_plan else set(options) & _LAYOUT_OPTIONS
     names = {"plan", *replaced, *(other for name in replaced for other in HUGGING_FACE_NAMES.get(name, ()))}
     kept: list[str] = []
     skips = False
@@ -210,11 +208,7 @@ def _command(plan: Plan, job: TrainingJob, command: str, options: Collection[str
     if "--resume" not in kept and "--force" not in kept:
         kept.append("--force")
     stated = {name: text for name, text in plan.hardware.options().items() if has_plan and name != "num_processes"}
-    return shlex.join([*kept, *flag_words(stated), *job.flags(None if has_plan else _OPEN, of=replaced)])
-
-
-_OPEN = TrainingJob(optimizer="auto")
-"""A job whose layout and optimizer are open."""
+    return shlex.join([*kept, *flag_words(stated), *job.flags(None if has_plan else TrainingJob(), of=replaced)])
 
 
 def _settings(layout: Layout) -> str:

@@ -13,10 +13,9 @@ from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, activations_of
 from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
-from ..models.families import FAST_FAMILIES, family_attention
+from ..models.images import image_tokens
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
-from ..search.optimizer_choice import search_optimizers
 from ..search.run_estimates import doubts
 from ..search.search import Evaluated, Outcome, search
 from ..search.suggestions import Suggestion, cheapest_changes, splits_with_server
@@ -209,6 +208,8 @@ def make_plan(
         PlanDoesNotFitError: no layout fits.
     """
     job = job.completed(model)
+    model = job.freeze(model)
+    image_tokens(model, job)
     if TASKS[job.task].head == "score":
         model = model.with_score_head()
     whole = SearchContext(
@@ -220,7 +221,7 @@ def make_plan(
     for context in splits_with_server(whole):
         cluster = context.hardware
         try:
-            outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
+            outcome = search(context)
         except UsageError as error:
             failures.append(error)
             continue
@@ -249,7 +250,7 @@ def make_plan(
         )
     if misfits and not plans:
         context, outcome = misfits[0]
-        changes = cheapest_changes(replace(whole, job=replace(job, optimizer=outcome.job.optimizer)))
+        changes = cheapest_changes(whole)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=context.hardware, job=context.job)
     if not plans:
         raise failures[0]
@@ -313,6 +314,9 @@ def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
     spec = asdict(model)
     if model.release == FIRST_RELEASE:
         del spec["release"]
+    for parameter in spec["parameters"]:
+        if not parameter["frozen"]:
+            del parameter["frozen"]
     return {
         "name": model.name,
         "parameters": model.parameter_count,
@@ -626,8 +630,6 @@ def release_difference(plan: Plan, release: str) -> str | None:
 
 def _class_attention(model: ModelSpec, release: str) -> str | None:
     """Return the default attention of a model class; the model's own if the class is unknown."""
-    if model.model_type in FAST_FAMILIES:
-        return family_attention(model.model_type, release)
     stored = load_shapes(release)["classes"].get(model.architecture)
     attention: str | None = model.attention if stored is None else stored["attention"]
     return attention

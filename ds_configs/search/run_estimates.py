@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from ..models.images import FIXED_SIZES, image_tokens
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
@@ -96,6 +97,18 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
     if job.seq_len_tokens > _TRUSTED_TOKENS:
         longest = f"predictions were checked on up to {_TRUSTED_TOKENS:,}"
         sentences.append(f"sequences of {job.seq_len_tokens:,} tokens: {longest}")
+    images = image_tokens(model, job)
+    if images is not None:
+        size = "" if model.model_type in FIXED_SIZES else f" of {job.image_size} pixels"
+        what = f"a video of {job.frames} frames" if job.frames else "an image"
+        sentences.append(
+            f"{what}{size} becomes {images.features} tokens ({images.formula}) of {images.patches:,} patches, and a "
+            f"sequence has {job.images_per_sample}; more or larger ones need more memory"
+        )
+    elif model.reads_images:
+        sentences.append(
+            "samples are planned without images: pass --images-per-sample and --image-size for data with some"
+        )
     if model.dimensions.num_experts:
         sentences.append("predictions were not checked on mixtures of experts")
     used = {

@@ -119,9 +119,10 @@ def fewest_layers(candidate: Candidate) -> Candidate | None:
     Recomputing all layers is a candidate that the search tries anyway.
     """
     everything, fitting = candidate.with_recomputed(None), None
+    model = candidate.context.model
     if not everything.memory.fits:
         return None
-    low, high = 0, -(-candidate.context.model.dimensions.num_layers // candidate.layout.pp)
+    low, high = 0, -(-model.dimensions.num_layers // candidate.layout.pp)
     most, least = (each.memory.gpu.high_bytes for each in (candidate, everything))
     while high - low > 1:
         # Memory falls almost evenly with each layer, so interpolation lands near the limit.

@@ -14,13 +14,13 @@ from ..specs.second_models import Placement
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .candidates import SearchContext
-from .optimizer_choice import ORDER
 from .reasons import display_name
 from .search import anything_fits, search
 
 _MOST = 3
 _LARGEST_WORLD = 4096
 _SHORTEST_SEQUENCE = 512
+_SMALLER_OPTIMIZERS = ("adamw_8bit", "adamw_torch_8bit", "adafactor")
 
 
 def change_flags(hardware: HardwareSpec, job: TrainingJob, other: HardwareSpec, changed_job: TrainingJob) -> str:
@@ -166,12 +166,9 @@ def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[Tra
             smaller.append(replace(job, optimizer="adamw_8bit"))
         if job.weights_dtype != "bf16":
             smaller.append(replace(job, weights_dtype="bf16"))
-        # The optimizers that `--optimizer auto` would select for speed too.
-        smaller += [
-            replace(job, optimizer=step.optimizer, weights_dtype=step.weights_dtype, optim_args=step.optim_args)
-            for step in ORDER[1:]
-            if not step.only_to_fit
-        ]
+        # Rounded moments, approximated moments, then rounded weights.
+        others = [replace(job, optim_args="", weights_dtype="fp32", optimizer=name) for name in _SMALLER_OPTIMIZERS]
+        smaller += [*others, replace(others[1], weights_dtype="bf16", optim_args="bf16_stochastic_round=true")]
     yield smaller
 
     # LoRA instead of QLoRA: only the first rank of sharded 16-bit weights loads them. That is less host memory where

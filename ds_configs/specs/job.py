@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
@@ -12,6 +13,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, create_mo
 from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
+from .images import ImagePart, image_part
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
@@ -30,6 +32,8 @@ ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
+PartTraining = Literal["frozen", "trained"]
+"""Whether a part of a model with images is trained: with LoRA, whether its Linear layers are adapted."""
 GenerationEngine = Literal["auto", "transformers", "vllm", "vllm-server"]
 WeightsType = Literal["auto", "fp32", "bf16"]
 
@@ -87,23 +91,22 @@ class TrainingFields:
     """`None`: one micro-batch per rank, or as many as fill a pipeline."""
     optimizer: Annotated[
         str,
-        _option(
-            "Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
-            hugging_face=["optim"],
-        ),
+        _option("Optimizer, by its name in the Trainer's optim, or muon", hugging_face=["optim"]),
     ] = "adamw_torch_fused"
-    """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
+    """A key of `OPTIMIZERS`."""
     optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
     weights_dtype: Annotated[WeightsType, _option("Type of trained weights under DDP and FSDP2; auto: fp32")] = "auto"
-    """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights.
-
-    `auto` is fp32, unless `optimizer` is `auto` and the planner needs bf16.
-    """
+    """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights."""
     lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=["lora_r"])] = 16
     lora_targets: Annotated[
-        Names, _option("Modules to adapt, separated by commas, or all-linear", hugging_face=["lora_target_modules"])
+        Names,
+        _option(
+            "Names of modules or fused experts, separated by commas, all-linear, or experts",
+            hugging_face=["lora_target_modules"],
+        ),
     ] = ("all-linear",)
-    """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
+    """Name endings of modules and fused expert matrices that LoRA adapts, `all-linear` or `experts`; unused with
+    `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
         _option("Recompute layers in the backward pass"),
@@ -207,6 +210,33 @@ class TaskFields:
 
 
 @_fields
+class ImageFields:
+    """Images of the samples of a vision-language model, and which of its parts are trained."""
+
+    group: ClassVar[str] = "Images"
+
+    images_per_sample: Annotated[
+        int, Count(100_000, lowest=0), _option("Images (or videos) of a sequence, whose tokens are part of --seq-len")
+    ] = 0
+    image_size: Annotated[
+        str, _option("Width and height of an image before the processor resizes it", unit="pixels")
+    ] = "1024x1024"
+    max_pixels: Annotated[
+        int | None,
+        Count(1_000_000_000),
+        _option("Largest area of a resized image. Default: of the family's processor", unit="pixels"),
+    ] = None
+    frames: Annotated[int, Count(100_000, lowest=0), _option("Frames of a video; 0: images")] = 0
+    vision_tower: Annotated[PartTraining, _option("Vision tower: frozen or trained")] = "frozen"
+    vision_checkpointing: Annotated[
+        Literal["auto", "off"], _option("Recompute a trained vision tower: auto if the layers of the text are, or off")
+    ] = "auto"
+    projector: Annotated[PartTraining, _option("Projector from the tower to the text model: frozen or trained")] = (
+        "frozen"
+    )
+
+
+@_fields
 class KernelFields:
     """Switches of the kernels that compute a model."""
 
@@ -240,7 +270,9 @@ class PlanFields:
 
 @raises_all_errors
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
-class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFields, TrainingFields):  # type: ignore[misc]
+class TrainingJob(  # type: ignore[misc]
+    KernelFields, ImageFields, LayoutFields, TaskFields, TeacherFields, PlanFields, TrainingFields
+):
     """A training run; the planner chooses fields that are `auto` or `None`.
 
     Flags, YAML, environment, `plan.json`, page and proposed commands are made from these fields: a new one needs no
@@ -344,6 +376,14 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
                 changed[role] = spec.with_score_head()
         return replace(self, **changed) if changed else self
 
+    def freeze(self, model: ModelSpec) -> ModelSpec:
+        """Return the model with its vision tower and its projector frozen or trained, as the job says."""
+        if not model.reads_images:
+            return model
+        frozen = {part for part in get_args(ImagePart) if getattr(self, part) == "frozen"}
+        parameters = (replace(p, frozen=image_part(p.name) in frozen) for p in model.parameters)
+        return replace(model, parameters=tuple(parameters))
+
     def without_second_models(self) -> TrainingJob:
         """Return the supervised job of the trained model alone."""
         if not self.second_models and self.task == "sft":
@@ -359,6 +399,12 @@ class TrainingJob(KernelFields, LayoutFields, TaskFields, TeacherFields, PlanFie
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
         return hash((self.seq_len_tokens, self.global_batch_size, self.method, self.optimizer, self.loss))
+
+    @property
+    def image_sides(self) -> tuple[int, int]:
+        """Height and width of an image in pixels."""
+        width, height = map(int, self.image_size.split("x"))
+        return height, width
 
     @property
     def compute_bytes(self) -> int:
@@ -405,11 +451,33 @@ def without_kernels(job: TrainingJob) -> TrainingJob:
 
 def job_errors(job: TrainingJob) -> list[ConfigError]:
     """Return the errors of values that depend on other values of a job; each error has the name of the option."""
-    errors = [] if job.optimizer == "auto" else optimizer_errors(job.optimizer, job.optim_args)
+    errors = optimizer_errors(job.optimizer, job.optim_args)
     if job.method != "full" and not job.lora_targets:
         rule = "must contain at least one module name"
         errors.append(ConfigError(where="lora_targets", rule=rule, fix="use all-linear"))
-    return errors + _task_errors(job)
+    return errors + _image_errors(job) + _task_errors(job)
+
+
+def _image_errors(job: TrainingJob) -> list[ConfigError]:
+    errors, usual = [], TrainingJob()
+    if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", job.image_size):
+        rule = "must be width and height in pixels"
+        errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
+    stated = [name for name in ("image_size", "max_pixels", "frames") if getattr(job, name) != getattr(usual, name)]
+    if not job.images_per_sample:
+        errors += [
+            ConfigError(
+                where=name,
+                value=getattr(job, name),
+                rule="is not used without images",
+                fix="add --images-per-sample, or omit it",
+            )
+            for name in stated
+        ]
+    elif job.task != "sft" or job.teacher is not None:
+        rule = "is supported for supervised fine-tuning only"
+        errors.append(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix="omit it"))
+    return errors
 
 
 _OF_GENERATION = (
@@ -489,6 +557,7 @@ class _JobSettings(
     HardwareFields,
     RevisionFields,
     KernelFields,
+    ImageFields,
     LayoutFields,
     TaskFields,
     TeacherFields,

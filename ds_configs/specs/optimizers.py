@@ -114,6 +114,7 @@ PREPARED_UNDER_FSDP2 = ("adagrad", "sgd")
 """Optimizers that FSDP2 saves and restores only if their states are prepared (plugins/transformers/optimizers.py)."""
 
 REJECTED: Mapping[str, tuple[str, str]] = {
+    "auto": ("was removed", "use adamw_torch_fused; if it does not fit, the error names changes that do"),
     "adamw_torch_xla": ("needs torch_xla and a TPU, which Shardwright does not plan", "use adamw_torch_fused"),
     "adamw_torch_npu_fused": ("needs torch_npu and an Ascend NPU", "use adamw_torch_fused"),
     "adamw_anyprecision": (
@@ -185,7 +186,7 @@ def optimizer_errors(name: str, optim_args: str) -> list[ConfigError]:
             return [ConfigError(where="optimizer", value=name, rule=known[0], fix=known[1])]
         near = get_close_matches(name, OPTIMIZERS, n=1, cutoff=0.4)
         fix = f"did you mean {near[0]}?" if near else "use adamw_torch_fused"
-        rule = f"must be auto or one of {', '.join(OPTIMIZERS)}"
+        rule = f"must be one of {', '.join(OPTIMIZERS)}"
         return [ConfigError(where="optimizer", value=name, rule=rule, fix=fix)]
     errors = []
     allowed = _ARGUMENTS.get(name, ())

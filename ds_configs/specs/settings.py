@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import get_annotations
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -30,8 +30,6 @@ from .synonyms import REMOVED, suggested
 from .texts import NAMES_COMMA, yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
-NonFiniteAction = Literal["stop", "skip"]
-"""Action on a loss or gradient that is not finite."""
 NONFINITE_STEPS, HANG_SECONDS = 3, 1800.0
 _NULL = "null"
 
@@ -139,14 +137,15 @@ NamedValues = Annotated[dict[str, Any], BeforeValidator(_named_values)]
 
 @dataclass(frozen=True)
 class Count:
-    """Metadata of a field: an integer from 1 to `limit`; the text `auto` of an optional field is `None`."""
+    """Metadata of a field: an integer from `lowest` to `limit`; the text `auto` of an optional field is `None`."""
 
     limit: int
+    lowest: int = 1
 
     def __get_pydantic_core_schema__(self, source: Any, handler: object) -> core_schema.CoreSchema:
         optional = type(None) in get_args(source)
-        rule = f"must be an integer from 1 to {self.limit:,}" + (", or auto" if optional else "")
-        schema: core_schema.CoreSchema = core_schema.int_schema(ge=1, le=self.limit)
+        rule = f"must be an integer from {self.lowest} to {self.limit:,}" + (", or auto" if optional else "")
+        schema: core_schema.CoreSchema = core_schema.int_schema(ge=self.lowest, le=self.limit)
         schema = core_schema.custom_error_schema(schema, custom_error_type="count", custom_error_message=rule)
         if not optional:
             return schema

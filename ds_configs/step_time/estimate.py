@@ -24,7 +24,17 @@ from ..specs.terms import StepTerm, Term
 from . import communication, generation
 from .communication import Calls, DataTraffic, data_traffic, exchanges, transfer_seconds
 from .generation import GENERATION_ERROR, generation_seconds
-from .model_work import Pass, StepInputs, device_of, head_passes, layer_passes, model_work, product_seconds, with_host
+from .model_work import (
+    Pass,
+    StepInputs,
+    device_of,
+    head_passes,
+    layer_passes,
+    model_work,
+    product_seconds,
+    tower_passes,
+    with_host,
+)
 from .rates import GpuConstants, Software, constants_of, gather_seconds, group_of, software_of
 
 COMPUTATION = (
@@ -48,6 +58,11 @@ COMPUTATION = (
         label="recomputation of MLP tiles",
     ),
     StepTerm("head_and_loss", "embedding, final norm, output head and loss, forward and backward"),
+    StepTerm(
+        "vision_tower",
+        "vision tower and projector: products with the patches of all images and attention inside each image, forward, "
+        "and backward for what is trained",
+    ),
     StepTerm(
         "mismatched_forward",
         "the trained model's forward pass over prompts with answers of other rows, for the KL term of KTO",
@@ -141,8 +156,13 @@ def stage_seconds(
         "recomputation": again,
         "head_and_loss": head.device + head_back.device,
     }
+    tower, tower_back = tower_passes(step) if step.model.reads_images and stage.has_embedding else (Pass(), Pass())
+    if tower.device:
+        again = layout.gradient_checkpointing and job.vision_checkpointing == "auto" and tower_back.attention > 0
+        terms["vision_tower"] = tower.device * (2 if again else 1) + tower_back.device
     # Host time to launch the layers' kernels and run their hooks.
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
+    kernels += tower.kernels + tower_back.kernels
     host = kernels * step.constants.launch_seconds
     if layout.zero_stage == 3:
         parts: tuple[_Parameters, ...] = ("all",) if layout.ep == 1 else ("dense", "experts")
@@ -158,7 +178,7 @@ def stage_seconds(
         # Tiles compute the logits again in the backward pass.
         terms["head_and_loss"] += head.device
     # Device time of the forward passes, and the gathers that they hide.
-    ahead, gathers = layers * forward.device + head.device, traffic.gathers_forward
+    ahead, gathers = layers * forward.device + head.device + tower.device, traffic.gathers_forward
     mismatched = TASKS[job.task].mismatched_passes
     if mismatched:
         terms["mismatched_forward"] = mismatched * ahead
@@ -298,7 +318,9 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
         outside = embedding * (int(stage.has_embedding) + int(stage.has_head))
     dense = stage.num_layers * (work.layer_parameters - work.expert_parameters) + outside
     experts, frozen_bytes = stage.num_layers * work.expert_parameters, 0.0
-    if job.method != "full":
+    if job.method == "full" and work.frozen_parameters:
+        dense, frozen_bytes = dense - work.frozen_parameters, float(work.frozen_parameters * job.compute_bytes)
+    elif job.method != "full":
         frozen_bytes = (dense + experts) * (NF4_BYTES if job.method == "qlora" else job.compute_bytes)
         dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
     stepped = dense + experts
@@ -373,7 +395,7 @@ def _zero3_calls(
     )
     trained: Sequence[ParameterShape] = gathered.parameters
     if job.method == "full":
-        reductions = float(reduced_buckets(gathered, zero.reduce_bucket_size))
+        reductions = float(reduced_buckets(gathered.trained_part, zero.reduce_bucket_size))
     else:
         trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets)
         # Gradients of adapters are small, so that they fill a bucket.

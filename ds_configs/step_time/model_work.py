@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, gcd
+from math import ceil, gcd, prod
 
 from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
+from ..models.images import image_sizes
 from ..specs.hardware import HardwareSpec
+from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec
@@ -59,6 +61,8 @@ class ModelWork:
     """Parameters outside the layers on the rank: embeddings, final norm, head."""
     expert_parameters: float
     """Expert parameters of an average layer on the rank."""
+    frozen_parameters: int = 0
+    """Parameters of the parts of a model with images that are not trained."""
 
 
 @lru_cache(maxsize=512)
@@ -78,6 +82,8 @@ def model_work(
     inside = [parameter for parameter in share.parameters if parameter.in_layer]
     products, expert_products, local_experts = [], [], 0
     for parameter in inside:
+        if model.reads_images and image_part(parameter.name):
+            continue
         if parameter.kind == "experts":
             local_experts, out, within = parameter.shape
             expert_products.append(Product(in_features=within, out_features=out, count=parameter.count / layers))
@@ -108,6 +114,7 @@ def model_work(
         layer_parameters=sum(parameter.total for parameter in inside) / layers,
         outside_parameters=outside,
         expert_parameters=experts,
+        frozen_parameters=sum(parameter.total for parameter in share.parameters if parameter.frozen),
     )
 
 
@@ -253,6 +260,63 @@ def layer_passes(
             kernels=software.kernels_backward,
         ),
     )
+
+
+def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
+    """Return the passes of vision tower and projector over the images of a micro-batch; empty without images.
+
+    Rows of the tower are patches, those of the projector features. Attention is that of each image, or of each window
+    in layers with windows. What is frozen, with nothing trained before it, has no backward pass.
+    """
+    model, job, device = step.model, step.job, step.device
+    images = image_sizes(model, job)
+    if images is None:
+        return Pass(), Pass()
+    sequences, settings = step.layout.micro_batch_size, dict(model.settings)
+    seconds, traffic = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
+    width, is_trained, blocks = 0, False, 0
+    for parameter in model.parameters:
+        part = image_part(parameter.name)
+        if part is None or len(parameter.shape) < 2 or parameter.kind == "embedding":
+            continue
+        out, within = parameter.shape[0], prod(parameter.shape[1:])
+        rows = sequences * (images.patches if part == "vision_tower" else images.tokens)
+        ahead, back = _both_passes(
+            Product(in_features=within, out_features=out), rows, device, full=job.method == "full"
+        )
+        seconds["forward"] += parameter.count * ahead
+        moved = parameter.count * rows * (out + within) * job.compute_bytes
+        traffic["forward"] += moved
+        if not parameter.frozen:
+            seconds["backward"] += parameter.count * back
+            traffic["backward"] += 2 * moved
+        if part == "vision_tower" and parameter.in_layer:
+            is_trained |= not parameter.frozen
+            blocks = max(blocks, parameter.count)
+            width = width or within
+    # Scores and values: 4 * patches * (patches that each attends to) * width.
+    seen = images.patches / max(1, images.images)
+    window = int(settings.get("vision_config.window_size", 0))
+    full_layers = blocks
+    if window:
+        # Qwen2.5-VL: every eighth layer has full attention (`fullatt_block_indexes`).
+        full_layers = -(-blocks // _FULL_ATTENTION_EVERY)
+    in_window = min(seen, (window / int(settings.get("vision_config.patch_size", 14))) ** 2) if window else seen
+    flops = 4.0 * sequences * images.patches * width * (full_layers * seen + (blocks - full_layers) * in_window)
+    attention = flops / device.attention_flops_per_s
+    rate, kernels = device.memory_bytes_per_s, step.software.kernels_forward * blocks
+    return (
+        Pass(products=seconds["forward"], attention=attention, memory=traffic["forward"] / rate, kernels=kernels),
+        Pass(
+            products=seconds["backward"],
+            attention=2.5 * attention if is_trained else 0.0,
+            memory=traffic["backward"] / rate,
+            kernels=step.software.kernels_backward * blocks if is_trained else 0.0,
+        ),
+    )
+
+
+_FULL_ATTENTION_EVERY = 8
 
 
 def _both_passes(product: Product, tokens: float, device: Device, *, full: bool) -> tuple[float, float]:

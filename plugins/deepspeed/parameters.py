@@ -91,13 +91,10 @@ class WeightEditor:
 
     Args:
         weights: Trained parameters by name, in the same order on every rank that holds a shard of them.
-        optimizer: The optimizer of the Trainer, wrapped or not.
     """
 
-    def __init__(self, weights: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, weights: Mapping[str, Any]) -> None:
         self.weights = weights
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._stale = False
 
     def whole(self, name: str) -> Tensor:
         """Return an unsharded weight in fp32, from the optimizer's copy if it has one; every rank must call it."""
@@ -135,10 +132,10 @@ class WeightEditor:
                 address = mapping.lp_fragment_address
                 yield Region(start=address.start, length=address.numel, device=mapping.hp_fragment.device)
 
-    def edit(self, name: str, change: Change, *, survives_rounding: bool) -> None:
-        """Change every piece of a weight that this rank holds, elementwise in place; afterwards call `finish` once.
+    def edit(self, name: str, change: Change) -> None:
+        """Change every piece of a weight that this rank holds, elementwise in place.
 
-        `survives_rounding`: whether the change commutes with rounding to 16 bit, as setting to zero does.
+        The change must commute with rounding to 16 bit, as setting to zero does.
         """
         import torch
 
@@ -153,40 +150,21 @@ class WeightEditor:
                 change(name, master[:length], start)
                 safe_set_local_fp32_param(weight, master)
                 weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
-                if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
-                    return
-                if survives_rounding or weight.dtype == torch.float32:
+                if weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE:
                     change(name, weight.data.view(-1), 0)
-                else:
-                    weight.data.copy_(self.whole(name))
-            elif hasattr(weight, "_hp_mapping"):
-                if (mapping := weight._hp_mapping) is not None:
-                    change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
-                if survives_rounding or weight.dtype == _master_dtype(weight, self._optimizer):
-                    change(name, weight.data.view(-1), 0)
-                else:
-                    self._stale = True
             elif _is_dtensor(weight):
                 local = weight.to_local()
                 change(name, local.view(-1), _first_element(weight))
             else:
+                if (mapping := getattr(weight, "_hp_mapping", None)) is not None:
+                    change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
                 change(name, weight.data.view(-1), 0)
-
-    def finish(self) -> None:
-        """Update parameters from changed fp32 copies that other ranks hold; every rank must call it."""
-        if self._stale:
-            self._optimizer.update_lp_params()
-        self._stale = False
 
 
 def edit_errors(
-    weights: Mapping[str, Any],
-    arguments: TrainingArguments,
-    optimizer: torch.optim.Optimizer,
-    *,
-    tiny_changes: bool = False,
+    weights: Mapping[str, Any], arguments: TrainingArguments, optimizer: torch.optim.Optimizer
 ) -> list[ConfigError]:
-    """Return why changes of weights between steps would not last; `tiny_changes` are as small as an optimizer's."""
+    """Return why changes of weights between steps would not last."""
     inner = getattr(optimizer, "optimizer", optimizer)
     errors = []
     zero = (deepspeed_configuration(arguments) or {}).get("zero_optimization", {})
@@ -224,28 +202,11 @@ def edit_errors(
         else:
             continue
         unchangeable.append(ConfigError(where="targets", value=name, rule=rule, fix=fix))
-    errors += unchangeable[:8]
-    if tiny_changes and not errors:
-        small = [name for name, weight in weights.items() if _master_dtype(weight, inner).itemsize < 4]
-        if small:
-            rule = f"{small[0]} is trained in 16 bit without an fp32 copy, so changes of one step round to zero"
-            fix = "load the model in float32 and train with bf16=True"
-            errors.append(ConfigError(where="precision", value=str(weights[small[0]].dtype), rule=rule, fix=fix))
-    return errors
+    return errors + unchangeable[:8]
 
 
 def _has_masters(weight: torch.Tensor) -> bool:
     return hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping")
-
-
-def _master_dtype(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the dtype in which the optimizer steps a weight; the same on all ranks, even without a piece of it."""
-    if not _has_masters(weight):
-        return weight.dtype
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if groups := getattr(optimizer, name, None):
-            return groups[0].dtype
-    raise AssertionError(f"{type(optimizer).__name__} is not one of DeepSpeed's optimizers with fp32 copies")
 
 
 def _partition(weight: torch.Tensor) -> tuple[int, int]:

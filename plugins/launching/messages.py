@@ -137,15 +137,3 @@ def forwarded_logs() -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
-
-
-@contextmanager
-def only_errors_logged(name: str) -> Iterator[None]:
-    """Make a logger drop warnings inside the block."""
-    library = logging.getLogger(name)
-    level = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        library.setLevel(level)

@@ -35,35 +35,27 @@ _NO_REENTRANT = "pass gradient_checkpointing_kwargs={'use_reentrant': False}"
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """Queries, keys and values of one layer's attention; B samples, S positions. Not requested tensors are `None`."""
+    """Queries, keys and values of one layer's attention; B samples, S positions."""
 
-    query_BHSD: torch.Tensor | None = None
+    query_BHSD: torch.Tensor
     """After rotary embedding and norm, with all query heads."""
-    key_BHSD: torch.Tensor | None = None
+    key_BHSD: torch.Tensor
     """After rotary embedding and norm, with the key/value heads, which are fewer under GQA."""
-    value_BHSD: torch.Tensor | None = None
+    value_BHSD: torch.Tensor
     """With the key/value heads; their width may differ from that of queries and keys."""
-    scaling: float = 1.0
-    """Multiplies query · key."""
     causal: bool = True
     """Whether positions attend only to themselves and earlier positions."""
     window: int | None = None
     """Number of positions that a position attends to, including itself; `None`: all."""
 
     def tensor(self, name: AttentionTensor) -> torch.Tensor:
-        """Return one of the tensors, which must have been captured."""
-        tensor: torch.Tensor | None = getattr(self, f"{name}_BHSD")
-        assert tensor is not None, f"{name} was not captured"
+        tensor: torch.Tensor = getattr(self, f"{name}_BHSD")
         return tensor
 
 
 @contextmanager
 def captured_attention(
-    model: PreTrainedModel,
-    layers: Sequence[int],
-    tensors: Sequence[AttentionTensor] = ("query", "key", "value"),
-    *,
-    with_graph: bool = True,
+    model: PreTrainedModel, layers: Sequence[int], *, with_graph: bool = True
 ) -> Iterator[dict[int, LayerAttention]]:
     """Record selected layers, counted from 1, of the last forward pass inside the block.
 
@@ -98,11 +90,11 @@ def captured_attention(
                     if expects_gradient and not torch.is_grad_enabled():
                         rule = "reentrant gradient checkpointing detaches captured attention from its graph"
                         raise UsageError(ConfigError(where="gradient_checkpointing", rule=rule, fix=_NO_REENTRANT))
-                    inputs = {"query": query, "key": key, "value": value}
-                    scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+                    causal = kwargs.get("is_causal")
                     captured[number] = LayerAttention(
-                        **{f"{name}_BHSD": inputs[name] for name in tensors},
-                        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                        query_BHSD=query,
+                        key_BHSD=key,
+                        value_BHSD=value,
                         causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
                         window=kwargs.get("sliding_window"),
                     )

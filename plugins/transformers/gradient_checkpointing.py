@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.images import image_part
 from ...ds_configs.specs.units import gigabytes, pinned_block_bytes
 from .. import patches
 
@@ -78,15 +79,31 @@ def _keep_recomputed(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
-    """Return the layers of a model's longest stack of layers that can be recomputed, in order."""
+    """Return the layers of a model's longest stack of layers that can be recomputed, in order.
+
+    A vision tower, which may have more layers, is not a decoder.
+    """
+    stacks = _stacks_of_layers(model)
+    text = [stack for name, stack in stacks if image_part(name) is None] or [stack for _, stack in stacks]
+    return max(reversed(text), key=len, default=[])
+
+
+def keep_towers(model: nn.Module) -> None:
+    """Recompute no layer of a vision tower; call it after `gradient_checkpointing_enable`."""
+    for name, stack in _stacks_of_layers(model):
+        for layer in stack if image_part(name) else ():
+            layer.gradient_checkpointing = False
+    _keep_recomputed(model)
+
+
+def _stacks_of_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    longest: list[Any] = []
-    for module in model.modules():
-        stack = [layer for layer in module.children() if isinstance(layer, GradientCheckpointingLayer)]
-        if stack and len(stack) >= len(longest):
-            longest = stack
-    return longest
+    named = (
+        (name, [layer for layer in module.children() if isinstance(layer, GradientCheckpointingLayer)])
+        for name, module in model.named_modules()
+    )
+    return [(name, stack) for name, stack in named if stack]
 
 
 def in_backward_pass() -> bool:

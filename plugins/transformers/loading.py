@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.models.model_config import code_errors
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
+from ...ds_configs.specs.images import image_part
+from ...ds_configs.specs.job import TrainingJob
 from .. import patches
 from ..huggingface_hub import model_directory, read_config
 from ..launching.messages import note_on_first_rank
@@ -273,6 +275,47 @@ SCORE_HEAD = "score.weight"
 """Weight that computes the score of a sequence in `ForSequenceClassification` classes."""
 
 
+def auto_class(config: PreTrainedConfig, *, score_head: bool = False) -> Any:
+    """Return the Auto class for a configuration: of sequence scores, of chats with images, or of text.
+
+    A configuration of images whose `architectures` name the class of its type without images is one of text.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+    if score_head:
+        return AutoModelForSequenceClassification
+    kinds = (AutoModelForImageTextToText, AutoModelForCausalLM)
+    images, text = (kind._model_mapping.get(type(config), None) for kind in kinds)
+    if images is None or (text is not None and not hasattr(config, "vision_config")):
+        return AutoModelForCausalLM
+    is_text = text is not None and text is not images and text.__name__ in (config.architectures or ())
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
+def freeze_parts(model: Module, job: TrainingJob) -> None:
+    """Freeze the vision tower and the projector of a model as the job says, in the job's compute precision."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(job.precision, torch.float32)
+    if not hasattr(getattr(model, "config", None), "vision_config"):
+        return
+    for name, parameter in model.named_parameters():
+        part = image_part(name)
+        if part is not None and getattr(job, part) == "frozen":
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+
+
+def text_classes() -> set[str]:
+    """Return the names of the classes that write text, with or without images."""
+    from transformers.models.auto import modeling_auto
+
+    text = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    named = [*text.values(), *images.values()]
+    return {name for names in named for name in ((names,) if isinstance(names, str) else names)}
+
+
 def load_causal_lm(
     name: str,
     *,
@@ -281,7 +324,7 @@ def load_causal_lm(
     score_head: Literal["none", "stored", "new"] = "none",
     **options: object,
 ) -> PreTrainedModel:
-    """Load a causal language model from a directory or the Hub; every weight must be in the checkpoint.
+    """Load a model that writes text, with or without images; every weight must be in the checkpoint.
 
     With a `score_head` it returns one score per sequence instead of logits: a `stored` head, or a `new` random one.
     `options` are further arguments of `from_pretrained`.
@@ -290,20 +333,19 @@ def load_causal_lm(
         RefusedInputError: files are damaged or outside the directory, tensors are missing or of another shape or dtype,
             weights are not finite, or the configuration names code.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     directory = model_directory(name, revision=revision)
     config = check_config(str(directory))
-    kind: Any = AutoModelForCausalLM
     if score_head != "none":
-        kind = AutoModelForSequenceClassification
         options = options if "config" in options else {"num_labels": 1, **options}
     if directory.is_dir():
         check_weights(directory, quantized=bool(config.get("quantization_config")))
     # The other ranks of a node get their weights later.
     later = loads_on_first_rank()
     with refused_by_name(name):
-        model, info = kind.from_pretrained(
+        loaded: Any = options.get("config") or AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+        model, info = auto_class(loaded, score_head=score_head != "none").from_pretrained(
             str(directory),
             use_safetensors=True,
             trust_remote_code=False,
@@ -543,6 +585,18 @@ def checkpoint_module_names(model: PreTrainedModel, names: Iterable[str]) -> dic
         renamed = checkpoint_tensors(model, {f"{name}.weight": torch.empty(0)})
         stored_names[name] = next(iter(renamed), f"{name}.weight").removesuffix(".weight")
     return stored_names
+
+
+def load_renamed_weights(model: PreTrainedModel, directory: str) -> None:
+    """Load the weights of a model whose checkpoints have other names, such as those of images and fused experts."""
+    own = dict(model.named_parameters())
+    if checkpoint_tensors(model, own).keys() <= own.keys():
+        return
+    with refused_by_name(directory):
+        saved = model_class(model).from_pretrained(
+            directory, config=model.config, dtype=model.dtype, use_safetensors=True
+        )
+    model.load_state_dict(saved.state_dict())
 
 
 def stays_in_fp32(model: PreTrainedModel, name: str) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from ...ds_configs.specs.model import Dimensions, Group, ModelSpec, ParameterKin
 from .. import patches
 from ..huggingface_hub import model_directory, read_model_source
 from ..safetensors import read_checkpoint
-from .loading import check_weights, refuse_code, refuse_other_formats
+from .loading import auto_class, check_weights, checkpoint_module_names, refuse_code, refuse_other_formats, text_classes
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,9 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
             model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
             if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
                 return model_class(built)
-            if type(built) in transformers.AutoModelForCausalLM._model_mapping:
-                return transformers.AutoModelForCausalLM.from_config(built, trust_remote_code=False)
-            return transformers.AutoModel.from_config(built, trust_remote_code=False)
+            kind = auto_class(built)
+            kind = kind if type(built) in kind._model_mapping else transformers.AutoModel
+            return kind.from_config(built, trust_remote_code=False)
     except OfflineModeIsEnabled:
         rule = f"this {model_type} config names another repository, which Shardwright does not look up"
         fix = "write that repository's config as backbone_config"
@@ -275,7 +275,7 @@ class QuantizationSource:
     directory: Path
     config: Mapping[str, Any]
     layers: tuple[LinearLayer, ...]
-    """Every linear layer by its name in the checkpoint."""
+    """Every linear layer by its name in the model; experts by those in the checkpoint."""
     tensors: Mapping[str, TensorShape]
     """Shape and dtype of every stored tensor."""
     dtype: str
@@ -287,6 +287,12 @@ class QuantizationSource:
     """Maximum sequence length in tokens."""
     default_ignore: tuple[str, ...]
     """Layers that must stay dense: heads and routers."""
+    stored_names: Mapping[str, str]
+    """Names of linear layers in the checkpoint, by those in the model."""
+
+    def stored(self, layers: Iterable[LinearLayer]) -> tuple[LinearLayer, ...]:
+        """Return layers with their names in the checkpoint."""
+        return tuple(replace(layer, name=self.stored_names.get(layer.name, layer.name)) for layer in layers)
 
 
 def open_source(model: str, *, revision: str | None = None) -> QuantizationSource:
@@ -348,19 +354,19 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_names(meta, linear=True)),
+        stored_names=checkpoint_module_names(meta, [layer.name for layer in layers if not layer.is_expert]),
     )
 
 
 def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[ConfigError]:
     """Return why the class of a model cannot be quantized."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.pytorch_utils import Conv1D
 
     named = config.get("architectures") or [type(meta).__name__]
     return model_class_errors(
         named[0],
         work="quantize",
-        is_causal=named[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        is_causal=named[0] in text_classes(),
         is_encoder_decoder=bool(getattr(meta.config, "is_encoder_decoder", False)),
         model_type=meta.config.get_text_config().model_type,
         transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],

@@ -96,6 +96,11 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
             "calibrate --forget cpu",
             ["--forget = 'cpu': is not a stored run; omit it: rates of CPU ranks are not stored"],
         ),
+        (
+            "distill t s --output-dir o --teacher-url http://localhost:8000",
+            ["--teacher-url: is not an option; run shardwright cache-teacher TEACHER first, then distill TEACHER "
+             "STUDENT --teacher-cache DIRECTORY"],
+        ),
         ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq or smoothquant"]),
     ],
 )  # fmt: skip

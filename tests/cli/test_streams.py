@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness_task import write_task
 from session import warm_command
 
 JOB = """
@@ -60,14 +58,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(root / "tuned")
     for name in ("model", "tuned"):
         byte_tokenizer(512).save_pretrained(root / name)
-    rows = [{"question": f"number {index} is", "choices": ["odd", "even"], "label": index % 2} for index in range(4)]
-    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (root / "tasks").mkdir()
-    write_task(root / "tasks" / "tiny_choice.yaml", root / "rows.jsonl")
     return root / "tuned"
-
-
-TASKS = "--tasks tiny_choice --include-path {root}/tasks"
 
 
 @pytest.mark.slow
@@ -75,7 +66,7 @@ TASKS = "--tasks tiny_choice --include-path {root}/tasks"
     "words",
     [
         "merge {tuned} --output-dir {out}",
-        f"evaluate {{root}}/model --baseline {{root}}/model --seq-len 32 --num-samples 4 --device cpu {TASKS}",
+        "evaluate {root}/model --baseline {root}/model --seq-len 32 --num-samples 4 --device cpu",
         "quantize {root}/model --scheme W8A16 --method rtn --group-size 16 --no-evaluate --output-dir {out}",
         pytest.param(
             "quantize {root}/model --scheme W4A16 --method gptq --group-size 16 --seq-len 32 --num-samples 4 "

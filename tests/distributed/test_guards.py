@@ -69,16 +69,6 @@ def test_nonfinite_last_step_saves_no_model(workshop, tmp_path):
     assert list((tmp_path / "allowed").glob("*.safetensors"))
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full)])
-def test_skipped_step_changes_no_weight(engine, workshop, whole, tmp_path):
-    fault = Fault(kind="inf-gradient", phase="step", step=3)
-    output = workshop.run(engine, tmp_path, environment=fault.environment, flags=("--nonfinite", "skip"))
-    assert "its update is skipped" in output
-    losses = losses_of(tmp_path)
-    assert losses[:3] == pytest.approx(whole[engine][:3], abs=1e-6)
-    assert losses[-1] < losses[2]
-
-
 def test_nonfinite_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
     error, output = failed(workshop, "ddp", tmp_path, Fault(kind="nan-weight", phase="step", step=2, rank=1))
     assert "failed with exit code 4" in error

@@ -112,10 +112,7 @@ def test_losses_and_rewards_are_those_of_one_process(
     text, page = ((inputs / f"{name}-{layout}" / file).read_text() for file in ("REPORT.md", "report.html"))
     assert "held-out samples, by TRL's trainer" in text and "Loss by step" in page and "nats per token" not in text
     if name == "dpo":
-        assert "| Win rate against the reference | 100.0 % (67.6 to 100.0) |" in text and "Accuracy by step" in page
-    if name in ("dpo", "grpo"):
-        assert "Rewards by step" in page
-    assert ("Length of completions by step" in page) == (name in ("grpo", "rloo"))
+        assert "| Win rate against the reference | 100.0 % (67.6 to 100.0) |" in text
     assert outcome.to_dict()["task"] == SETTINGS[name]["task"]
     # With another adapter in a checkpoint, the trained one is not resumed.
     assert "ref" not in files

@@ -79,6 +79,6 @@ def assert_equal(case: Case, records: Mapping[str, Record], directory: Path) -> 
     assert weights.keys() ^ trained.keys() <= ({"lm_head.weight"} if "tied" in case.settings else set())
     differences = {name: difference(weights[name], trained[name]) for name in weights.keys() & trained.keys()}
     assert {name: value for name, value in differences.items() if not value <= WEIGHT_TOLERANCE} == {}
-    if any("pruning" in name or name == "l1" for name in case.settings):
+    if any("pruning" in name for name in case.settings):
         zeros = [{name: int((each == 0).sum()) for name, each in one.items()} for one in (weights, trained)]
         assert zeros[0] == zeros[1] and sum(zeros[1].values()) > 0

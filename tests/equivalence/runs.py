@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from equivalence.cases import EVALUATED, IGNORED, LONGEST, VOCAB_SIZE, Case, make_model, probe_batch, samples
+from equivalence.cases import EVALUATED, IGNORED, LONGEST, Case, make_model, probe_batch, samples
 from equivalence.records import Record, logged, training_record, write_records
 from equivalence.settings import Run, make_teacher, run_of
 from equivalence.stages import figures_of_stages
@@ -232,7 +232,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
 
         config = DistillationConfig(**run.distillation)
         teacher = _teacher(case, run, directory)
-        placed = {} if run.teacher in ("replica", "served") else {"teacher_placement": run.teacher}
+        placed = {} if run.teacher == "replica" else {"teacher_placement": run.teacher}
         settings = (
             {"trainer_class": DistillationTrainer, "teacher": teacher, "distillation": config} | placed | settings
         )
@@ -251,14 +251,6 @@ def _teacher(case: Case, run: Run, directory: Path) -> Any:
     made = make_teacher(case, run)
     if run.teacher == "replica":
         return made
-    if run.teacher == "served":
-        from shardwright.trainers.distillation import ServedTeacher
-        from teacher_server import NAME, State, serve
-
-        # All log-probabilities: the loss is then that of the loaded teacher.
-        columns = made.config.vocab_size
-        url = serve(State(model=made.eval(), tokenizer=None, max_logprobs=columns, max_model_len=1024))
-        return ServedTeacher(url, model=NAME, vocab_size=run.sizes.get("vocab_size", VOCAB_SIZE), top_k=columns)
     path = _saved(made, directory / "teacher")
     engine: Any = case.full_layout.engine
     placement: Any = run.teacher

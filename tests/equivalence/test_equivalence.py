@@ -99,6 +99,10 @@ CASES = [
     *_cases("ep2-zero3", "balance_loss", "sgd", "from_directory", accumulation=3, model="qwen2_moe"),
     *_cases("ep2-zero2", "resumed", accumulation=3, model="deepseek_v3"),
     *_cases("ep2-zero1", "sgd", model="deepseek_v2"),
+    # Adapters of fused experts
+    *_cases("ddp zero2 zero3 fsdp2", "lora_experts", "sgd", accumulation=2, model="qwen3_moe"),
+    *_cases("zero1 zero3 fsdp2", "lora_experts", model="mixtral"),
+    *_cases("zero3", "lora_attention_experts", "gradient_checkpointing", "sgd", model="deepseek_v3"),
     *_cases("zero3", "balance_loss", accumulation=2),
     # Stages
     *_cases("pp2-zero0", "sgd", "gradient_checkpointing", accumulation=3, model="gpt2"),
@@ -117,15 +121,12 @@ CASES = [
     # Distillation
     *_cases("zero1 zero3 fsdp2 sp2-zero2 sp2-zero3", "distillation", accumulation=3),
     *_cases("ddp", "distillation", "packing", accumulation=3),
-    *_cases("fsdp2 sp2-zero2 sp2-zero3", "distillation_at_one", "teacher_served", accumulation=3),
-    *_cases("ddp", "distillation_at_one", "teacher_served", "packing", accumulation=3),
     *_cases("zero2 zero3", "distillation", "teacher_sharded"),
     *_cases("zero3", "distillation", "teacher_offloaded"),
     *_cases("ddp", "reverse_distillation", "gradient_checkpointing", "teacher_offloaded"),
     *_cases("ddp", "distillation", "teacher_sharded"),
     *_cases("fsdp2", "plain_distillation", "teacher_sharded"),
     *_cases("fsdp2", "distillation", "teacher_offloaded"),
-    *_cases("zero3 fsdp2", "on_policy", "teacher_sharded"),
     *_cases("zero2 zero3", "distilled_features", "gradient_checkpointing"),
     *_cases("fsdp2 sp2-zero1", "distilled_features", accumulation=3),
     *_cases("ddp zero2 zero3 fsdp2", "distilled_attention"),
@@ -137,7 +138,6 @@ CASES = [
     # Zeros in weights
     *_cases("zero3 tp2-zero1 pp2-zero0", "pruning", "sgd", "resumed"),
     *_cases("ddp fsdp2", "pruning", "sgd"),
-    *_cases("fsdp2 zero3", "l1", "sgd"),
     *_cases("zero2 zero3-offload zero3", "pattern_pruning", "bf16"),
     *_cases("fsdp2", "pattern_pruning"),
     # Samples, labels and steps
@@ -160,6 +160,14 @@ CASES = [
         for layout in ("ddp", "zero2", "fsdp2")
         for kind in ("own_focal", "own_mean_of_samples", "own_added")
     ),
+    # Images
+    *_cases("ddp zero1 zero2 zero3 fsdp2", "images", "sgd", accumulation=2),
+    *_cases("ddp zero3 fsdp2", "images_frozen", "evaluated", "last_batch", accumulation=2),
+    *_cases("zero2", "images_frozen", "lora"),
+    *_cases("ddp zero1 zero2 zero3 fsdp2", "images_of_qwen", accumulation=2),
+    *_cases("zero3 fsdp2", "images_of_qwen_projected", "gradient_checkpointing"),
+    *_cases("ddp zero3", "images", "resumed"),
+    *_cases("ddp", "images", "tiled", "sgd"),
     # What a script passes
     *_cases("zero1 fsdp2 sp2-zero1 cp2-fsdp2 tp2-zero1 pp2-zero0 ep2-zero2", "optimizer_class"),
     *_cases("zero2 ddp zero0 zero1 fsdp2", "model_init"),

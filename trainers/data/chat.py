@@ -12,8 +12,10 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,44 @@ def turns_of(messages: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
     return turns
 
 
-def encode_chat(
+def encode_chat(tokenizer: Any, messages: Sequence[Any], **settings: Any) -> tuple[list[int], list[int]]:
+    """Return tokens and labels of a conversation; the arguments are those of `rendered_chat`.
+
+    Raises:
+        UsageError: as `rendered_chat`, or the tokenizer has no offsets.
+    """
+    chat = rendered_chat(tokenizer, messages, **settings)
+    if not tokenizer.is_fast:
+        rule = "a tokenizer without offsets cannot locate the assistant's tokens"
+        fix = "use a model with a fast tokenizer"
+        raise UsageError(ConfigError(where=settings.get("where", "messages"), rule=rule, fix=fix))
+    encoded = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = list(encoded["input_ids"])
+    return ids, chat.labels(ids, encoded["offset_mapping"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedChat:
+    """The text of a conversation, and the characters of the assistant's answers."""
+
+    text: str
+    answers: Sequence[tuple[int, int]]
+    are_marked: bool
+    """Whether the template marks the answers; then a token with any character of an answer belongs to it."""
+
+    def labels(self, ids: Sequence[int], offsets: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the label of each token, from its characters; special tokens without characters have none."""
+        labels = []
+        for token, (start, stop) in zip(ids, offsets, strict=True):
+            inside = stop > start and any(
+                (start < right and left < stop) if self.are_marked else (left <= start and stop <= right)
+                for left, right in self.answers
+            )
+            labels.append(token if inside else IGNORED_LABEL)
+        return labels
+
+
+def rendered_chat(
     tokenizer: Any,
     messages: Sequence[Any],
     *,
@@ -93,8 +132,9 @@ def encode_chat(
     tools: Sequence[Any] | None = None,
     where: str = "messages",
     counts: Counter[str] | None = None,
-) -> tuple[list[int], list[int]]:
-    """Return tokens and labels of a conversation as the tokenizer's chat template renders it.
+    image_token: str = "",
+) -> RenderedChat:
+    """Render a conversation with the tokenizer's chat template, and locate the assistant's answers.
 
     The messages of the assistant have labels, with the token that ends each. A template can mark them with
     ``{% generation %}``; otherwise they are what rendering one more message adds to the prompt. A template that changes
@@ -108,6 +148,7 @@ def encode_chat(
         where: Name of the conversation in errors.
         counts: Counts of `rendered` conversations, of `rewritten` ones, whose template changes earlier messages, and of
             `unlabelled answers`, which the complete rendering does not have.
+        image_token: Text of an image for a template that reads no lists of parts.
 
     Raises:
         UsageError: there is no template, or it cannot render the conversation.
@@ -116,7 +157,7 @@ def encode_chat(
 
     def render(messages: list[dict[str, Any]], **settings: Any) -> Any:
         try:
-            return tokenizer.apply_chat_template(messages, tools=tools, **({"tokenize": False} | settings))
+            return rendered(tokenizer, messages, image_token=image_token, tools=tools, **settings)
         except Exception as error:
             rule = f"the chat template of {name} rejects it: {' '.join(str(error).split())}"
             raise UsageError(ConfigError(where=where, rule=rule)) from None
@@ -131,8 +172,11 @@ def encode_chat(
     counts["rendered"] += 1
     source = template if isinstance(template, str) else tokenizer.get_chat_template()
     if _MARKS_ASSISTANT.search(source):
-        encoded = render(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask, prompt_tokens = list(encoded["input_ids"]), list(encoded["assistant_masks"]), 0
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        read = with_contents(tokenizer, turns, image_token)
+        special = tokenizer.special_tokens_map
+        _, (spans,) = render_jinja_template([read], tools, None, source, return_assistant_tokens_mask=True, **special)
         if first_labelled:
             prompt = str(render(turns[:first_labelled]))
             if not text.startswith(prompt):
@@ -142,14 +186,10 @@ def encode_chat(
                 end = turn_end(tokenizer)[0]
                 stop = len(text) if part is None else part[1]
                 prompt = text[: stop + len(end)] if text.startswith(end, stop) else text[:stop]
-            prompt_tokens = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        labels = [
-            token if is_assistant and index >= prompt_tokens else IGNORED_LABEL
-            for index, (token, is_assistant) in enumerate(zip(ids, mask, strict=True))
-        ]
-        return ids, labels
+            spans = [(max(start, len(prompt)), stop) for start, stop in spans if stop > len(prompt)]
+        return RenderedChat(text=text, answers=spans, are_marked=True)
 
-    spans: list[tuple[int, int]] = []
+    spans = []
     ends = [end for end in (tokenizer.eos_token, turn_end(tokenizer)[0]) if end]
     is_rewritten = False
     for index, turn in enumerate(turns):
@@ -164,16 +204,47 @@ def encode_chat(
         else:
             spans.append(span)
     counts["rewritten"] += is_rewritten
-    if not tokenizer.is_fast:
-        rule = "a tokenizer without offsets cannot locate the assistant's tokens"
-        fix = "mark them with {% generation %} in the chat template"
-        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, labels = list(encoded["input_ids"]), []
-    for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
-        inside = stop > start and any(left <= start and stop <= right for left, right in spans)
-        labels.append(token if inside else IGNORED_LABEL)
-    return ids, labels
+    return RenderedChat(text=text, answers=spans, are_marked=False)
+
+
+def rendered(tokenizer: Any, turns: Sequence[Mapping[str, Any]], *, image_token: str = "", **settings: Any) -> str:
+    """Return messages as the chat template renders them."""
+    read = with_contents(tokenizer, turns, image_token)
+    return str(tokenizer.apply_chat_template(read, **({"tokenize": False} | settings)))
+
+
+def with_contents(tokenizer: Any, turns: Sequence[Mapping[str, Any]], image_token: str) -> list[dict[str, Any]]:
+    """Return messages whose content has a form that the chat template reads: text, or a list of parts."""
+    template = tokenizer.chat_template
+    source = template if isinstance(template, str) or not template else tokenizer.get_chat_template()
+    special = {name: value for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    forms = _content_forms(source, tuple(special.items()))
+    read = []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, str) and forms == {list}:
+            turn = {**turn, "content": [{"type": "text", "text": content}]}
+        elif isinstance(content, list) and list not in forms:
+            turn = {**turn, "content": "".join(part.get("text") or image_token for part in content)}
+        read.append(dict(turn))
+    return read
+
+
+@cache
+def _content_forms(template: str, special: tuple[tuple[str, str], ...]) -> frozenset[type]:
+    """Return `str` if a template renders text contents, and `list` if it renders lists of parts."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text, forms = _OTHER_CONTENTS[0], set()
+    content: Any
+    for content in (text, [{"type": "text", "text": text}]):
+        with suppress(Exception):
+            chat = [{"role": "user", "content": content}]
+            ((shown,), _) = render_jinja_template([chat], chat_template=template, **dict(special))
+            # A template of text may write a list as Python shows it.
+            if text in shown and "'type'" not in shown:
+                forms.add(type(content))
+    return frozenset(forms)
 
 
 def _added_span(
@@ -292,17 +363,17 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
         raise UsageError(ConfigError(where=where, value=name, rule=rule, fix="pass a Jinja file or one of these"))
     before, tokenizer.chat_template = tokenizer.chat_template, read_utf8(file, where=where)
     try:
-        rendered = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
+        shown = rendered(tokenizer, _PROBE)
     except Exception as error:
         tokenizer.chat_template = before
         rule = f"cannot render a question and its answer: {one_line(error)}"
         fix = "correct the file; templates are Jinja in the sandbox of Transformers"
         raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix)) from None
-    if not rendered.strip():
+    if not shown.strip():
         tokenizer.chat_template = before
         rule, fix = "renders nothing for a question and its answer", "pass a template that reads `messages`"
         raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix))
-    split = sorted({marker for marker in _MARKER.findall(rendered) if marker not in tokenizer.get_vocab()})
+    split = sorted({marker for marker in _MARKER.findall(shown) if marker not in tokenizer.get_vocab()})
     if split:
         logger.info(
             f"--chat-template {name}: {', '.join(split)} {'is no token' if len(split) == 1 else 'are no tokens'} of "
@@ -318,7 +389,7 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
     answer = "\u27e6b\u27e7"
     try:
         messages = [_PROBE[0], {"role": "assistant", "content": answer}]
-        after = str(tokenizer.apply_chat_template(messages, tokenize=False)).rsplit(answer, 1)[1]
+        after = rendered(tokenizer, messages).rsplit(answer, 1)[1]
     except Exception:
         # Templates that render no such answer, or need other roles.
         return "", None
@@ -345,11 +416,11 @@ def end_turns(tokenizer: Any) -> int | None:
         return None
     if end == tokenizer.eos_token_id:
         return end
-    before, rendered = tokenizer.eos_token, tokenizer.apply_chat_template(_PROBE, tokenize=False)
+    before, shown = tokenizer.eos_token, rendered(tokenizer, _PROBE)
     # Padding was the end-of-sequence token.
     tokenizer.pad_token = tokenizer.pad_token or before
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    if tokenizer.apply_chat_template(_PROBE, tokenize=False) != rendered:
+    if rendered(tokenizer, _PROBE) != shown:
         tokenizer.eos_token = before
     logger.info(f"{text.strip()} ends an answer of the chat template: the saved model stops generating at it")
     return end

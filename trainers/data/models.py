@@ -18,6 +18,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import four_bit_loading
 from ...plugins.safetensors import INDEX
 from ...plugins.transformers.loading import (
+    auto_class,
     check_config,
     check_weights,
     load_causal_lm,
@@ -103,7 +104,7 @@ def load_model(
         UsageError: 4-bit weights are requested, but there are none to load.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
+    from transformers import set_seed
 
     set_seed(seed)
     path = Path(source.model)
@@ -118,7 +119,7 @@ def load_model(
     if score_head:
         config.num_labels = 1
     if random_weights:
-        kind = AutoModelForSequenceClassification if score_head else AutoModelForCausalLM
+        kind = auto_class(config, score_head=score_head)
         with torch.device("meta") if for_stages else nullcontext():
             return kind.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":
@@ -174,6 +175,59 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
         rule = f"its ids must be below the model's vocab_size = {vocab_size}, but the largest is {largest}"
         raise UsageError(ConfigError(where="tokenizer", value=str(path), rule=rule))
     return tokenizer
+
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+
+
+def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixels: int | None = None) -> Any:
+    """Return the processor of a model that reads images, with this tokenizer; `None` for others, and without its files.
+
+    `max_pixels` is the largest area of a resized image.
+
+    Raises:
+        UsageError: the processor is of another model, not supported, or has no such limit; or a package is missing.
+        RefusedInputError: it cannot be loaded.
+    """
+    from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+
+    if auto_class(config) is not AutoModelForImageTextToText or Path(source.model).is_file():
+        return None
+    directory = model_directory(source.model, revision=source.revision, weights=False)
+    if not any((directory / name).is_file() for name in _PROCESSOR_FILES):
+        return None
+    limit = {} if max_pixels is None else {"max_pixels": max_pixels}
+    try:
+        with refused_by_name(source.model):
+            processor = AutoProcessor.from_pretrained(str(directory), trust_remote_code=False, **limit)
+    except ImportError as error:
+        package = next((name for name in ("torchvision", "pillow") if name in str(error).lower()), "pillow")
+        rule, fix = f"the processor needs the package {package}, which is not installed", f"pip install {package}"
+        raise UsageError(ConfigError(where="model", value=source.model, rule=rule, fix=fix)) from None
+    kind, errors = type(processor).__name__, []
+    if getattr(type(processor), "replace_image_token", None) in (None, ProcessorMixin.replace_image_token):
+        rule = "is not supported: it does not replace a token by those of an image"
+        fix = "train with your own script: shardwright launch"
+        raise UsageError(ConfigError(where="processor", value=kind, rule=rule, fix=fix))
+    images, vision = processor.image_processor, config.vision_config
+    if max_pixels is not None and "max_pixels" not in images.valid_kwargs.__annotations__:
+        rule = f"is not an argument of {type(images).__name__}, which resizes images to its own sizes"
+        errors.append(ConfigError(where="max_pixels", value=max_pixels, rule=rule, fix="omit it"))
+    tokens = (processor.image_token_id, getattr(config, "image_token_id", None))
+    pairs = {"the token of an image": tokens}
+    for name, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
+        read = getattr(processor, name, None) or getattr(images, name, None)
+        pairs[name] = (read, getattr(vision, own, None))
+    for name, (read, expected) in pairs.items():
+        if read is not None and expected is not None and read != expected:
+            rule = f"is of another model: {name} is {read}, and the model has {expected}"
+            fix = "save the processor of the model beside it"
+            errors.append(ConfigError(where="processor", value=kind, rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
+    tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
+    processor.tokenizer = tokenizer
+    return processor
 
 
 def agreed_vocab_size(

@@ -22,9 +22,19 @@ from typing import Any, Literal
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink import shrink_model_config
-from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.layout import Layout
-from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
+from .chat import (
+    IGNORED_LABEL,
+    encode_chat,
+    encode_completion,
+    rendered_chat,
+    special_prefix,
+    special_suffix,
+    turns_of,
+)
+from .image_rows import images_of
+from .images import check_image_inputs, encode_images, image_inputs
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion", "pairs", "labelled answers", "prompts"]
@@ -43,6 +53,8 @@ _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 ROWS_SUFFIX = "_rows"
 """End of the name of a column that has the row of each token in a cache of a second model; padded with -1."""
+TYPES_SUFFIX = "token_type_ids"
+"""End of the name of a column that has the type of each token, as processors of images return it."""
 _NumberedRow = tuple[int, Row]
 """A row with its index, which errors name."""
 
@@ -69,6 +81,12 @@ class SampleStatistics:
     """Training tokens, without padding."""
     train_labels: int
     """Training tokens with a label."""
+    image_rows: int = 0
+    """Rows with images."""
+    images_per_sample: int = 0
+    """Images of the row that has the most tokens of images."""
+    image_size: str | None = None
+    """Mean width and height of its images in pixels, such as `640x480`; `None` without images."""
     template_rows: int = 0
     """Rows that the chat template rendered."""
     packed_documents: int = 0
@@ -90,8 +108,10 @@ class Samples:
     statistics: SampleStatistics
 
 
-def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
+def stated_samples(settings: DataSettings, tokenizer: Any, processor: Any = None) -> Samples:
     """Return the samples that settings describe, and log truncation; a cache and the training use the same.
+
+    `processor` reads images; without one, rows with images are an error.
 
     Raises:
         UsageError: as `load_samples`.
@@ -106,6 +126,7 @@ def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
         seed=settings.seed,
         evaluation_fraction=settings.evaluation_fraction,
         text_column=settings.text_column,
+        processor=processor,
     )
     statistics = samples.statistics
     if statistics.cut_rows:
@@ -127,6 +148,7 @@ def load_samples(
     seed: int = 0,
     evaluation_fraction: float = 0.05,
     text_column: str | None = None,
+    processor: Any = None,
 ) -> Samples:
     """Read a dataset and turn it into samples.
 
@@ -148,9 +170,12 @@ def load_samples(
         seed: Selects the evaluation rows.
         evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
         text_column: Column that is read as `text`; other columns are ignored.
+        processor: Reads the images of conversations; samples then have a column `images`.
 
     Raises:
-        UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
+        UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked; or
+            images cannot be read, or exceed `seq_len`.
+        RefusedInputError: an image is broken.
     """
     rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
@@ -191,9 +216,17 @@ def load_samples(
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
     chats: Counter[str] = Counter()
     (train, counts), (evaluation, _) = (
-        _made_samples(part, tokenizer, seq_len, kind=kind, packing=packing, source=source, chats=chats)
+        _made_samples(
+            part, tokenizer, seq_len, kind=kind, packing=packing, source=source, chats=chats, processor=processor
+        )
         for part in split_rows(filled, kind, seed, evaluation_fraction)
     )
+    sizes = [sample.pop("sizes", ()) for sample in (*train, *evaluation)]
+    tokens = [sample.pop("image_tokens", 0) for sample in (*train, *evaluation)]
+    largest = max(zip(tokens, sizes, strict=True), default=(0, ()))[1]
+    if not largest:
+        for sample in (*train, *evaluation):
+            sample.pop("images", None)
     if chats["rewritten"]:
         lost = chats["unlabelled answers"]
         logger.info(
@@ -223,29 +256,35 @@ def load_samples(
         train_tokens=sum(len(sample["input_ids"]) for sample in train),
         train_labels=sum(label != IGNORED_LABEL for sample in train for label in sample["labels"]),
         template_rows=chats["rendered"],
+        image_rows=sum(map(bool, sizes)),
+        images_per_sample=len(largest),
+        image_size="x".join(str(sum(side) // len(side)) for side in zip(*largest, strict=True)) or None,
     )
     return Samples(train=train, evaluation=evaluation, statistics=statistics)
 
 
-def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
+def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0, processor: Any = None) -> dict[str, Any]:
     """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
-    label. `position_ids`, and rows of a cache (`ROWS_SUFFIX`), are padded if samples have them.
+    label. `position_ids`, types of tokens, and rows of a cache (`ROWS_SUFFIX`), are padded if samples have them. The
+    `processor` turns `images` into its tensors; without any image of the batch, there are none.
     """
     import torch
 
     lengths = [len(sample["input_ids"]) for sample in samples]
     batch = {}
     for name in samples[0]:
-        if name in _FILL or name.endswith(ROWS_SUFFIX):
-            fill = _FILL.get(name, -1)
+        if name in _FILL or name.endswith((ROWS_SUFFIX, TYPES_SUFFIX)):
+            fill = _FILL.get(name, -1 if name.endswith(ROWS_SUFFIX) else 0)
             value = pad_token_id if fill is None else fill
             padded = [
                 [*sample[name], *[value] * (max(lengths) - length)]
                 for sample, length in zip(samples, lengths, strict=True)
             ]
             batch[name] = torch.tensor(padded)
+    if "images" in samples[0]:
+        batch |= image_inputs(processor, [sample["images"] for sample in samples])
     if "position_ids" in batch:
         # The positions of packed documents make the mask; each token of padding, with position 0, is a document.
         return batch
@@ -300,6 +339,7 @@ def _made_samples(
     packing: bool,
     source: str,
     chats: Counter[str],
+    processor: Any = None,
 ) -> tuple[list[Sample], Counter[str]]:
     """Return samples of at most `seq_len` tokens, and the numbers of `unlabelled` and of truncated (`cut`) rows.
 
@@ -321,6 +361,8 @@ def _made_samples(
         joined = joined_pieces(documents, seq_len) if packing else pieces
         return [{"input_ids": tokens, "labels": list(tokens)} for tokens in joined], counts
     samples: list[Sample] = []
+    errors: list[ConfigError] = []
+    is_checked = False
     for index, row in rows:
         where = f"{source}[{index}]"
         if kind == "messages":
@@ -346,8 +388,12 @@ def _made_samples(
                 raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
             is_chat = isinstance(prompt, list)
             turns, first_labelled = ([*prompt, *completion], len(prompt)) if is_chat else (None, 0)
+        sample: Sample
         if turns is None:
             ids, labels = encode_completion(tokenizer, prompt, completion)
+            sample = {"input_ids": ids, "labels": labels}
+            if processor is not None:
+                sample |= {"images": [], "sizes": (), "image_tokens": 0}
         else:
             tools = row.get("tools")
             if isinstance(tools, str) and tools.strip():
@@ -359,17 +405,48 @@ def _made_samples(
             if tools and not isinstance(tools, list):
                 rule = f"its tools must be a list, not {type(tools).__name__}"
                 raise UsageError(ConfigError(where=where, rule=rule))
-            ids, labels = encode_chat(
-                tokenizer, turns, first_labelled=first_labelled, tools=tools or None, where=where, counts=chats
-            )
-        counts["cut"] += len(ids) > seq_len
-        ids, labels = ids[:seq_len], labels[:seq_len]
+            settings: dict[str, Any] = {"first_labelled": first_labelled, "tools": tools or None, "where": where}
+            turns = turns_of(turns, where=where)
+            images = images_of(turns)
+            if processor is None and images:
+                rule = "has images, but the model has no processor for them, or this command reads none"
+                fix = "use train or evaluate, and a vision-language model with its processor_config.json"
+                raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+            if processor is None:
+                ids, labels = encode_chat(tokenizer, turns, counts=chats, **settings)
+                sample = {"input_ids": ids, "labels": labels}
+            else:
+                sample = {}
+                with collecting(errors):
+                    chat = rendered_chat(tokenizer, turns, counts=chats, image_token=processor.image_token, **settings)
+                    sample = encode_images(processor, chat, images, where)
+                if not sample:
+                    continue
+                if images and not is_checked:
+                    check_image_inputs(processor, images[0], where)
+                    is_checked = True
+                if (needed := sample.pop("last") + 1) > seq_len:
+                    rule = f"its images end at token {needed}, but seq_len is {seq_len}"
+                    fix = f"use --seq-len {needed} or more, or fewer or smaller images (--max-pixels)"
+                    errors.append(ConfigError(where=where, rule=rule, fix=fix))
+        counts["cut"] += len(sample["input_ids"]) > seq_len
+        sample = {name: values if name in _OF_ROWS else values[:seq_len] for name, values in sample.items()}
         # The first token is never predicted.
-        if any(label != IGNORED_LABEL for label in labels[1:]):
-            samples.append({"input_ids": ids, "labels": labels})
+        if any(label != IGNORED_LABEL for label in sample["labels"][1:]):
+            samples.append(sample)
         else:
             counts["unlabelled"] += 1
+    if errors:
+        more = len(errors) - _SHOWN_ERRORS
+        if more > 0:
+            logger.info(f"{more:,} more rows of {source} have errors of images")
+        raise UsageError(errors[:_SHOWN_ERRORS])
     return samples, counts
+
+
+_OF_ROWS = ("images", "sizes", "image_tokens")
+"""Columns that have no value for each token."""
+_SHOWN_ERRORS = 3
 
 
 _FLASH = "flash"
@@ -399,6 +476,8 @@ def packed_if_possible(
     statistics, layout = samples.statistics, plan.chosen.layout
     if settings.packing == "off" or statistics.kind == "text":
         return samples
+    if statistics.image_rows:
+        obstacle = "some have images"
     for config, attention in models:
         obstacle = obstacle or packing_obstacle(layout, config, attention=attention, seq_len=settings.seq_len)
     documents, rows = samples.train, 0
@@ -483,7 +562,9 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
     if config.get("output_router_logits"):
         return "the balance loss of the router (output_router_logits) would count padding"
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from ...plugins.transformers.loading import auto_class
 
     small, _ = shrink_model_config(dict(config), layout=layout, seq_len_tokens=max(seq_len, 64), hidden_size=64)
     first, second = _PROBED_TOKENS
@@ -496,7 +577,7 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
                 # Its kernels need a GPU; they read documents from the same positions as SDPA does.
                 values = {name: value for name, value in values.items() if "attn_implementation" not in name}
             made = AutoConfig.for_model(values.pop("model_type"), **values)
-            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False).eval()
+            model = auto_class(made).from_config(made, dtype=torch.float32, trust_remote_code=False).eval()
             ids_BS = torch.randint(3, made.get_text_config().vocab_size, (1, first + second + 2))
         # Two tokens of padding, each with position 0.
         positions_BS = torch.tensor([[*range(first), *range(second), 0, 0]])

@@ -16,6 +16,7 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.settings import Settings
 from ...ds_configs.specs.texts import near_path
 from ...plugins.huggingface_hub import hub_errors, hub_failure, hub_status
+from .image_rows import with_image_parts
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
@@ -156,7 +157,8 @@ def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
     if source.name == PYTHON_HELP:
         return islice(({"text": text} for text in read_documents(None)), source.limit)
     if not source.is_local:
-        return islice(_hub_rows(source, split=split, revision=revision), source.limit)
+        hub = enumerate(_hub_rows(source, split=split, revision=revision))
+        return islice((with_image_parts(row, None, f"{source.name}[{index}]") for index, row in hub), source.limit)
     path = Path(source.name)
     files = [path]
     if path.is_dir():
@@ -167,7 +169,12 @@ def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[R
     elif path.suffix not in SUFFIXES:
         rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
         raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule))
-    return islice((row for file in files for row in _file_rows(file)), source.limit)
+    rows = (
+        with_image_parts(row, file.parent, f"{file}[{index}]")
+        for file in files
+        for index, row in enumerate(_file_rows(file))
+    )
+    return islice(rows, source.limit)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-    from .config import DistillationConfig, OnPolicy, SelfTeacher
+    from .config import DistillationConfig, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
-    from .served_teacher import ServedTeacher
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
 _MODULES = {
     ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
-    ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
+    ".config": ("DistillationConfig", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
-    ".served_teacher": ("ServedTeacher",),
     ".trainer": ("DistillationTrainer",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]

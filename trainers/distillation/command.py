@@ -47,8 +47,7 @@ from ..runs.run import (
     with_spreads,
 )
 from ..runs.settings import RunRequest
-from .served_teacher import ServedTeacher
-from .settings import DistillJob, DistillSettings, distill_settings_errors, distillation_config
+from .settings import DistillJob, DistillSettings, distill_settings_errors
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
@@ -154,8 +153,7 @@ def objective_sentence(settings: DistillSettings) -> str:
     parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
     parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
     parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
-    share = f", {settings.on_policy:.0%} of the batches completed by the student" if settings.on_policy else ""
-    return f"{' + '.join(parts)}, the mean over all labelled tokens{share}."
+    return f"{' + '.join(parts)}, the mean over all labelled tokens."
 
 
 class DistillTask(DistillJob, TrainingTask):
@@ -174,10 +172,8 @@ class DistillTask(DistillJob, TrainingTask):
         prepare_model_directory_save(context.arguments)
         settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
-        if settings.teacher_url is not None:
-            teacher: Any = served_teacher(settings, self.teacher, self.vocab_size)
-        elif settings.teacher_cache is None:
-            teacher = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
+        if settings.teacher_cache is None:
+            teacher: Any = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
         else:
             teacher = TeacherCache.open(settings.teacher_cache)
             for name in ("train_dataset", "eval_dataset"):
@@ -187,7 +183,7 @@ class DistillTask(DistillJob, TrainingTask):
             model=student,
             teacher=teacher,
             teacher_placement=self.placements["teacher"],
-            distillation=distillation_config(settings, self.vocab_size),
+            distillation=settings.distillation(self.vocab_size),
             **common,
         )
 
@@ -211,7 +207,7 @@ logger = logging.getLogger(__name__)
 
 
 def distill(
-    teacher: str | None,
+    teacher: str,
     student: str,
     output_dir: str | Path,
     *,
@@ -225,8 +221,7 @@ def distill(
     ``shardwright.distill("teacher", "student", "distilled", dataset="python-help", max_steps=100).result.after``
 
     Args:
-        teacher: Hub id or directory; weights are read from safetensors. With `teacher_url`, the name of a served model,
-            or `None` for the only one.
+        teacher: Hub id or directory; weights are read from safetensors.
         student: Hub id or directory, or a `config.json` for random weights.
         output_dir: Directory for the student, with plan and report.
         resume: Resume from the last checkpoint in `output_dir`.
@@ -261,7 +256,8 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
     @property
     def models(self) -> dict[str, str]:
-        return {"revision": self.student} | ({"teacher_revision": self.teacher} if self.settings.runs_teacher else {})
+        runs_teacher = self.settings.teacher_cache is None
+        return {"revision": self.student} | ({"teacher_revision": self.teacher} if runs_teacher else {})
 
     @property
     def own_file_names(self) -> tuple[str, ...]:
@@ -285,11 +281,9 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
 
 def prepare_distillation(
-    settings: DistillSettings, teacher: str | None, student: str, request: RunRequest
+    settings: DistillSettings, teacher: str, student: str, request: RunRequest
 ) -> PreparedDistillation:
     """Check settings, models and data, report all errors together, and plan.
-
-    `teacher` is the name of a served model, or `None`, with `settings.teacher_url`.
 
     Raises:
         UsageError: all errors together.
@@ -297,15 +291,10 @@ def prepare_distillation(
         PlanDoesNotFitError: no layout fits.
     """
     errors = distill_settings_errors(settings)
-    is_served = settings.teacher_url is not None
-    sources = {
-        "the teacher": None if is_served else teacher,
-        "the student": student,
-        "the teacher cache": settings.teacher_cache,
-    }
+    sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
     with collecting(errors):
-        distillation_config(settings, None)
+        settings.distillation(None)
     hardware = loaded_student = loaded_teacher = tokenizer = samples = None
     vocab_size = 0
     with collecting(errors):
@@ -314,53 +303,30 @@ def prepare_distillation(
     with collecting(errors):
         loaded_student = load_model_spec(student, revision=settings.revision)
         refuse_other_formats(Path(student), where="student", fix=CONVERTED)
-    if not is_served:
+    with collecting(errors):
+        loaded_teacher = load_second_model_spec("teacher", teacher, revision=settings.teacher_revision)
+    if loaded_student is not None and loaded_teacher is not None:
         with collecting(errors):
-            if teacher is None:
-                rule, fix = "is missing", "pass TEACHER STUDENT, or the address of a served teacher with --teacher-url"
-                raise UsageError(ConfigError(where="teacher", rule=rule, fix=fix))
-            loaded_teacher = load_second_model_spec("teacher", teacher, revision=settings.teacher_revision)
-    if loaded_student is not None and (loaded_teacher is not None or is_served):
-        with collecting(errors):
-            settings, tokenizer, vocab_size = _with_tokenizers(settings, None if is_served else teacher, student)
+            settings, tokenizer, vocab_size = _with_tokenizers(settings, teacher, student)
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
-            if teacher is not None and settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+            if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher)
-    if is_served and tokenizer is not None and samples is not None and not errors:
-        served = served_teacher(settings, teacher or "", vocab_size)
-        longest, some = settings.seq_len, (*samples.train[:2], *samples.evaluation[:2])
-        if settings.on_policy:
-            prompt = settings.prompt_tokens or (longest // 2 if samples.statistics.kind == "text" else longest)
-            longest = max(longest, prompt + settings.max_new_tokens)
-        texts = [tokenizer.decode(sample["input_ids"][:512]) for sample in some]
-        served.check(tokenizer, longest_tokens=longest, texts=texts, chosen=teacher)
-        teacher = served.model
     if errors:
         raise UsageError(errors)
-    assert hardware and loaded_student and tokenizer and samples and teacher, "what failed left an error"
-    # A server holds the teacher: of its sizes only the vocabulary counts here, which is the student's.
-    spec = replace(loaded_student.spec, name=teacher) if loaded_teacher is None else loaded_teacher.spec
-    own, other = loaded_student.spec.parameter_count, spec.parameter_count
+    assert hardware and loaded_student and loaded_teacher and tokenizer and samples, "what failed left an error"
+    own, other = loaded_student.spec.parameter_count, loaded_teacher.spec.parameter_count
     if own > other:
         logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
-    if settings.on_policy and settings.prompt_tokens is None and samples.statistics.kind == "text":
-        # Every token of plain text has a label, so the student completes the first half of a sample.
-        settings = settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
-    placement = settings.teacher_placement if settings.runs_teacher else "cached"
-    job = training_job(settings, hardware, teacher=spec, teacher_placement=placement)
+    placement = settings.teacher_placement if settings.teacher_cache is None else "cached"
+    job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
-    if errors := settings.engine_errors(plan.chosen.layout.engine):
-        raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]
-    if settings.runs_teacher and loaded_teacher is not None:
+    if settings.teacher_cache is None:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))
-    obstacle = None
-    if settings.on_policy:
-        obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
-    samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
+    samples = packed_if_possible(samples, settings, plan, models)
     return PreparedDistillation(
         request=request,
         settings=settings,
@@ -373,18 +339,11 @@ def prepare_distillation(
     )
 
 
-def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: str) -> tuple[DistillSettings, Any, int]:
-    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have.
-
-    Without a teacher, because a server has it, the tokens are the student's.
-    """
+def _with_tokenizers(settings: DistillSettings, teacher: str, student: str) -> tuple[DistillSettings, Any, int]:
+    """Return settings with a supported sequence length, the student's tokenizer and the tokens that both have."""
     own = StartingModel(model=student, revision=settings.revision)
     config = load_config(own)
     width = config.get_text_config().vocab_size
-    if teacher is None:
-        tokenizer = load_tokenizer(own, width)
-        set_chat_template(tokenizer, settings.chat_template)
-        return with_positions(settings, config), tokenizer, int(max(tokenizer.get_vocab().values())) + 1
     other = StartingModel(model=teacher, revision=settings.teacher_revision)
     teacher_config = load_config(other)
     fitting = with_positions(settings, config, teacher_config)
@@ -401,18 +360,6 @@ def _with_tokenizers(settings: DistillSettings, teacher: str | None, student: st
         tokenizer = load_tokenizer(own, width)
     set_chat_template(tokenizer, settings.chat_template)
     return fitting, tokenizer, agreed_vocab_size(tokenizer, taught, roles=("student", "teacher"))
-
-
-def served_teacher(settings: DistillSettings, name: str, vocab_size: int) -> ServedTeacher:
-    assert settings.teacher_url is not None
-    return ServedTeacher(
-        settings.teacher_url,
-        model=name,
-        vocab_size=vocab_size,
-        top_k=settings.teacher_top_k,
-        timeout_seconds=settings.teacher_timeout,
-        allow_remote_http=settings.allow_remote_http,
-    )
 
 
 def _stored(samples: Samples, settings: DistillSettings, teacher: str) -> Samples:

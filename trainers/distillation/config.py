@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -18,49 +18,23 @@ Implementation = Literal["auto", "fused", "plain"]
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTeacher:
-    """A teacher derived from the student."""
+    """The student's own output, which teaches the output of an earlier layer."""
 
-    kind: Literal["deeper_exit"] = "deeper_exit"
-    """The model's output teaches the output of an earlier layer."""
     exit_layer: int | None = None
     """Number of layers before the earlier exit; `None`: half of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnPolicy:
-    """Batches with completions that are sampled from the student's full distribution (GKD, arXiv 2306.13649)."""
-
-    fraction: float = 1.0
-    """Share of micro-batches with generated completions, 0 to 1; the others keep the dataset's."""
-    max_new_tokens: int = 128
-    """Maximum tokens of a completion."""
-    prompt_tokens: int | None = None
-    """Length of the prompt in each sample; `None`: the tokens before the first label."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DistillationConfig:
+class DistillationConfig(TokenObjective):
     """``(1 - α) · CE + α · τ² · D + w_h · hidden states + w_a · attention``, each the mean over all labelled tokens."""
 
-    alpha: float = 0.5
-    """α, 0 to 1."""
-    temperature: float = 1.0
-    """τ, above 0."""
-    divergence: Divergence = "forward_kl"
-    """D between the softened distributions of teacher and student."""
-    mixture: float = 0.5
-    """JSD: weight of the teacher in the mixture."""
     implementation: Implementation = "auto"
     """`fused` never holds the logits of all tokens, `plain` does; both give the same numbers. `auto`: fused if the
     model has an output head and no caller needs its logits."""
-    vocab_size: int | None = None
-    """Tokens of the tokenizer; `None`: columns of the narrower head."""
     hidden_states: HiddenStateTerm | None = None
     attention: AttentionTerm | None = None
     self_teacher: SelfTeacher | None = None
     """Use the student as its own teacher."""
-    on_policy: OnPolicy | None = None
-    """Let the student generate completions."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
@@ -78,18 +52,10 @@ class DistillationConfig:
         rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
         check("mixture", self.mixture, 0 < self.mixture < 1, rule)
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
-        own, policy = self.self_teacher, self.on_policy
-        if own is not None:
-            fix = "pass a second copy of the model as teacher"
-            check("self_teacher.kind", own.kind, own.kind == "deeper_exit", "must be deeper_exit", fix)
-        if policy is not None:
-            check("on_policy.fraction", policy.fraction, 0 <= policy.fraction <= 1, "must be from 0 to 1")
-            tokens = policy.max_new_tokens
-            check("on_policy.max_new_tokens", tokens, tokens >= 1, "must be at least 1")
         has_features = self.hidden_states is not None or self.attention is not None
-        if own is not None:
-            check("self_teacher", own.kind, not has_features, "cannot be combined with feature terms")
-            rule, fix = "deeper_exit computes both exits in place of the head", "use fused with deeper_exit"
+        if self.self_teacher is not None:
+            check("self_teacher", self.self_teacher, not has_features, "cannot be combined with feature terms")
+            rule, fix = "self_teacher computes both exits in place of the head", "use fused with self_teacher"
             check("implementation", self.implementation, self.implementation != "plain", rule, fix)
         if errors:
             raise UsageError(errors)
@@ -97,13 +63,7 @@ class DistillationConfig:
     @property
     def objective(self) -> TokenObjective:
         """The token loss."""
-        return TokenObjective(
-            alpha=self.alpha,
-            temperature=self.temperature,
-            divergence=self.divergence,
-            mixture=self.mixture,
-            vocab_size=self.vocab_size,
-        )
+        return TokenObjective(**{field.name: getattr(self, field.name) for field in fields(TokenObjective)})
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
@@ -112,11 +72,10 @@ class DistillationConfig:
             "distillation": not self.is_plain_training,
             "distilled_features": self.hidden_states is not None,
             "distilled_attention": self.attention is not None,
-            "on_policy": self.on_policy is not None,
         }
         return tuple(name for name, is_set in names.items() if is_set)
 
     @property
     def is_plain_training(self) -> bool:
         """Whether no term needs a teacher."""
-        return self.alpha == 0 and self.hidden_states is None and self.attention is None and self.on_policy is None
+        return self.alpha == 0 and self.hidden_states is None and self.attention is None

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Captured = Mapping[int, LayerAttention]
 LayerPairs = tuple[tuple[int, int], ...]
-LayerMatch = tuple[int, tuple[tuple[int, float], ...]]
-"""A student layer, and the teacher layers whose weighted mean it is compared with; their weights add up to 1."""
 RELATION_TENSORS: tuple[AttentionTensor, ...] = ("query", "key", "value")
 BLOCK_ELEMENTS = 2**24
 """Elements of the largest tensor of one block; about eight such fp32 tensors exist at the same time."""
@@ -38,26 +36,23 @@ class HiddenStateTerm:
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    layers: Literal["uniform", "interpolate"] | LayerPairs = "uniform"
-    """`uniform`: every student layer with the teacher layer of the nearest relative depth; `interpolate`: with a mean
-    of two; or pairs of (student layer, teacher layer), where 0 is the embedding and l the output of block l."""
+    layers: Literal["uniform"] | LayerPairs = "uniform"
+    """Every student layer with the teacher layer of the nearest relative depth; or pairs of (student layer, teacher
+    layer), where 0 is the embedding and l the output of block l."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        errors = _term_errors("hidden_states", self, ("uniform", "interpolate"))
+        errors = _term_errors("hidden_states", self, ("uniform",))
         if errors:
             raise UsageError(errors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerm:
-    """Match attention; both models keep their attention kernels."""
+    """Match MiniLM's relations among queries, keys and values; both models keep their attention kernels."""
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    kind: Literal["relations", "scores"] = "relations"
-    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys, where the teacher's
-    heads are interpolated if their numbers differ."""
     layers: Literal["last", "uniform"] | LayerPairs = "last"
     """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
     (student layer, teacher layer), counted from 1."""
@@ -65,8 +60,6 @@ class AttentionTerm:
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
         errors = _term_errors("attention", self, ("last", "uniform"))
-        if self.kind not in ("relations", "scores"):
-            errors.append(ConfigError(where="attention.kind", value=self.kind, rule="must be relations or scores"))
         if errors:
             raise UsageError(errors)
 
@@ -122,26 +115,23 @@ class FeatureMatching:
         if errors:
             raise UsageError(errors)
         self._depths = student_depth, teacher_depth = depths[0], depths[1]
-        self._hidden_matches: tuple[LayerMatch, ...] = ()
+        self._hidden_pairs: LayerPairs = ()
         self._attention_pairs: LayerPairs = ()
+        uniform = uniform_pairs(student_depth, teacher_depth)
         if attention_term is not None:
             pairs = attention_term.layers
             if pairs == "last":
                 pairs = ((student_depth, teacher_depth),)
             elif pairs == "uniform":
-                matches = layer_map(student_depth, teacher_depth, "uniform")[1:]
-                pairs = tuple((student, max(1, teachers[0][0])) for student, teachers in matches)
+                pairs = tuple((student, max(1, teacher)) for student, teacher in uniform[1:])
             errors += self._pair_errors("attention.layers", pairs, first=1)
             self._attention_pairs = pairs
         if hidden_term is not None:
-            if isinstance(hidden_term.layers, tuple):
-                errors += self._pair_errors("hidden_states.layers", hidden_term.layers, first=0)
-                self._hidden_matches = tuple((student, ((teacher, 1.0),)) for student, teacher in hidden_term.layers)
-            else:
-                self._hidden_matches = layer_map(student_depth, teacher_depth, hidden_term.layers)
+            self._hidden_pairs = uniform if hidden_term.layers == "uniform" else hidden_term.layers
+            errors += self._pair_errors("hidden_states.layers", self._hidden_pairs, first=0)
             own, taught = (config.get_text_config().hidden_size for config in (student_config, teacher_config))
             if own != taught:
-                self.projectors = projectors(own, taught, len(self._hidden_matches))
+                self.projectors = projectors(own, taught, len(self._hidden_pairs))
         if errors:
             raise UsageError(errors)
 
@@ -158,7 +148,7 @@ class FeatureMatching:
         if self.attention_term is None:
             return nullcontext()
         layers = sorted({pair[0 if is_student else 1] for pair in self._attention_pairs})
-        return captured_attention(model, layers, RELATION_TENSORS, with_graph=is_student)
+        return captured_attention(model, layers, with_graph=is_student)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor
@@ -180,11 +170,8 @@ class FeatureMatching:
         weights = row_weights_BS.reshape(-1)
         rows = weights.nonzero().squeeze(1)
         distances = []
-        for index, (layer, teachers) in enumerate(self._hidden_matches):
-            own = student[layer].flatten(0, 1).index_select(0, rows)
-            taught: Any = sum(
-                share * teacher[other].detach().flatten(0, 1).index_select(0, rows).float() for other, share in teachers
-            )
+        for index, (layer, other) in enumerate(self._hidden_pairs):
+            own, taught = (states.flatten(0, 1).index_select(0, rows) for states in (student[layer], teacher[other]))
             if self.projectors is not None:
                 own = self.projectors[index](own)
             distances.append(hidden_state_sum(own, taught, weights[rows]))
@@ -208,9 +195,6 @@ class FeatureMatching:
             windows = [each.window for each in (own, taught) if each.window is not None]
             causal, window = own.causal or taught.causal, min(windows, default=None)
             visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
-            if self.attention_term is not None and self.attention_term.kind == "scores":
-                distances.append(score_sum(own, taught, row_weights_BS, visible))
-                continue
             for name in RELATION_TENSORS:
                 distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
         return torch.stack(distances).mean()
@@ -222,26 +206,12 @@ def _check_positions(student: Sequence[int], teacher: Sequence[int]) -> None:
         raise UsageError(ConfigError(where="feature terms", rule=rule, fix="pass full sequences to both"))
 
 
-def layer_map(
-    student_layers: int, teacher_layers: int, kind: Literal["uniform", "interpolate"]
-) -> tuple[LayerMatch, ...]:
-    """Match layers 0 to L_s of a student with layers of a teacher: embedding with embedding, last with last.
-
-    ``uniform``: φ(l) = round(l · L_t / L_s), halves rounded up. ``interpolate``: the two teacher layers around
-    l · L_t / L_s, weighted linearly.
-    """
-    matches: list[LayerMatch] = []
-    for student in range(student_layers + 1):
-        position = student * teacher_layers
-        lower, remainder = divmod(position, student_layers)
-        if kind == "uniform":
-            matches.append((student, (((2 * position + student_layers) // (2 * student_layers), 1.0),)))
-        elif remainder:
-            share = remainder / student_layers
-            matches.append((student, ((lower, 1.0 - share), (lower + 1, share))))
-        else:
-            matches.append((student, ((lower, 1.0),)))
-    return tuple(matches)
+def uniform_pairs(student_layers: int, teacher_layers: int) -> LayerPairs:
+    """Match layers 0 to L_s of a student with those of a teacher: ``round(l · L_t / L_s)``, halves rounded up."""
+    return tuple(
+        (layer, (2 * layer * teacher_layers + student_layers) // (2 * student_layers))
+        for layer in range(student_layers + 1)
+    )
 
 
 def hidden_state_sum(student_TD: torch.Tensor, teacher_TD: torch.Tensor, weights_T: torch.Tensor) -> torch.Tensor:
@@ -375,48 +345,6 @@ def relation_sum(
         if gradient is not None:
             product = (student * gradient).sum()
             total = total + (product - product.detach())
-        return total
-
-
-def score_sum(
-    student: LayerAttention, teacher: LayerAttention, weights_BS: torch.Tensor, visible: Visible
-) -> torch.Tensor:
-    """Return ``Σ_t w_t · 1/H · Σ_h 1/n_t · Σ_j (s^S_htj - s^T_htj)²``, an fp32 scalar, over the n_t visible positions.
-
-    s = q kᵀ · scaling, before masks, soft-caps and the softmax (TinyBERT, arXiv 1909.10351, equation 7, which takes
-    the mean over all positions). If the numbers of heads differ, the teacher's are interpolated linearly along the head
-    axis, first with first and last with last; one head of a student is compared with their mean. Scores are recomputed
-    in the backward pass, block by block.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    with torch.autocast(weights_BS.device.type, enabled=False):
-        query, key = student.tensor("query").float(), student.tensor("key").float()
-        taught_query, taught_key = (teacher.tensor(name).detach().float() for name in ("query", "key"))
-        heads, taught_heads = query.shape[1], taught_query.shape[1]
-        if heads == 1:
-            mixture_HT = torch.full((1, taught_heads), 1 / taught_heads)
-        else:
-            positions_H = torch.linspace(0, taught_heads - 1, heads, dtype=torch.float64)
-            mixture_HT = (1 - (positions_H[:, None] - torch.arange(taught_heads)).abs()).clamp(min=0).float()
-        mixture_HT = mixture_HT.to(weights_BS.device)
-
-        def block(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-            seen_BRS = visible(rows_R)
-            taught = torch.einsum("ht,btrs->bhrs", mixture_HT, scores(taught_query, taught_key, rows_R, teacher))
-            difference = scores(query, key, rows_R, student) - taught
-            squares = difference.masked_fill(~seen_BRS[:, None], 0.0).square().sum(dim=-1).mean(dim=1)
-            return squares / seen_BRS.sum(dim=-1).clamp(min=1)
-
-        def scores(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor, layer: LayerAttention) -> torch.Tensor:
-            # [B, H, R, S]; consecutive query heads share a key head.
-            grouped = query.index_select(2, rows_R).unflatten(1, (key.shape[1], -1))
-            return (grouped @ key[:, :, None].transpose(-1, -2) * layer.scaling).flatten(1, 2)
-
-        total = torch.zeros((), dtype=torch.float32, device=weights_BS.device)
-        for rows_R in row_blocks(weights_BS, weights_BS.shape[0] * max(heads, taught_heads) * weights_BS.shape[1]):
-            distance_BR = checkpoint(block, query, key, rows_R, use_reentrant=False, preserve_rng_state=False)
-            total = total + (weights_BS[:, rows_R].float() * distance_BR).sum()
         return total
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import ConfigError, collecting
+from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.job import TeacherFields, adapter_errors
 from ...ds_configs.specs.settings import Settings
 from ..losses.token_objective import Divergence
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
-from .served_teacher import SERVED_TOP_K, TIMEOUT_SECONDS, server_address
 
 if TYPE_CHECKING:
     from .config import DistillationConfig
@@ -28,7 +27,17 @@ class ObjectiveSettings(Settings, TeacherFields):
     mixture: float = Field(0.5, description="Teacher's weight in JSD")
     alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
     temperature: float = Field(1.0, description="Softens both distributions")
-    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
+
+    def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
+        """Return the terms of the loss.
+
+        Raises:
+            UsageError: values out of range, all together.
+        """
+        from .config import DistillationConfig
+
+        distance = {name: getattr(self, name) for name in ("alpha", "temperature", "mixture")}
+        return DistillationConfig(**distance, divergence=self.loss, vocab_size=vocab_size, **terms)
 
 
 class DistillSettings(ObjectiveSettings, LaunchedSettings):
@@ -37,31 +46,22 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
     group = "Distillation"
 
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
     hidden_states: float = Field(0.0, ge=0, description="Weight of the hidden-state loss; 0: off")
     attention: float = Field(0.0, ge=0, description="Weight of the attention-relation loss; 0: off")
-    on_policy: float = Field(0.0, description="Share of micro-batches with completions that the student generates")
-    max_new_tokens: int = Field(128, ge=1, description="Maximum tokens of a generated completion")
-    prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt length with --on-policy. Default: up to the first label; plain text: half",
-    )
     teacher_cache: str | None = Field(
         None, description="Directory written by cache-teacher; no teacher runs during training"
     )
-    teacher_url: str | None = Field(
-        None, description="Server of the teacher (vLLM), such as http://localhost:8000; omit TEACHER or pass its name"
-    )
-    teacher_top_k: int = Field(SERVED_TOP_K, ge=1, description="Likeliest tokens to request from --teacher-url")
-    teacher_timeout: float = Field(
-        TIMEOUT_SECONDS, gt=0, description="Seconds until a --teacher-url that does not answer ends the run"
-    )
-    allow_remote_http: bool = Field(False, description="Send samples unencrypted to --teacher-url on another machine")
 
-    @property
-    def runs_teacher(self) -> bool:
-        """Whether ranks load and run the teacher."""
-        return self.teacher_cache is None and self.teacher_url is None
+    def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
+        """Return the terms of the loss, those of features included."""
+        from .feature_matching import AttentionTerm, HiddenStateTerm
+
+        if self.hidden_states:
+            terms["hidden_states"] = HiddenStateTerm(weight=self.hidden_states)
+        if self.attention:
+            terms["attention"] = AttentionTerm(weight=self.attention)
+        return super().distillation(vocab_size, **terms)
 
 
 class DistillJob(LaunchedJob):
@@ -69,74 +69,28 @@ class DistillJob(LaunchedJob):
 
     task: Literal["distill"] = "distill"
     settings: DistillSettings = Field(description="the user's settings")
-    teacher: str = Field(description="Hub id or directory; name of a served model")
+    teacher: str = Field(description="Hub id or directory")
     student: str = Field(description="Hub id, directory or config.json")
     vocab_size: int = Field(description="tokens that both tokenizers have")
 
 
-def distillation_config(settings: DistillSettings, vocab_size: int | None) -> DistillationConfig:
-    """Return the terms of the loss.
-
-    Raises:
-        UsageError: values out of range, all together.
-    """
-    from .config import DistillationConfig, OnPolicy
-    from .feature_matching import AttentionTerm, HiddenStateTerm
-
-    fraction, max_new_tokens = settings.on_policy, settings.max_new_tokens
-    on_policy = OnPolicy(fraction=fraction, max_new_tokens=max_new_tokens, prompt_tokens=settings.prompt_tokens)
-    return DistillationConfig(
-        alpha=settings.alpha,
-        temperature=settings.temperature,
-        divergence=settings.loss,
-        mixture=settings.mixture,
-        vocab_size=vocab_size,
-        hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
-        attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
-        on_policy=on_policy if settings.on_policy else None,
-    )
-
-
 def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     """Return the errors that are known before any file is read."""
-    errors: list[ConfigError] = []
-    stated = settings.stated()
-    placement, source = settings.teacher_placement, "--teacher-url" if settings.teacher_url else "--teacher-cache"
-    errors += launched_errors(settings) + adapter_errors(stated, settings.method)
-    if placement == "cached" and settings.runs_teacher:
-        fix = "pass --teacher-cache with a directory written by cache-teacher, or --teacher-url"
+    placement, cache = settings.teacher_placement, settings.teacher_cache
+    errors = launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
+    if placement == "cached" and cache is None:
+        fix = "pass --teacher-cache with a directory written by cache-teacher"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule="requires a cache", fix=fix))
-    if not settings.runs_teacher and placement not in ("auto", "cached"):
-        rule = f"must be auto or cached with {source}"
+    if cache is not None and placement not in ("auto", "cached"):
+        rule = "must be auto or cached with --teacher-cache"
         errors.append(ConfigError(where="teacher_placement", value=placement, rule=rule, fix="remove one of them"))
-    if settings.teacher_cache is not None and not Path(settings.teacher_cache).is_dir():
-        rule = "must be an existing directory"
-        errors.append(ConfigError(where="teacher_cache", value=settings.teacher_cache, rule=rule))
+    if cache is not None and not Path(cache).is_dir():
+        errors.append(ConfigError(where="teacher_cache", value=cache, rule="must be an existing directory"))
     if settings.method == "lora" and settings.hidden_states:
         rule, fix = "trains projectors, which LoRA adapters cannot store", "use --method full"
         errors.append(ConfigError(where="hidden_states", value=settings.hidden_states, rule=rule, fix=fix))
-    if placement == "cached" or not settings.runs_teacher:
-        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention", "on_policy")}
-        if settings.teacher_url is not None:
-            # A server also answers for the completions of the student.
-            del live_terms["on_policy"]
-        rule, fix = "requires a live teacher", f"remove {source}"
+    if placement == "cached" or cache is not None:
+        live_terms = {name: getattr(settings, name) for name in ("hidden_states", "attention")}
+        rule, fix = "requires a live teacher", "remove --teacher-cache"
         errors += [ConfigError(where=name, value=x, rule=rule, fix=fix) for name, x in live_terms.items() if x]
-    if settings.teacher_url is None:
-        names = ("teacher_top_k", "teacher_timeout", "allow_remote_http")
-        return errors + [ConfigError(where=name, rule="requires --teacher-url") for name in names if name in stated]
-    with collecting(errors):
-        server_address(settings.teacher_url, allow_remote_http=settings.allow_remote_http)
-    for name in ("teacher_cache", "teacher_revision"):
-        if (value := getattr(settings, name)) is not None:
-            rule = "cannot be combined with --teacher-url"
-            errors.append(ConfigError(where=name, value=value, rule=rule, fix="remove one of them"))
-    if settings.temperature != 1:
-        rule = "must be 1 with --teacher-url, whose log-probabilities have this temperature"
-        fix = "remove --temperature, or use --teacher-cache"
-        errors.append(ConfigError(where="temperature", value=settings.temperature, rule=rule, fix=fix))
-    limit = settings.hang_seconds
-    if limit is not None and settings.teacher_timeout >= limit:
-        rule = f"must be below --hang-timeout ({limit:g} s), which would end the run before"
-        errors.append(ConfigError(where="teacher_timeout", value=settings.teacher_timeout, rule=rule))
     return errors

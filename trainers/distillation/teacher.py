@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ import torch
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.transformers.attention import hidden_states_of
+from ...plugins.transformers.loading import text_classes
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
-from ..data.samples import collate
 from ..losses.fused_loss import accepted_inputs, captured_head_input
-from .config import DistillationConfig, OnPolicy
-from .served_teacher import ServedTeacher
+from .config import DistillationConfig
 from .teacher_cache import TeacherCache
 
 if TYPE_CHECKING:
@@ -65,17 +63,9 @@ def check_arguments(
             reject("teacher", rule, "pass a teacher, or set self_teacher")
         if teacher is not None and distillation.self_teacher is not None:
             reject("teacher", "self_teacher makes the student its own teacher", "pass only one of the two")
-        if isinstance(teacher, TeacherCache):
-            if distillation.hidden_states is not None or distillation.attention is not None:
-                reject("teacher", "a cache has no hidden states", "use a live teacher")
-            if distillation.on_policy is not None:
-                reject("on_policy", "a cache has only the tokens of the dataset", "use a live teacher")
-        if isinstance(teacher, ServedTeacher):
-            if distillation.hidden_states is not None or distillation.attention is not None:
-                reject("teacher", "a server sends no hidden states", "load the teacher")
-            if distillation.temperature != 1:
-                rule = "must be 1: the log-probabilities of a server have this temperature"
-                reject("temperature", rule, "use 1, or load the teacher", value=distillation.temperature)
+        has_features = distillation.hidden_states is not None or distillation.attention is not None
+        if isinstance(teacher, TeacherCache) and has_features:
+            reject("teacher", "a cache has no hidden states", "use a live teacher")
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
             student_ids = {id(parameter) for parameter in student.parameters()}
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
@@ -100,9 +90,7 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
     The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) derives it from the class name and misses
     GPT-2, whose count then includes the first token of every sample.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return not model.config.is_encoder_decoder and type(model).__name__ in text_classes()
 
 
 class EarlyExit:
@@ -232,65 +220,6 @@ def with_decoder_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[
     shifted = labels.roll(1, dims=-1)
     shifted[..., 0] = model.config.decoder_start_token_id
     return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED_LABEL, model.config.pad_token_id)}
-
-
-def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
-    """Return a micro-batch, by its index in the step, with one completion by the student of each of its prompts.
-
-    A prompt is the first `own.prompt_tokens` tokens of a sample, or those before its first label. Completions end with
-    their first end-of-sequence token, and only they have labels. All ranks generate until the last one has finished,
-    because each token gathers sharded weights.
-
-    Raises:
-        UsageError: a sample has no prompt.
-    """
-    model, tokenizer, arguments = trainer.model, trainer.processing_class, trainer.args
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])} - {None}
-    mask_BS = batch.get("attention_mask")
-    prompts: list[list[int]] = []
-    for row, ids_S in enumerate(batch["input_ids"]):
-        is_token = [1] * len(ids_S) if mask_BS is None else mask_BS[row].tolist()
-        labels = enumerate(batch["labels"][row].tolist())
-        labelled = (position for position, label in labels if label != IGNORED_LABEL)
-        end = next(labelled, len(ids_S)) if own.prompt_tokens is None else own.prompt_tokens
-        prompts.append([token for token, counts in zip(ids_S.tolist()[:end], is_token[:end], strict=True) if counts])
-        if not prompts[-1]:
-            rule = "a sample has no prompt, because its first token is labelled"
-            raise UsageError(ConfigError(where="on_policy", rule=rule, fix="set on_policy.prompt_tokens"))
-    longest = max(len(prompt) for prompt in prompts)
-    ids = [[pad] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    # Seeded, so that resuming repeats them.
-    numbers = (arguments.seed, trainer.state.global_step, index, arguments.process_index)
-    digest = hashlib.sha256(repr(numbers).encode()).digest()
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            output_BS = model.generate(
-                input_ids=torch.tensor(ids, device=arguments.device),
-                attention_mask=torch.tensor(mask, device=arguments.device),
-                max_new_tokens=own.max_new_tokens,
-                do_sample=True,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                pad_token_id=pad,
-                eos_token_id=sorted(ends) or None,
-                synced_gpus=trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
-            )
-    finally:
-        model.train(training)
-    samples = []
-    for prompt, row in zip(prompts, output_BS, strict=True):
-        tokens = row[longest:].tolist()
-        length = next((at + 1 for at, token in enumerate(tokens) if token in ends), None)
-        completion = tokens[:length]
-        samples.append({"input_ids": [*prompt, *completion], "labels": [IGNORED_LABEL] * len(prompt) + completion})
-    return collate(samples, pad_token_id=pad)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +18,6 @@ from ...ds_configs.specs.second_models import Placement
 from ...plugins.deepspeed.ulysses import (
     gradients_are_added_over_a_sequence,
     keep_own_attention,
-    own_shard,
-    whole_sequences,
 )
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention import hidden_states_of
@@ -34,7 +30,6 @@ from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, Toke
 from ..parallel.balance_loss import balance_over_ranks
 from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
-from .served_teacher import ServedTeacher
 from .teacher import (
     SHIFT_LABELS,
     TEACHER_ROWS,
@@ -42,7 +37,6 @@ from .teacher import (
     EarlyExit,
     TeacherOutput,
     check_arguments,
-    completed_by_student,
     inner_model,
     predicts_next_token,
     run_teacher,
@@ -81,7 +75,7 @@ class DistillationTrainer(Trainer):
     Args:
         model: Student.
         args: `TrainingArguments`.
-        teacher: A Transformers model, a `PlacedModel`, a `TeacherCache` or a `ServedTeacher`.
+        teacher: A Transformers model, a `PlacedModel` or a `TeacherCache`.
             `None` with ``distillation.self_teacher``, and if no term needs a teacher.
         teacher_placement: How a Transformers model is placed: replicated on every rank, sharded, offloaded, quantized.
         distillation: Terms of the loss.
@@ -117,7 +111,6 @@ class DistillationTrainer(Trainer):
         self._step_weight: torch.Tensor | None = None
         self.teacher: PlacedModel | None = None
         self.teacher_cache: TeacherCache | None = None
-        self.served_teacher: ServedTeacher | None = None
         self._features: FeatureMatching | None = None
         self._early_exit: EarlyExit | None = None
         if self.distillation.is_plain_training:
@@ -137,11 +130,6 @@ class DistillationTrainer(Trainer):
             self._early_exit = EarlyExit(inner, own.exit_layer)
         elif isinstance(teacher, TeacherCache):
             self.teacher_cache = teacher
-        elif isinstance(teacher, ServedTeacher):
-            if not self._loss_shifts_labels:
-                rule = "a served teacher predicts the next token, and the student does not"
-                raise UsageError(ConfigError(where="model", value=type(inner).__name__, rule=rule))
-            self.served_teacher = teacher
         else:
             placed = isinstance(teacher, PlacedModel)
             self.teacher = (
@@ -178,7 +166,7 @@ class DistillationTrainer(Trainer):
         logits, which need more memory than the fused loss. `mean_over_step` normalizes own terms in the same way.
 
         Raises:
-            UsageError: outputs are requested with the self-teacher `deeper_exit`, which computes no logits.
+            UsageError: outputs are requested with a self-teacher, which computes no logits.
         """
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -186,7 +174,7 @@ class DistillationTrainer(Trainer):
         if self._early_exit is not None and keeps_logits:
             rule = "replaces the output head, so compute_loss cannot return logits"
             fix = "omit return_outputs=True; evaluate without compute_metrics, or with prediction_loss_only=True"
-            raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
+            raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
         if self._early_exit is not None or self._other_logits or keeps_logits:
             fused = self._early_exit is not None
         elif self.distillation.implementation != "auto":
@@ -347,13 +335,6 @@ class DistillationTrainer(Trainer):
                 fix = "wrap the dataset in CachedTeacherDataset"
                 raise UsageError(ConfigError(where=TEACHER_ROWS, rule=rule, fix=fix))
             yield self.teacher_cache.read(batch.teacher_rows_N, self.distillation.temperature)
-        elif self.served_teacher is not None:
-            inputs, rows_N = batch.model_inputs, batch.rows_N
-            if self._ranks_of_a_sequence() > 1:
-                inputs = whole_sequences(inputs)
-                indices_BS = torch.arange(inputs["input_ids"].numel(), device=rows_N.device)
-                rows_N = own_shard(indices_BS.view_as(inputs["input_ids"])).reshape(-1)[rows_N]
-            yield self.served_teacher.read(inputs, batch.labels_N, rows_N)
         elif taught.hidden_NH is not None:
             assert self.teacher is not None
             with gathered_head(self.teacher.model) as head:
@@ -389,26 +370,6 @@ class DistillationTrainer(Trainer):
             return 1
         zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         return ranks if gradients_are_added_over_a_sequence(zero) else 1
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Any]:
-        """Let the student complete some of the micro-batches, count tokens, and start requests to a served teacher."""
-        on_policy = self.distillation.on_policy
-        if on_policy is None:
-            batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        else:
-            batches = list(islice(epoch_iterator, num_batches))
-            for index, batch in enumerate(batches):
-                # Equal on all ranks, which must generate together.
-                draw = random.Random(f"{self.args.seed} {self.state.global_step} {index}").random()
-                if draw < on_policy.fraction:
-                    batches[index] = completed_by_student(self, batch, on_policy, index)
-            count = self._get_num_items_in_batch(batches, device)
-        if self.served_teacher is not None and self._ranks_of_a_sequence() == 1:
-            split = [split_batch(batch, shifts=self._loss_shifts_labels) for batch in batches]
-            self.served_teacher.prefetch((each.model_inputs, each.labels_N, each.rows_N) for each in split)
-        return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         if self.distillation.is_plain_training or not batch_samples:

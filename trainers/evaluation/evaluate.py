@@ -25,12 +25,25 @@ from ...plugins.compressed_tensors import load_packed_zero_points
 from ...plugins.huggingface_hub import ModelSource, model_directory, read_model_source, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.llm_compressor import without_bars
-from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ...plugins.planning import load_model_spec
 from ...plugins.safetensors import read_checkpoint
-from ...plugins.transformers.loading import check_weights, load_causal_lm, refuse_code, refuse_other_formats
+from ...plugins.transformers.loading import (
+    auto_class,
+    check_weights,
+    load_causal_lm,
+    refuse_code,
+    refuse_other_formats,
+    text_classes,
+)
 from ..counting.counts import Estimate, exponential, token_mean
-from ..data.models import StartingModel, agreed_vocab_size, has_tokenizer, load_tokenizer, positions_of
+from ..data.models import (
+    StartingModel,
+    agreed_vocab_size,
+    has_tokenizer,
+    load_processor,
+    load_tokenizer,
+    positions_of,
+)
 from ..data.samples import collate
 from ..data.sources import PYTHON_HELP, one_line
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
@@ -77,14 +90,6 @@ class EvalModel:
         return stored.get("quant_method") if isinstance(stored, dict) else None
 
     @property
-    def quantization(self) -> str | None:
-        """Library and, if the configuration names it, format of quantized weights."""
-        if self.quant_method is None:
-            return None
-        name = self.source.config["quantization_config"].get("format")
-        return self.quant_method if name is None else f"{self.quant_method}, {name}"
-
-    @property
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer; for Hub models this is assumed."""
         directory = Path(self.source.name)
@@ -105,7 +110,6 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
         ShardwrightError: the Hub cannot be reached.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
     try:
         source = read_model_source(name, revision=revision)
@@ -132,8 +136,9 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
     except (ValueError, OSError, KeyError) as error:
         raise RefusedInputError(ConfigError(where=role, value=name, rule=one_line(error))) from None
     architectures = tuple(getattr(config, "architectures", None) or ())
-    classes = {cls for names in CAUSAL_MODELS.values() for cls in ((names,) if isinstance(names, str) else names)}
-    is_causal = bool(classes & set(architectures)) if architectures else config.model_type in CAUSAL_MODELS
+    is_causal = bool(text_classes() & set(architectures))
+    if not architectures:
+        is_causal = type(config) in auto_class(config)._model_mapping
     if not is_causal or getattr(config, "is_encoder_decoder", False):
         rule = f"{' or '.join(architectures) or config.model_type} is not a causal language model"
         fix = "pass a model such as LlamaForCausalLM"
@@ -189,26 +194,10 @@ class StoredSizes:
     """Stored bits of all tensors, scales and tables included, per parameter."""
 
 
-def stored_sizes(model: EvalModel, directory: Path) -> StoredSizes:
-    """Return the sizes of a model's checkpoint in a directory.
-
-    Raises:
-        RefusedInputError: weight files are damaged or missing.
-    """
-    is_small = model.quant_method == QUANT_METHOD
-    tensors = read_checkpoint(directory, **({"index": INDEX, "single": SINGLE} if is_small else {}))
-    parameters = load_model_spec(str(directory)).spec.parameter_count
-    return StoredSizes(
-        file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in tensors.values()}),
-        parameters=parameters,
-        bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / parameters,
-    )
-
-
 # The window of published GPTQ and AWQ tables, so that perplexities are comparable.
 DEFAULT_SEQ_LEN = 2048
 DEFAULT_WINDOWS = 64
-_PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
+_PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes")
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +237,6 @@ class ModelResult:
     """Mean cross-entropy."""
     perplexity: Estimate
     sizes: StoredSizes
-    tasks: tuple[TaskScore, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +296,6 @@ def evaluate_model(
     batch_size: int = 4,
     dtype: str = "auto",
     device: str | None = None,
-    tasks: TaskRequest | None = None,
     revision: str | None = None,
     baseline_revision: str | None = None,
 ) -> Evaluation:
@@ -327,7 +314,6 @@ def evaluate_model(
         batch_size: Windows per forward pass; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
         device: Such as `cuda:0` or `cpu`. Default: an accelerator if there is one.
-        tasks: Tasks of lm-evaluation-harness.
         revision: Branch, tag or commit of a Hub model.
         baseline_revision: Branch, tag or commit of a Hub baseline.
 
@@ -377,7 +363,6 @@ def evaluate_model(
         if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
             rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
             errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
-    errors += [] if tasks is None else task_errors(tasks)
     if errors:
         raise UsageError(errors)
 
@@ -394,14 +379,20 @@ def evaluate_model(
             raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
     if owner is not models[0]:
         logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+    processor = None
     if isinstance(request, TextWindows):
         windows = request
     else:
         limits = [model.longest for model in models if model.longest is not None]
-        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+        start_of_owner = StartingModel(model=owner.source.name, revision=owner.source.revision)
+        processor = load_processor(start_of_owner, owner.config, tokenizer) if owner.has_tokenizer else None
+        windows = text_windows(
+            request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]), processor=processor
+        )
     device = device or default_device()
     batches = [
-        collate(windows.windows[first : first + batch_size]) for first in range(0, len(windows.windows), batch_size)
+        collate(windows.windows[first : first + batch_size], processor=processor)
+        for first in range(0, len(windows.windows), batch_size)
     ]
 
     def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -410,13 +401,15 @@ def evaluate_model(
         directory = model_directory(model.source.name, revision=model.source.revision)
         loaded = load_eval_model(model, directory, dtype=dtype, device=device)
         log_progress(f"loading of the {model.role}", 1, 1)
-        scores: tuple[TaskScore, ...] = ()
-        if tasks is not None:
-            log_progress(f"tasks of the {model.role}", 0, 1)
-            scores = run_tasks(loaded, tokenizer, tasks, batch_size=batch_size)
-            log_progress(f"tasks of the {model.role}", 1, 1)
-        sizes = stored_sizes(model, directory)
-        return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes, "tasks": scores}
+        files = {"index": INDEX, "single": SINGLE} if model.quant_method == QUANT_METHOD else {}
+        tensors = read_checkpoint(directory, **files)
+        parameters = load_model_spec(str(directory)).spec.parameter_count
+        sizes = StoredSizes(
+            file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in tensors.values()}),
+            parameters=parameters,
+            bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / parameters,
+        )
+        return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes}
 
     answers, baseline_fields = None, dict[str, Any]()
     if len(models) > 1:
@@ -474,12 +467,13 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
 
 
 def _model_result(model: EvalModel, sums: Sequence[float], counts: Sequence[int], **fields: Any) -> ModelResult:
-    loss = token_mean(sums, counts)
+    loss, method = token_mean(sums, counts), model.quant_method
+    stored_format = method and model.source.config["quantization_config"].get("format")
     return ModelResult(
         name=model.source.name,
         revision=model.source.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
-        quantization=model.quantization,
+        quantization=f"{method}, {stored_format}" if stored_format else method,
         loss_nats_per_token=loss,
         perplexity=exponential(loss),
         **fields,

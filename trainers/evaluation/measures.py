@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 10**9
-Window = dict[str, list[int]]
+Window = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +58,11 @@ class TextWindows:
         return sum(label != IGNORED_LABEL for window in self.windows for label in window["labels"][1:])
 
 
-def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextWindows:
+def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int, processor: Any = None) -> TextWindows:
     """Read a dataset and split it into windows of `seq_len` tokens.
 
     Documents of plain text are joined; an incomplete last window is dropped. Conversations make one window each, with
-    labels on what the assistant says.
+    labels on what the assistant says; the `processor` reads their images.
 
     Raises:
         UsageError: the text is missing, empty or shorter than one window.
@@ -75,6 +75,7 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
         split=request.split,
         revision=request.dataset_revision,
         evaluation_fraction=0.0,
+        processor=processor,
     )
     if samples.statistics.kind == "text" and request.chat_template is not None:
         rule, fix = f"{request.dataset} has plain text, which no template renders", "omit it"
@@ -128,7 +129,7 @@ class ModelReader:
         """Return the answers at the positions of a mask."""
         import torch
 
-        read = {name: batch[name].to(self._model.device) for name in ("input_ids", "attention_mask")}
+        read = {name: values.to(self._model.device) for name, values in batch.items() if name != "labels"}
         with torch.inference_mode():
             if self.head is not None:
                 try:

@@ -15,7 +15,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError
 from ...ds_configs.specs.settings import Settings, settings_of
 from ...plugins.safetensors import SHARD_BYTES, appearing_directory, each_tensor, read_checkpoint, save_checkpoint
-from ...plugins.transformers.loading import loading_errors
+from ...plugins.transformers.loading import auto_class, loading_errors
 
 # While packed, a code takes a byte per bit. A multiple of 8, so that each block ends at a byte.
 _BLOCK_CODES = 1 << 20
@@ -658,7 +658,8 @@ def load_spqr(directory: str | Path) -> Any:
     for layer, settings in layers.items():
         tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
     # AutoModel requires a directory (transformers 5.17.0); the class of the model accepts tensors in memory.
-    model, loading = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+    kind = auto_class(config)._model_mapping[type(config)]
+    model, loading = kind.from_pretrained(
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
     errors = loading_errors(loading, str(directory))

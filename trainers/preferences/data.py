@@ -16,6 +16,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TaskName
 from ..data.chat import turns_of
+from ..data.image_rows import COLUMNS, images_of
 from ..data.samples import Kind, Samples, SampleStatistics, split_rows
 from ..data.sources import DataSettings, Row, parse_source, read_rows
 
@@ -55,6 +56,11 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     )
     if not rows:
         raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
+    for index, row in enumerate(rows):
+        chats = (row.get("prompt"), row.get("completion"))
+        if any(row.get(name) for name in COLUMNS) or any(images_of(chat) for chat in chats if isinstance(chat, list)):
+            rule, fix = f"has images, which task {task} does not read here", "use --task sft, or TRL in your own script"
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
     kind: Kind = "prompts" if task in GROUPED_TASKS else "labelled answers" if task == "kto" else "pairs"
     convert = {"prompts": _prompts, "labelled answers": _labelled, "pairs": _pairs}[kind]
     skipped: Counter[str] = Counter()

@@ -219,7 +219,7 @@ def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
         rule = f"can be planned, but trl 1.16.0 has no trainer for {task}"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix="use --task grpo or rloo"))
     if task == "gkd":
-        rule, fix = "is a command of its own", "use shardwright distill with --on-policy 1"
+        rule, fix = "has a teacher, as no run of train", "pass TRL's GKDTrainer to shardwright.trainer_for"
         errors.append(ConfigError(where="task", value=task, rule=rule, fix=fix))
     if task in GROUPED_TASKS and reward is None:
         rule, fix = f"is required by task {task}", "pass --reward FILE.py:FUNCTION, or a reward model"

@@ -140,7 +140,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if scheme.ignore == DEFAULT_IGNORE:
         # Without an explicit list of the user, the output head and routers stay dense under any name.
         heads = [layer.name for layer in layers if layer.is_head]
-        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))))
+        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))), layers)
     selected = selected_layers(scheme, layers)
     if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)
@@ -178,10 +178,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
             quantizer.input_range = InputRange(
-                scheme.activations,
-                method=config.ranges or "moving_average",
-                stored_dtype=attachment.stored_dtype,
-                name=quantizer.name,
+                scheme.activations, stored_dtype=attachment.stored_dtype, name=quantizer.name
             )
         if is_lora_linear(module):
             patches.swap_class("qat-lora", module, FakeQuantizedLora)

@@ -289,8 +289,7 @@ class QATCallback(TrainerCallback, ExportableState):
         """Combine the observed ranges of all ranks."""
         attachment = self._attached()
         attachment.state.trained_steps += int(attachment.state.enabled)
-        if attachment.state.observing:
-            synchronise(attachment.ranges.values())
+        synchronise(attachment.ranges.values())
         self._set_state(state.global_step)
 
     def state(self) -> dict[str, Any]:
@@ -333,9 +332,8 @@ class QATCallback(TrainerCallback, ExportableState):
         return self.attachment
 
     def _set_state(self, step: int) -> None:
-        config, current = self._attached().config, self._attached().state
-        current.enabled = step >= config.start_step
-        current.observing = config.freeze_step is None or step < config.freeze_step
+        attachment = self._attached()
+        attachment.state.enabled, attachment.state.observing = step >= attachment.config.start_step, True
 
 
 def _raise(errors: list[ConfigError]) -> None:

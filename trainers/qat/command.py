@@ -22,7 +22,7 @@ from ...plugins.transformers.loading import refuse_nonfinite_weights
 from ...plugins.transformers.meta_model import QuantizationSource, build_meta_model, open_source
 from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
-from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
+from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import packed_if_possible
 from ..data.sources import local_place
 from ..parallel.planned import planned_parallelism
@@ -32,7 +32,6 @@ from ..runs.inputs import (
     chosen_hardware,
     last_checkpoint,
     launch_errors,
-    load_second_model_spec,
     named_samples,
     optimizer_steps,
     run_output_errors,
@@ -52,16 +51,12 @@ from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_traini
 from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
 from ..verify import PROBE_ROWS, PROBE_TOKENS
 from .settings import (
-    SELF,
     LabelLoss,
     QATConfig,
     QATJob,
     QATOptions,
     QATSettings,
-    is_own_teacher,
     qat_settings_errors,
-    teacher_distance_config,
-    teacher_of,
 )
 
 if TYPE_CHECKING:
@@ -112,8 +107,6 @@ class QATOutcome(LaunchedOutcome):
     settings: QATSettings
     model: str
     """Hub id or directory that training started from."""
-    teacher: str | None
-    """Hub id or directory of the teacher; `None` without one."""
     scheme: QuantizationScheme
     """Formats of the checkpoint."""
     layers: int
@@ -134,7 +127,7 @@ class QATOutcome(LaunchedOutcome):
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
-            "teacher": self.teacher,
+            "teacher": None if self.settings.teacher is None else self.model,
             "scheme": asdict(self.scheme) | {"format": self.scheme.format},
             "quantized_layers": self.layers,
             **self.where_and_what(),
@@ -146,13 +139,10 @@ class QATOutcome(LaunchedOutcome):
         }
 
     def card(self) -> str:
-        model = self.model
-        others = () if self.teacher in (None, model) else (self.teacher,)
-        objective = "the labels of the data"
-        if self.teacher is not None:
-            precision = " in full precision" if is_own_teacher(self.settings, model) else ""
-            share, teacher = self.settings.alpha, code(shown_name(self.teacher))
-            objective = f"outputs of {teacher}{precision}, {self.settings.loss} with weight {share:g}"
+        model, objective = self.model, "the labels of the data"
+        if self.settings.teacher is not None:
+            share, teacher = self.settings.alpha, code(shown_name(model))
+            objective = f"outputs of {teacher} in full precision, {self.settings.loss} with weight {share:g}"
             objective += "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
         lead = (
             f"{code(shown_name(model))} trained on {code(self.statistics.source_name)} with the quantized values of "
@@ -162,16 +152,14 @@ class QATOutcome(LaunchedOutcome):
             "Transformers loads it if `compressed-tensors` is installed. vLLM reads the format, and runs the bits and "
             "group sizes that it has kernels for."
         )
-        licenses = " ".join(license_line(source) for source in (model, *others))
         return card_text(
             f"{title_of(model)}, {self.scheme.name}",
             [lead, loading, usage(), *self.card_results()],
-            f"{licenses} These terms and those of the data may also apply to the checkpoint. Read them before you "
-            "publish it.",
+            f"{license_line(model)} These terms and those of the data may also apply to the checkpoint. "
+            "Read them before you publish it.",
             base=model,
             relation="quantized",
             tags=("compressed-tensors", "qat"),
-            others=others,
         )
 
 
@@ -193,14 +181,14 @@ class QATTask(QATJob, TrainingTask):
         options = {name: getattr(self.settings, name) for name in QATOptions.model_fields}
         callback = QATCallback(stored_dtype=self.stored_dtype, **options)
         common = context.trainer_arguments() | {"callbacks": [callback]}
-        if self.teacher is not None:
+        if self.settings.teacher is not None:
             from ..distillation.trainer import DistillationTrainer
 
             common |= {
                 "trainer_class": DistillationTrainer,
-                "teacher": loaded_second_model("teacher", self.teacher, self.teacher_revision, self, context),
+                "teacher": loaded_second_model("teacher", self.model, self.settings.revision, self, context),
                 "teacher_placement": self.placements["teacher"],
-                "distillation": teacher_distance_config(self.settings, self.vocab_size),
+                "distillation": self.settings.distillation(self.vocab_size),
             }
         trainer = planned_parallelism(context.plan).make_trainer(model=model, **common)
 
@@ -310,18 +298,12 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     config: QATConfig
     layers: tuple[LinearLayer, ...]
     """Rounded matrices."""
-    teacher: str | None
-    """Hub id or directory of the teacher; `None` without one."""
-    vocab_size: int | None
-    """Tokens that model and teacher share; `None` without a teacher."""
     kind = "qat"
     own_file_names = FILES
 
     @property
     def models(self) -> dict[str, str]:
-        return {"revision": self.source.name} | (
-            {} if self.teacher is None or self.settings.teacher == SELF else {"teacher_revision": self.teacher}
-        )
+        return {"revision": self.source.name}
 
     @property
     def least_bytes(self) -> int:
@@ -333,15 +315,13 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
             model=self.source.name,
             source_directory=str(self.source.directory.absolute()),
             stored_dtype=self.source.dtype,
-            teacher=self.teacher,
-            vocab_size=self.vocab_size,
+            vocab_size=max(self.tokenizer.get_vocab().values()) + 1,
             **common,
         )
 
     def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> QATOutcome:
         return QATOutcome(
             model=self.source.name,
-            teacher=self.teacher,
             scheme=self.config.rounded_scheme,
             layers=len(self.layers),
             result=QATResult(**result),
@@ -365,22 +345,17 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     from .attach import attach
     from .callback import resume_errors, step_errors
 
-    errors, named = qat_settings_errors(settings), teacher_of(settings, model)
-    sources = {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
-    sources["the dataset"] = local_place(settings.dataset)
-    errors += run_output_errors(request, sources)
-    hardware = source = config = attachment = tokenizer = vocab_size = samples = teacher = None
+    errors = qat_settings_errors(settings)
+    errors += run_output_errors(request, {"the model": model, "the dataset": local_place(settings.dataset)})
+    hardware = source = config = attachment = tokenizer = samples = None
     with collecting(errors):
         config = settings.config()
     if settings.teacher is not None and settings.loss not in get_args(LabelLoss):
         with collecting(errors):
-            teacher_distance_config(settings, None)
+            settings.distillation(None)
     with collecting(errors):
         hardware = chosen_hardware(settings)
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
-    with collecting(errors):
-        if named is not None:
-            teacher = load_second_model_spec("teacher", named[0], revision=named[1])
     with collecting(errors):
         source = open_source(model, revision=settings.revision)
     if source is not None and config is not None:
@@ -395,18 +370,11 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
             errors += [] if last is None else resume_errors(attachment, last, demands_record=True)
     if source is not None:
         with collecting(errors):
-            # A sequence length that fits, and the vocabulary that model and teacher share.
-            starting = [StartingModel(model=model, revision=settings.revision)]
-            starting += [] if named is None else [StartingModel(model=named[0], revision=named[1])]
-            configs = [load_config(each) for each in starting]
-            settings = with_positions(settings, *configs)
-            tokenizer, *others = (
-                load_tokenizer(each, own.get_text_config().vocab_size)
-                for each, own in zip(starting, configs, strict=True)
-            )
+            starting = StartingModel(model=model, revision=settings.revision)
+            starting_config = load_config(starting)
+            settings = with_positions(settings, starting_config)
+            tokenizer = load_tokenizer(starting, starting_config.get_text_config().vocab_size)
             set_chat_template(tokenizer, settings.chat_template)
-            if others:
-                vocab_size = agreed_vocab_size(tokenizer, others[0], roles=("student", "teacher"))
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
@@ -417,19 +385,15 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         logger.info(warning)
     own = load_model_spec(model, revision=settings.revision)
     placement: dict[str, Any] = {"loss": "chunked"} if settings.loss == "chunked" else {}
-    if teacher is not None:
-        placement = {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
+    if settings.teacher is not None:
+        placement = {"teacher": own.spec, "teacher_placement": settings.teacher_placement}
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
     layout, packed = plan.chosen.layout, samples
-    models = [(own.config, plan.model.attention)]
-    if teacher is not None and teacher.config != own.config:
-        models.append((teacher.config, teacher.spec.attention))
     with collecting(errors):
-        packed = packed_if_possible(packed, settings, plan, models)
+        packed = packed_if_possible(packed, settings, plan, [(own.config, plan.model.attention)])
     errors += step_errors(attachment, optimizer_steps(settings, layout, len(packed.train)))
-    errors += settings.engine_errors(layout.engine)
     if errors:
         raise UsageError(errors)
     return PreparedQAT(
@@ -438,9 +402,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         source=source,
         config=config,
         layers=attachment.layers,
-        teacher=None if named is None else named[0],
         plan=plan,
         samples=packed,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
     )

@@ -204,7 +204,6 @@ def export(
                     "schema_version": 1,
                     "scheme": attachment.scheme.name,
                     "weight_rule": attachment.config.weight_rule,
-                    "ranges": attachment.config.ranges if attachment.scheme.activations_are_static else None,
                     "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
                     "trained_steps": attachment.state.trained_steps,
                     **measured,

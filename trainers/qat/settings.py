@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -18,11 +17,6 @@ from ..losses.token_objective import Divergence
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
 from .rounding import WeightRule
 
-if TYPE_CHECKING:
-    from ..distillation.config import DistillationConfig
-
-ObserverMethod = Literal["minmax", "moving_average", "percentile"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QATConfig:
@@ -31,10 +25,7 @@ class QATConfig:
     scheme: QuantizationScheme
     """Quantization scheme of the checkpoint, as for post-training quantization; integer weights."""
     weight_rule: WeightRule = "minmax"
-    ranges: ObserverMethod | None = None
-    """Method that observes stored activation ranges during training; `None`: `moving_average`."""
     start_step: int = 0
-    freeze_step: int | None = None
     stored_dtype: str | None = None
     """Dtype of scales and unquantized tensors, such as `bfloat16`; `None`: the training dtype."""
 
@@ -68,13 +59,9 @@ class QATConfig:
             rule = f"requires 2-bit codes without zero points, but {scheme.name} has {' and '.join(differences)}"
             fix = "use scheme W2A16" if weights.symmetric else "use scheme W2A16 without --asymmetric"
             yield ConfigError(where="weight_rule", value=self.weight_rule, rule=rule, fix=fix)
-        for name, value in (("ranges", self.ranges), ("freeze_step", self.freeze_step)):
-            if value is not None and not scheme.activations_are_static:
-                rule = f"requires stored activation ranges, which {scheme.name} lacks"
-                yield ConfigError(where=name, value=value, rule=rule, fix="use W8A8_STATIC, or omit it")
-        if activations is not None and activations.range_method in ("l2", "kl"):
+        if activations is not None and activations.range_method != "minmax":
             rule = "is searched only after training, by `quantize`"
-            yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use percentile")
+            yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use minmax")
 
 
 class QATOptions(SchemeSettings):
@@ -87,13 +74,7 @@ class QATOptions(SchemeSettings):
         description="Weight scales from the weight range (minmax), training (learned, LSQ), or mean magnitudes "
         "(ternary, binary)",
     )
-    ranges: ObserverMethod | None = Field(
-        None, description="Method that observes stored activation ranges. Default: moving_average"
-    )
     start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
-    freeze_step: int | None = Field(
-        None, ge=1, description="Optimizer step from which observed ranges are fixed. Default: never"
-    )
 
     def config(self, *, scheme: QuantizationScheme | None = None, stored_dtype: str | None = None) -> QATConfig:
         """Return the number formats, by default those of the named scheme.
@@ -104,9 +85,7 @@ class QATOptions(SchemeSettings):
         config = QATConfig(
             scheme=changed(scheme or scheme_named(self.scheme), **self.scheme_changes()),
             weight_rule=self.weight_rule,
-            ranges=self.ranges,
             start_step=self.start_step,
-            freeze_step=self.freeze_step,
             stored_dtype=stored_dtype,
         )
         if errors := list(config.errors()):
@@ -116,10 +95,6 @@ class QATOptions(SchemeSettings):
 
 LabelLoss = Literal["eager", "chunked"]
 """How the loss of labels is computed without a teacher: from the logits of all tokens, or never storing them."""
-SELF = "self"
-"""Value of `teacher` for the model itself in full precision."""
-TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
-"""Settings that require a teacher."""
 
 
 class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
@@ -131,9 +106,8 @@ class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
     loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
         "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
     )
-    teacher: str | None = Field(
-        None,
-        description="Hub id or directory of a teacher, or self for the model in full precision. Default: none",
+    teacher: Literal["self"] | None = Field(
+        None, description="self: distill from the model in full precision. Default: labels only"
     )
     alpha: float = Field(1.0, description="Weight of the distillation loss, 0 to 1; the label loss gets the rest")
 
@@ -146,31 +120,7 @@ class QATJob(LaunchedJob):
     model: str = Field(description="Hub id or directory")
     source_directory: str = Field(description="local directory of the model's files")
     stored_dtype: str = Field(description="dtype of the checkpoint")
-    teacher: str | None = Field(description="Hub id or directory; None without one")
-    vocab_size: int | None = Field(description="tokens shared with the teacher")
-
-    @property
-    def teacher_revision(self) -> str | None:
-        """Branch, tag or commit of the teacher; for `self` that of the model."""
-        named = teacher_of(self.settings, self.model)
-        return None if named is None else named[1]
-
-
-def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
-    """Return the settings of the distillation loss.
-
-    Raises:
-        UsageError: values out of range, all together.
-    """
-    from ..distillation.config import DistillationConfig
-
-    return DistillationConfig(
-        alpha=settings.alpha,
-        temperature=settings.temperature,
-        divergence=settings.loss,  # type: ignore[arg-type]
-        mixture=settings.mixture,
-        vocab_size=vocab_size,
-    )
+    vocab_size: int = Field(description="tokens of the tokenizer")
 
 
 def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
@@ -181,31 +131,13 @@ def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
         fix = "add --teacher self, or omit it"
         errors += [
             ConfigError(where=name, value=getattr(settings, name), rule="requires a teacher", fix=fix)
-            for name in (*TEACHERS_OWN, "teacher_placement")
+            for name in ("alpha", "temperature", "loss", "mixture", "teacher_placement")
             if name in explicit and getattr(settings, name) not in ("auto", *get_args(LabelLoss))
         ]
     elif settings.loss in get_args(LabelLoss):
         rule, fix = "is for training without a teacher; distances are always computed in chunks", "omit it"
         errors.append(ConfigError(where="loss", value=settings.loss, rule=rule, fix=fix))
-    elif settings.teacher == SELF and settings.teacher_revision is not None:
-        rule, fix = "must not be set with --teacher self", "use --revision"
-        errors.append(ConfigError(where="teacher_revision", value=settings.teacher_revision, rule=rule, fix=fix))
     if settings.teacher_placement == "cached":
         rule, fix = "cached teacher outputs require `distill`", "use replica, sharded, offloaded or quantized"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule=rule, fix=fix))
     return errors
-
-
-def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:
-    """Return the teacher and its revision; `None` without one."""
-    if settings.teacher is None:
-        return None
-    if settings.teacher == SELF:
-        return model, settings.revision
-    is_model = Path(settings.teacher) == Path(model) and settings.teacher_revision == settings.revision
-    return model if is_model else settings.teacher, settings.teacher_revision
-
-
-def is_own_teacher(settings: QATSettings, model: str) -> bool:
-    """Return whether the teacher is the model itself, at the same revision."""
-    return teacher_of(settings, model) == (model, settings.revision)

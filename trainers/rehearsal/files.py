@@ -163,9 +163,21 @@ def scale_plan(
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
     loss = "eager" if plan.job.second_models else plan.job.loss
     alone = without_kernels(plan.job).without_second_models()
-    alone = replace(alone, seq_len_tokens=seq_len, precision=precision, loss=loss)
+    # The samples of a rehearsal are text, which a shrunken sequence holds without the tokens of images.
+    images = {
+        name: getattr(TrainingJob(), name) for name in ("images_per_sample", "image_size", "max_pixels", "frames")
+    }
+    alone = replace(alone, seq_len_tokens=seq_len, precision=precision, loss=loss, **images)
     job = small_task(plan, alone, model, layout)
-    for name in ("task", "seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
+    for name in (
+        "task",
+        "seq_len_tokens",
+        "images_per_sample",
+        "precision",
+        "loss",
+        "torch_compile",
+        "use_liger_kernel",
+    ):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
@@ -244,15 +256,17 @@ def small_task(plan: Plan, alone: TrainingJob, model: ModelSpec, layout: Layout)
 def make_model(work: Path, *, saved: bool, **settings: Any) -> Any:
     """Return the shrunken model: with weights in `work` if it is `saved`, else on the meta device.
 
-    `settings` are those of `AutoModelForCausalLM.from_config`.
+    `settings` are those of `from_config`.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoConfig, set_seed
+
+    from ...plugins.transformers.loading import auto_class
 
     config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
     set_seed(0)
     with torch.device("cpu" if saved else "meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+        model = auto_class(config).from_config(config, trust_remote_code=False, **settings)
     if saved:
         # Transformers draws a progress bar, and DeepSpeed, which it imports here, logs to stdout.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):

@@ -138,16 +138,18 @@ def probe_tokens(plan: Plan) -> Any:
 def _exported_logits(plan: Plan, work: Path, engine: str | None) -> Any:
     """Compute the probe in the engine's arithmetic: DDP under autocast, DeepSpeed and FSDP2 on 16-bit weights."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig
+
+    from ...plugins.transformers.loading import auto_class
 
     is_reward = plan.job.task == "reward"
-    kind: Any = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
     bf16, is_full = plan.job.precision == "bf16", plan.job.method == "full"
     autocast = bf16 and engine == "ddp"
     dtype = torch.bfloat16 if bf16 and not (autocast and is_full) else torch.float32
     export = str(work / "export")
     if is_full:
         loading = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
+        kind = auto_class(AutoConfig.from_pretrained(export, trust_remote_code=False), score_head=is_reward)
         model = kind.from_pretrained(export, **loading)
     else:
         from peft import PeftModel

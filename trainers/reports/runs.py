@@ -149,34 +149,6 @@ _LOSSES = {
     "kl_per_token": "KL(teacher | trained model)",
 }
 """Labels of losses and measures in nats per token, by name in the log."""
-_TASK_CURVES = (
-    (
-        "Rewards by step",
-        "reward",
-        {
-            "rewards/chosen": "preferred answers",
-            "rewards/rejected": "rejected answers",
-            "rewards/margins": "margin",
-            "margin": "margin",
-            "reward": "reward of completions",
-            "reward_std": "its deviation within a group",
-            "min_reward": "smallest",
-            "mean_reward": "mean",
-            "max_reward": "largest",
-        },
-    ),
-    ("Accuracy by step", "share of pairs", {"rewards/accuracies": "preferred first", "accuracy": "preferred first"}),
-    (
-        "Length of completions by step",
-        "tokens",
-        {
-            "completions/mean_length": "mean",
-            "completions/min_length": "shortest",
-            "completions/max_length": "longest",
-        },
-    ),
-)
-"""Charts of what TRL's trainers log: title, unit, and labels by name in the log."""
 _ACCURACIES = {
     "dpo": (
         "rewards/accuracies",
@@ -186,7 +158,7 @@ _ACCURACIES = {
     "reward": ("accuracy", "Accuracy on held-out pairs", "held-out pairs whose preferred answer has the higher score"),
 }
 """Name in an evaluation, label, and meaning of the share of pairs that a task ranks correctly."""
-_TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
+_TEACHER_SETTINGS = ("alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
 
@@ -269,9 +241,6 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
     unit = "loss" if evaluations else "nats per token"
     charts = [Chart(f"Loss by step{'' if evaluations else ', nats per token'}", curves(logged, unit), note)]
-    for chart_title, unit, labels in _TASK_CURVES:
-        if series := {label: values for key, label in labels.items() if (values := points(metrics, key))}:
-            charts.append(Chart(chart_title, curves(series, unit), ""))
     counted = "tokens_per_second" if share_with_padding == 1 else "positions_per_second"
     if measured := points(metrics, counted):
         expected = (time.tokens_per_second, *speed_interval(plan))
@@ -391,12 +360,6 @@ def evaluation_table(data: Data) -> Table:
         own, other = (side and side["sizes"][key] for side in (model, baseline))
         ratio = f"× {own / other:.3g}" if other and key != "parameters" else ""
         rows.append([name, shape(own), "" if other is None else shape(other), ratio])
-    others = {(score["task"], score["metric"]): score for score in (baseline or {}).get("tasks", ())}
-    for score in model["tasks"]:
-        name = f"{score['task']}, {score['metric']} ({score['documents']:,} documents)"
-        other = others.get((score["task"], score["metric"]))
-        compared = ("", "") if other is None else (_estimate(other), f"{score['value'] - other['value']:+.4f}")
-        rows.append([name, _estimate(score), *compared])
     headings = ("", "model", "baseline", "difference") if comparison is not None else ("", "model")
     caption = "± is one standard error over windows of text. " + (
         "Differences compare the same windows of both models; more than two standard errors are significant. "

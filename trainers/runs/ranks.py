@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from typing import Any, ClassVar
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.images import IMAGE_PARTS, ImagePart, image_part
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.tasks import TaskName
 from ...plugins import patches
 from ...plugins.accelerate import Engine, SamplesOnce, configure_cpu_ranks, engine_from_environment
 from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
 from ...plugins.huggingface_hub import model_directory
+from ...plugins.launching.background import FirstRank
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import add_lora
 from ...plugins.transformers.loading import gathered, load_on_first_rank, stored_precision
@@ -35,7 +37,7 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ..checkpoints import Selection, full_disk_errors, newest_whole, on_first_rank
+from ..checkpoints import Selection, full_disk_errors, newest_whole
 from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_mean
 from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
@@ -71,6 +73,8 @@ class RankContext:
     """The checkpoint to resume from."""
     tokenizer: Any
     """Of the trained model."""
+    processor: Any
+    """Of a model that reads images; `None` for others."""
     samples: tuple[Any, Any]
     """Training samples and held-out samples."""
     plan: Plan
@@ -82,8 +86,8 @@ class RankContext:
             "args": self.arguments,
             "train_dataset": self.samples[0],
             "eval_dataset": self.samples[1],
-            "data_collator": partial(collate, pad_token_id=padding or 0),
-            "processing_class": self.tokenizer,
+            "data_collator": partial(collate, pad_token_id=padding or 0, processor=self.processor),
+            "processing_class": self.processor or self.tokenizer,
         }
 
 
@@ -111,7 +115,7 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         UsageError: arguments contradict the host or each other, or machines have different data or settings.
     """
     from datasets import load_from_disk
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
     arguments, engine = rank_arguments(
         job.training_arguments, method=job.settings.method, task=getattr(job.settings, "task", "sft")
@@ -123,14 +127,20 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
     resumed = None
     if job.resume:
         directory = Path(arguments.output_dir)
-        resumed = on_first_rank(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
+        with FirstRank() as ranks:
+            resumed = ranks.does(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
+    files, processor = work / TOKENIZER, None
+    if (files / "processor_config.json").is_file():
+        processor = AutoProcessor.from_pretrained(str(files), trust_remote_code=False)
     return RankContext(
         work=work,
         arguments=arguments,
         engine=engine,
         resumed=resumed,
-        tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
+        tokenizer=getattr(processor, "tokenizer", None)
+        or AutoTokenizer.from_pretrained(str(files), trust_remote_code=False),
+        processor=processor,
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
         plan=Plan.load(work / PLAN_DIRECTORY),
     )
@@ -293,9 +303,23 @@ def trained_model(
             for_stages=for_stages,
             score_head=score_head,
         )
+    frozen = frozen_parts(settings)
     if settings.method != "full":
-        model = add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed")
+        return add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed", frozen=frozen)
+    if not isinstance(model, str):
+        freeze(model, frozen)
     return model
+
+
+def frozen_parts(job: Any) -> set[ImagePart]:
+    """Return the parts for images that a job, or settings of a command, do not train."""
+    return {part for part in IMAGE_PARTS if getattr(job, part, "frozen") == "frozen"}
+
+
+def freeze(model: Any, parts: Collection[ImagePart]) -> None:
+    for name, weight in model.named_parameters():
+        if image_part(name) in parts:
+            weight.requires_grad_(False)
 
 
 def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:

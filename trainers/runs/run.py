@@ -296,6 +296,8 @@ class PreparedTraining(ABC, Generic[Outcome]):
     """To train and evaluate on."""
     tokenizer: Any
     """Saved with the model."""
+    processor: Any = None
+    """Of a model that reads images, which is saved with its tokenizer; `None` for others."""
 
     kind: ClassVar[str]
     """The command's name in `report.json`."""
@@ -349,6 +351,9 @@ class PreparedTraining(ABC, Generic[Outcome]):
             "report_to": list(settings.report_to) or "none",
             "disable_tqdm": True,
         }
+        if any("images" in rows[0] for rows in (self.samples.train, self.samples.evaluation)):
+            # The collator reads the images.
+            arguments["remove_unused_columns"] = False
         own = {"max_steps": settings.max_steps, "save_steps": settings.save_steps}
         return arguments | {name: value for name, value in own.items() if value is not None} | dict(self.own_arguments)
 
@@ -461,7 +466,7 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
     write_samples(prepared.samples.evaluation, work / EVALUATION_SAMPLES)
     if statistics.template_rows:
         job = job.model_copy(update={"turn_end": end_turns(prepared.tokenizer)})
-    prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
+    (prepared.processor or prepared.tokenizer).save_pretrained(str(work / TOKENIZER))
     return job
 
 

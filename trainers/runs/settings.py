@@ -19,7 +19,6 @@ from ...ds_configs.specs.settings import (
     HardwareFields,
     HubFields,
     Names,
-    NonFiniteAction,
     RevisionFields,
     Settings,
 )
@@ -40,7 +39,6 @@ class GuardFields(Settings):
 
     group = "Guards"
 
-    nonfinite: NonFiniteAction = Field("stop", description="Action on a loss or gradient that is NaN or Inf")
     nonfinite_steps: int = Field(
         NONFINITE_STEPS, ge=1, description="Stop after this many consecutive steps with NaN or Inf"
     )
@@ -56,16 +54,11 @@ class GuardFields(Settings):
 
     def guards(self) -> dict[str, Any]:
         """Return these options as arguments of `GuardCallback`."""
-        shared = {name: getattr(self, name) for name in ("nonfinite", "nonfinite_steps", "allow_nonfinite")}
-        return shared | {"hang_seconds": self.hang_seconds}
-
-    def engine_errors(self, engine: str) -> list[ConfigError]:
-        """Return the errors of options that an engine does not support."""
-        if self.nonfinite != "skip" or engine != "deepspeed":
-            return []
-        rule = "is not supported with DeepSpeed, which updates the weights in the backward pass"
-        fix = "use stop, or --strategy ddp or fsdp2"
-        return [ConfigError(where="nonfinite", value="skip", rule=rule, fix=fix)]
+        return {
+            "nonfinite_steps": self.nonfinite_steps,
+            "allow_nonfinite": self.allow_nonfinite,
+            "hang_seconds": self.hang_seconds,
+        }
 
 
 class EvaluationSettings(Settings):

@@ -12,6 +12,7 @@ from ..data.models import StartingModel, load_config, load_model
 from ..parallel.planned import planned_parallelism
 from ..preferences.trainer import task_trainer
 from ..runs.clock import ProgressSender
+from ..runs.ranks import freeze, frozen_parts
 
 
 def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, random_weights: bool) -> Any:
@@ -42,7 +43,9 @@ def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, 
     )
     if job.method != "full":
         targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
-        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32)
+        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32, frozen=frozen_parts(job))
+    elif not isinstance(model, str):
+        freeze(model, frozen_parts(job))
     if job.task == "sft":
         trainer = parallelism.make_trainer(
             model=model,

@@ -12,10 +12,12 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.models.images import RULES
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import shown_name, title_of
@@ -24,7 +26,7 @@ from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
 from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
-from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ..data.models import StartingModel, load_config, load_processor, load_tokenizer, with_positions
 from ..data.samples import Samples, packed_if_possible, stated_samples
 from ..data.sources import local_place
 from ..preferences.data import in_complete_batches, task_samples
@@ -195,7 +197,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         PlanDoesNotFitError: no layout fits.
     """
     errors: list[ConfigError] = []
-    written_plan = loaded = hardware = tokenizer = samples = None
+    written_plan = loaded = hardware = tokenizer = processor = samples = None
     if settings.plan is not None:
         with collecting(errors):
             written_plan = Plan.load(settings.plan)
@@ -249,11 +251,14 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             config = load_config(source)
             settings = with_positions(settings, config)
             own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+            processor = load_processor(source, config, own_tokenizer, settings.max_pixels)
             set_chat_template(own_tokenizer, settings.chat_template)
+            if processor is not None:
+                processor.chat_template = own_tokenizer.chat_template
             tokenizer = own_tokenizer
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
-            read: Callable[[Any, Any], Samples] = stated_samples
+            read: Callable[[Any, Any], Samples] = partial(stated_samples, processor=processor)
             if settings.task != "sft":
                 generation = TrainingJob(seq_len_tokens=settings.seq_len, completion_tokens=settings.completion_tokens)
                 read = partial(task_samples, settings.task, completion_tokens=generation.generated_tokens)
@@ -273,7 +278,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     assert loaded and hardware and tokenizer and samples, "each failure added an error"
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
-    plan = written_plan
+    plan, statistics = written_plan, samples.statistics
+    if plan is None and "images_per_sample" not in settings.model_fields_set and loaded.spec.model_type in RULES:
+        images: dict[str, Any] = {"images_per_sample": statistics.images_per_sample}
+        images |= {"image_size": statistics.image_size} if statistics.image_size else {}
+        settings = settings.model_copy(update=images)
     if plan is None:
         # Liger computes the loss too, unless it is chosen.
         automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
@@ -281,7 +290,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
-    errors += planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.layout.engine)
+    errors += planned_argument_errors(settings, plan)
+    if statistics.image_rows:
+        errors += image_layout_errors(plan.chosen.layout)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"
@@ -297,8 +308,24 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         models = [(loaded.config, plan.model.attention)]
         samples = packed_if_possible(samples, settings, plan, models, obstacle=obstacle)
     return PreparedTrain(
-        model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
+        model=model,
+        settings=settings,
+        plan=plan,
+        samples=samples,
+        tokenizer=tokenizer,
+        processor=processor,
+        request=request,
     )
+
+
+def image_layout_errors(layout: Layout) -> list[ConfigError]:
+    """Return the errors of parallel axes with which images do not train as in one process."""
+    rule, fix = "does not support images", "use data parallelism: ddp, zero1 to zero3, or fsdp2"
+    return [
+        ConfigError(where=field, value=layout.axes[axis], rule=rule, fix=fix)
+        for field, axis in AXIS_FIELDS.items()
+        if layout.axes.get(axis, 1) > 1
+    ]
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:

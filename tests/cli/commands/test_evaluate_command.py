@@ -1,22 +1,17 @@
-"""`shardwright evaluate` in this process: what it prints and writes, tasks of the harness, and exit codes."""
+"""`shardwright evaluate` in this process: what it prints and writes, and exit codes."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from commands import Shell, shell_in
-from harness_task import write_task
-from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
-
-CHOICES = ["one", "two"]
 
 
 @pytest.fixture(scope="module")
@@ -32,42 +27,16 @@ def halved_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return directory
 
 
-@pytest.fixture(scope="module")
-def task_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tasks")
-    questions = [{"question": f"number {index} is", "choices": CHOICES, "label": index % 2} for index in range(12)]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
-    write_task(directory / "tiny_choice.yaml", directory / "rows.jsonl")
-    turned = [question | {"label": 1 - question["label"]} for question in questions]
-    (directory / "turned.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turned))
-    write_task(directory / "tiny_turned.yaml", directory / "turned.jsonl")
-    return directory
-
-
 @pytest.fixture
 def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     return shell_in(tmp_path, "evaluate", capsys, monkeypatch)
 
 
-def likeliest(directory: Path, prompt: str) -> int:
-    """Return which choice the model finds likelier, in fp64."""
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    tokenizer = byte_tokenizer(512)
-    sums = []
-    for choice in CHOICES:
-        before, behind = (tokenizer(part)["input_ids"] for part in (prompt, f" {choice}"))
-        with torch.no_grad():
-            log_p = model(torch.tensor([before + behind])).logits[0].log_softmax(-1)
-        sums.append(sum(float(log_p[len(before) - 1 + at, token]) for at, token in enumerate(behind)))
-    return int(sums[1] > sums[0])
-
-
-def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_path):
+def test_report_of_a_comparison(shell, tiny_llama, halved_llama, tmp_path):
     output = tmp_path / "report"
     result = shell(
         halved_llama, "--baseline", tiny_llama, "--seq-len", 64, "--num-samples", 6,
-        "--tasks", "tiny_choice,tiny_turned", "--include-path", task_directory, "--limit", 10, "--output-dir", output,
-        "--format", "json",
+        "--output-dir", output, "--format", "json",
     )  # fmt: skip
     assert result.code == 0, result.err
     found = json.loads(result.out)
@@ -76,17 +45,8 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     assert written.pop("command").startswith("shardwright evaluate ")
     assert written == {key: value for key, value in found.items() if key != "output_dir"}
     assert found["text"]["predicted_tokens"] == 6 * 63 and found["text"]["source"] == "python-help"
-    for role, directory in (("model", halved_llama), ("baseline", tiny_llama)):
-        score, turned = found[role]["tasks"]
-        assert (score["task"], turned["task"]) == ("tiny_choice", "tiny_turned")
-        assert turned["value"] == pytest.approx(1 - score["value"])
-        right = sum(likeliest(directory, f"number {index} is") == index % 2 for index in range(10))
-        assert score["value"] == pytest.approx(right / 10)
-        assert score["documents"] == 10 and score["metric"] == "acc" and score["higher_is_better"] is True
-        assert score["standard_error"] == pytest.approx(math.sqrt(right / 10 * (1 - right / 10) / 9), rel=0.01)
     report = (output / "REPORT.md").read_text()
     assert f"{found['model']['perplexity']['value']:.5g} ±" in report
-    assert "| tiny_choice, acc (10 documents) |" in report
 
     again = shell(halved_llama, "--seq-len", 64, "--output-dir", output)
     assert again.code == 2 and "use --force to write into it" in again.err
@@ -96,15 +56,14 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     assert "perplexity" in forced.out and "KL(" not in forced.out
 
 
-def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_path):
+def test_flags_that_do_not_go_together(shell, tiny_llama, tmp_path):
     (tmp_path / "file").write_text("x")
     result = shell(
-        tiny_llama, "--chat-template", "alpaca", "--limit", 3, "--few-shot", 2,
-        "--include-path", task_directory, "--output-dir", tmp_path / "file", "--format", "json",
+        tiny_llama, "--chat-template", "alpaca", "--output-dir", tmp_path / "file", "--format", "json",
     )  # fmt: skip
     assert result.code == 2
     wrong = [error["where"] for error in json.loads(result.out)["error"]["errors"]]
-    assert wrong == ["--chat-template", "--limit", "--few-shot", "--include-path", "output_dir"]
+    assert wrong == ["--chat-template", "output_dir"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +73,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
         (("{model}", "--seq-len", "129"), 2, "has 128 positions; pass at most 128"),
         (("{model}", "--dataset", "{empty_text}"), 2, "rows has text"),
         (("{model}", "--baseline", "{empty}/none"), 2, "baseline"),
-        (("{model}", "--tasks", " , "), 2, "--tasks: is empty"),
+        (("{model}", "--tasks", "hellaswag"), 2, "run lm_eval --model hf --model_args pretrained="),
         (("{pickled}",), 4, "weights are read only from safetensors"),
     ],
 )

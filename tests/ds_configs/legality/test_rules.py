@@ -201,6 +201,7 @@ CASES = {
     "cp engine": (replace(ZERO1, cp=2, dp_shard=4), {}, "cp = 2: requires FSDP2, not deepspeed"),
     "ep dense": (replace(ZERO1, ep=2), {}, "requires a mixture of experts"),
     "tp experts": (replace(ZERO1, tp=2, dp_shard=4), {"model": MIXTRAL}, "AutoTP does not support mixtures of experts"),
+    "images": (replace(ZERO1, tp=2, dp_shard=4), {"images_per_sample": 1}, "tp = 2: is not supported with images"),
     "teacher": (replace(ZERO1, tp=2, dp_shard=4), {"teacher": LLAMA}, "tp = 2: is not supported with a teacher"),
     "pp stage": (
         replace(ZERO3, pp=2, dp_shard=4),
@@ -234,6 +235,12 @@ CASES = {
         "must be at most the 2 recomputed layers, not 3",
     ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names from down_proj, gate_proj"),
+    "lora experts": (
+        ZERO1,
+        {"method": "lora", "lora_targets": ("gate_proj",), "model": MIXTRAL},
+        "match no Linear module that PEFT adapts and no fused experts; use all-linear, or names from k_proj, o_proj, "
+        "q_proj, v_proj, or experts (mlp.experts.down_proj, mlp.experts.gate_up_proj)",
+    ),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),
     "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT rejects in Mamba layers"),
 }

@@ -88,7 +88,8 @@ def assert_run_matches(
     )
     per_layer = estimated.checkpointed_bytes_per_layer if checkpointing else estimated.saved_bytes_per_layer
     transient = estimated.recompute_backward_transient_bytes if checkpointing else estimated.backward_transient_bytes
-    base = spec.dimensions.num_layers * per_layer + estimated.outside_layer_bytes
+    tower = estimated.tower_checkpointed_bytes if checkpointing else estimated.tower_saved_bytes
+    base = spec.dimensions.num_layers * per_layer + tower + estimated.outside_layer_bytes
     # Layers of several kinds are spread evenly and rounded up; positions and masks that only checkpointing keeps count.
     slack = spec.dimensions.num_layers + 8 * shape.seq_len_tokens + 8 * shape.micro_batch_size * shape.seq_len_tokens**2
     if family.image and not checkpointing:

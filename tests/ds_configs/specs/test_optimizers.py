@@ -31,6 +31,7 @@ def test_arguments_in_the_table_are_read_by_transformers() -> None:
     [
         ({"optimizer": "adamw_8bits"}, "did you mean adamw_8bit?"),
         ({"optimizer": "OneBitAdam"}, "was removed from DeepSpeed"),
+        ({"optimizer": "auto"}, "was removed"),
         ({"optimizer": "galore_adamw_8bit"}, "percentile_clipping arrives as max_unorm"),
         ({"optimizer": "galore_adamw", "optim_args": "rnk=64"}, "did you mean rank=?"),
         ({"optimizer": "adamw_torch_fused", "optim_args": "eps=1e-6"}, "reads no optim_args"),

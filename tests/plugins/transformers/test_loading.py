@@ -12,6 +12,7 @@ from shardwright.ds_configs.specs.errors import InputError
 from shardwright.plugins.safetensors import StoredTensor
 from shardwright.plugins.transformers import second_model
 from shardwright.plugins.transformers.loading import (
+    auto_class,
     is_finite,
     load_causal_lm,
     loads_on_first_rank,
@@ -110,3 +111,26 @@ def test_codes_of_4_bit_layers_are_no_numbers():
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     assert nonfinite_weights(model) == ["0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "automatic"),
+    [
+        ("llama", None, "AutoModelForCausalLM"),
+        ("gemma3_text", None, "AutoModelForCausalLM"),
+        ("llava", None, "AutoModelForImageTextToText"),
+        ("qwen2_5_vl", None, "AutoModelForImageTextToText"),
+        ("gemma3", "Gemma3ForConditionalGeneration", "AutoModelForImageTextToText"),
+        ("llama4", None, "AutoModelForImageTextToText"),
+        ("llama4", "Llama4ForCausalLM", "AutoModelForCausalLM"),
+        ("qwen3_5", "Qwen3_5ForCausalLM", "AutoModelForCausalLM"),
+    ],
+)
+def test_a_configuration_of_images_is_loaded_with_its_tower(
+    model_type: str, architecture: str | None, automatic: str
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, architectures=[architecture] if architecture else None)
+    assert auto_class(config).__name__ == automatic
+    assert auto_class(config, score_head=True).__name__ == "AutoModelForSequenceClassification"

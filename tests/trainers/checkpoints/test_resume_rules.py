@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_settings import cpu_arguments
+from image_models import llava
 from shardwright.trainers.checkpoints import compared, layout_name, run_facts, saved_layout
-from small_models import llama
+from shardwright.trainers.exact import make_exact
+from small_models import llama, mixtral
 from transformers import Trainer
 
 
@@ -133,3 +136,23 @@ def test_the_trainer_still_resumes_without_an_optimizer(tmp_path: Path) -> None:
     trainer: Any = Trainer(torch.nn.Linear(1, 1), cpu_arguments(tmp_path, 1))
     trainer._load_optimizer_and_scheduler(str(tmp_path))
     assert trainer.optimizer is None and trainer.lr_scheduler is None
+
+
+@pytest.mark.parametrize("make", [llava, partial(mixtral, hidden_size=16), partial(llama, hidden_size=16)])
+def test_resuming_restores_weights_of_other_names(make: Any, tmp_path: Path) -> None:
+    make(seed=1).save_pretrained(tmp_path / "checkpoint-1")
+    resumed: Any = make_exact(Trainer(make(), cpu_arguments(tmp_path, 1)))
+    resumed._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    best: Any = make_exact(Trainer(make(), cpu_arguments(tmp_path, 1)))
+    best.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    best._load_best_model()
+    for name, weight in make(seed=1).named_parameters():
+        assert torch.equal(resumed.model.get_parameter(name), weight), name
+        assert torch.equal(best.model.get_parameter(name), weight), name
+
+
+def test_the_trainer_still_ignores_weights_of_other_names(tmp_path: Path) -> None:
+    llava(seed=1).save_pretrained(tmp_path / "checkpoint-1")
+    trainer: Any = Trainer(llava(), cpu_arguments(tmp_path, 1))
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(trainer.model.get_parameter(name), own) for name, own in llava().named_parameters())

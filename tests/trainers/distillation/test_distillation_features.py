@@ -12,16 +12,15 @@ from distilling import collate, rows, tiny, training_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.transformers.attention import LayerAttention, captured_attention, hidden_states_of
+from shardwright.plugins.transformers.attention import captured_attention, hidden_states_of
 from shardwright.trainers.distillation import feature_matching
 from shardwright.trainers.distillation.feature_matching import (
     AttentionTerm,
     FeatureMatching,
     HiddenStateTerm,
     hidden_state_sum,
-    layer_map,
     relation_sum,
-    score_sum,
+    uniform_pairs,
     visibility,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,16 +49,13 @@ def agrees(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> boo
 
 @given(DEPTHS, DEPTHS)
 def test_maps_are_monotonic_and_keep_relative_depth(student: int, teacher: int) -> None:
-    for layer, teachers in layer_map(student, teacher, "interpolate"):
-        assert sum(share for _, share in teachers) == pytest.approx(1.0)
-        assert sum(number * share for number, share in teachers) == pytest.approx(layer * teacher / student)
-    matches = layer_map(student, teacher, "uniform")
-    numbers = [teachers[0][0] for _, teachers in matches]
+    pairs = uniform_pairs(student, teacher)
+    assert [layer for layer, _ in pairs] == list(range(student + 1))
+    numbers = [number for _, number in pairs]
     assert numbers == sorted(numbers)
     assert (numbers[0], numbers[-1]) == (0, teacher)
     for layer, number in enumerate(numbers):
         assert abs(number - layer * teacher / student) <= 0.5
-    assert matches == tuple((layer, ((number, 1.0),)) for layer, number in enumerate(numbers))
 
 
 def test_hidden_states_match_the_reference() -> None:
@@ -152,42 +148,6 @@ def test_relations_match_the_reference(case: str, monkeypatch: pytest.MonkeyPatc
     assert agrees(own.grad, exact.grad, 1e-5)
 
 
-SIX_HEADS_FOR_FOUR = [[1, 0, 0, 0, 0, 0], [0, 1 / 3, 2 / 3, 0, 0, 0], [0, 0, 0, 2 / 3, 1 / 3, 0], [0, 0, 0, 0, 0, 1]]
-
-
-@pytest.mark.parametrize(("case", "teacher_heads"), [("causal", 6), *((name, 4) for name in CASES)])
-def test_scores_match_the_reference(case: str, teacher_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The student has grouped queries, 4 heads on 2; the teacher has 4 heads, or 6 that are interpolated."""
-    monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", 100)
-    own, taught = (
-        LayerAttention(
-            query_BHSD=drawn(SAMPLES, heads, POSITIONS, width, seed=heads),
-            key_BHSD=drawn(SAMPLES, key_heads, POSITIONS, width, seed=10 + width),
-            scaling=scaling,
-        )
-        for heads, key_heads, width, scaling in ((4, 2, 5, 0.4), (teacher_heads, teacher_heads, 8, 0.3))
-    )
-    exact = [own.tensor(name).double().requires_grad_() for name in ("query", "key")]
-    query, key = exact[0], exact[1].repeat_interleave(2, dim=1)
-    mixture = torch.tensor(SIX_HEADS_FOR_FOUR if teacher_heads == 6 else torch.eye(4).tolist(), dtype=torch.float64)
-    w, (inputs, causal, window) = masked_weights(case).double(), CASES[case]
-    expected = torch.zeros((), dtype=torch.float64)
-    for sample in range(SAMPLES):
-        for row in range(POSITIONS):
-            for column in (keys := seen(inputs, causal, window, sample, row)):
-                learned = 0.4 * (query[sample, :, row] * key[sample, :, column]).sum(-1)
-                known = taught.tensor("query")[sample, :, row] * taught.tensor("key")[sample, :, column]
-                difference = learned - mixture @ (0.3 * known.double().sum(-1))
-                expected = expected + w[sample, row] * difference.square().mean() / len(keys)
-    expected.backward()
-    learned = [own.tensor(name).requires_grad_() for name in ("query", "key")]
-    visible = visibility(inputs, POSITIONS, causal=causal, window=window)
-    found = score_sum(own, taught, masked_weights(case), visible)
-    found.backward()
-    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert all(agrees(tensor.grad, one.grad, 1e-5) for tensor, one in zip(learned, exact, strict=True))
-
-
 class LargestTensor(TorchDispatchMode):
     """Records the elements of the largest tensor that any operator returns."""
 
@@ -200,22 +160,13 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("kind", ["relations", "scores"])
-def test_no_tensor_over_all_pairs_of_positions_exists(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_over_all_pairs_of_positions_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, size, rows_of_a_block = 2, 96, 8
     monkeypatch.setattr(feature_matching, "BLOCK_ELEMENTS", heads * size * rows_of_a_block)
-    own, taught = (
-        LayerAttention(**{f"{name}_BHSD": drawn(1, heads, size, 8, seed=seed) for name in ("query", "key", "value")})
-        for seed in (1, 2)
-    )
-    learned = own.tensor("query").requires_grad_()
+    learned, taught = drawn(1, heads, size, 8, seed=1).requires_grad_(), drawn(1, heads, size, 8, seed=2)
     visible = visibility({}, size, causal=True)
     with LargestTensor() as largest:
-        if kind == "relations":
-            loss = relation_sum(learned, taught.tensor("query"), torch.ones(1, size), visible)
-        else:
-            loss = score_sum(own, taught, torch.ones(1, size), visible)
-        loss.backward()
+        relation_sum(learned, taught, torch.ones(1, size), visible).backward()
     assert learned.grad is not None
     assert largest.elements == heads * size * rows_of_a_block
 
@@ -251,7 +202,8 @@ def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
         outputs = captured_model(**inputs, output_attentions=True)
     for number, own in ((1, first[1]), (2, captured[2])):
         query, key = own.tensor("query"), own.tensor("key").repeat_interleave(4 // own.tensor("key").shape[1], dim=1)
-        scores = query @ key.transpose(2, 3) * own.scaling
+        scores = query @ key.transpose(2, 3)
+        scores *= getattr(captured_model.config, "query_pre_attn_scalar", query.shape[-1]) ** -0.5
         cap = getattr(captured_model.config, "attn_logit_softcapping", None)
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap

@@ -16,10 +16,9 @@ from shardwright.trainers.distillation import (
     DistillationConfig,
     DistillationTrainer,
     HiddenStateTerm,
-    OnPolicy,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.teacher import completed_by_student, split_batch, with_decoder_inputs
+from shardwright.trainers.distillation.teacher import split_batch, with_decoder_inputs
 from shardwright.trainers.exact import count_as_one_process
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
@@ -256,45 +255,6 @@ def test_a_loss_that_an_engine_rounds_is_reported_in_fp32(tmp_path: Path) -> Non
 
     assert float(trainer.compute_loss(Rounding(), batch).detach()) == exact["loss"]
     assert exact["loss"] != float(torch.tensor(exact["loss"]).bfloat16())
-
-
-class TestOnPolicy:
-    def test_completions_follow_unpadded_prompts_and_end_with_their_first_end_token(self, tmp_path: Path) -> None:
-        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
-        model = tiny("llama", vocab_size=300)
-        model.generation_config.eos_token_id = ends = list(range(100, 200))
-        trainer = trainer_of(
-            tmp_path, model, tiny("llama", seed=1, vocab_size=300), [], None, processing_class=byte_tokenizer(300)
-        )
-        ids, mask = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.full_like(ids, -100)}
-        own, completions = OnPolicy(max_new_tokens=12), []
-        for trainer.state.global_step, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            made = completed_by_student(trainer, batch, own, index)
-            for row, prompt in enumerate(([5, 6], [7, 8, 9, 4])):
-                assert made["input_ids"][row, : len(prompt)].tolist() == prompt
-                labels = made["labels"][row, len(prompt) :]
-                completion = labels[labels != -100].tolist()
-                assert [token for token in completion[:-1] if token in ends] == []
-                assert len(completion) == 12 or completion[-1] in ends
-                completions.append(tuple(completion))
-        assert len({*completions}) == 8, "each step, micro-batch and row draws its own"
-
-    def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
-        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
-        samples = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]} for _ in range(4)]
-        config = DistillationConfig(alpha=1.0, divergence="reverse_kl", on_policy=OnPolicy(max_new_tokens=5))
-        models = tiny("llama", vocab_size=300), tiny("llama", seed=1, vocab_size=300)
-        settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "processing_class": byte_tokenizer(300)}
-        trainer = trained(tmp_path, *models, samples, config, **settings)
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        assert logs[0]["loss"] == pytest.approx(logs[0]["divergence"], rel=1e-5)
-        assert logs[0]["loss"] > 0
-        made, again = (completed_by_student(trainer, collate(samples), config.on_policy, 0) for _ in range(2))
-        assert torch.equal(made["input_ids"], again["input_ids"]), "a resumed run repeats them"
-        assert (made["labels"][:, :3] == -100).all() and torch.equal(made["labels"][:, 3], made["input_ids"][:, 3])
 
 
 def test_projectors_are_restored_but_not_exported(tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ def test_a_reward_is_a_function_of_a_file(tmp_path: Path) -> None:
             "org/model",
             ["task = 'ppo': can be planned, but trl 1.16.0 has no trainer for ppo; use --task grpo or rloo"],
         ),
-        ("gkd", None, ["task = 'gkd': is a command of its own; use shardwright distill with --on-policy 1"]),
+        (
+            "gkd",
+            None,
+            ["task = 'gkd': has a teacher, as no run of train; pass TRL's GKDTrainer to shardwright.trainer_for"],
+        ),
     ],
 )
 def test_errors_of_a_task_are_known_before_anything_is_read(task, reward, messages) -> None:

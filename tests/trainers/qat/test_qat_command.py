@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.qat.command import QATOutcome, QATResult
-from shardwright.trainers.qat.settings import QATJob, QATSettings, is_own_teacher, teacher_of
+from shardwright.trainers.qat.settings import QATSettings
 from shardwright.trainers.runs.inputs import optimizer_steps
 
 pytestmark = pytest.mark.slow
@@ -92,6 +92,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
+        (("--teacher", "org/large"), "teacher = 'org/large': must be"),
         (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
         (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
@@ -113,7 +114,6 @@ def test_bad_input_fails_before_launch_and_writes_nothing(
         ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
         ("conv1d", (), 2, "has 8 transposed matrices in Conv1D"),
         ("unsafe", (), 4, "other formats can run code"),
-        ("model", ("--teacher", "unsafe"), 4, "weights are read only from safetensors"),
         ("quantized", (), 4, "is already quantized (compressed-tensors)"),
     ],
 )
@@ -129,13 +129,12 @@ def test_unsuitable_models_are_rejected(
 def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(
         *(models["narrow"], "--output-dir", models["narrow"], "--force", "--scheme", "W4A16"),
-        *("--teacher", models["narrow"], "--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
+        *("--teacher", "self", "--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
         *("--lora-rank", 4),
     )
     reported = "\n".join(found.errors)
     for part in (
         "is the model itself",
-        "is the teacher itself",
         "lora_rank = 4: requires --method lora",
         "temperature = 0.0: must be above 0",
         "requires 8 x A100-80GB",
@@ -193,29 +192,6 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
     assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "model", "teacher", "is_own"),
-    [
-        ({"teacher": "self", "revision": "R"}, "org/m", ("org/m", "R"), True),
-        ({"teacher": "org/m", "revision": "R", "teacher_revision": "R2"}, "org/m", ("org/m", "R2"), False),
-        ({"teacher": "org/m", "revision": "R"}, "org/m", ("org/m", None), False),
-        ({"teacher": "./m/"}, "m", ("m", None), True),
-        ({"teacher": "./m/", "teacher_revision": "R"}, "m", ("./m/", "R"), False),
-        ({}, "m", None, False),
-    ],
-)
-def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
-    settings: dict[str, str], model: str, teacher: tuple[str, str | None] | None, is_own: bool
-) -> None:
-    facts = {"output_dir": "out", "training_arguments": {}, "placements": {}, "world_size": 1, "vocab_size": None}
-    counts = {"train_samples": 1, "train_tokens": 1, "resume": False, "source_directory": "m"}
-    own = {"model": model, "stored_dtype": "bfloat16", "teacher": teacher and teacher[0]}
-    job = QATJob(settings=QATSettings(**settings), **facts, **counts, **own)
-    job = QATJob.model_validate_json(job.model_dump_json())
-    assert teacher_of(job.settings, model) == teacher and is_own_teacher(job.settings, model) == is_own
-    assert (job.teacher, job.teacher_revision) == (teacher or (None, None))
-
-
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
     layout = Layout(engine="ddp", dp_replicate=2, micro_batch_size=3, gradient_accumulation_steps=2)
     counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
@@ -235,7 +211,6 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
     outcome = QATOutcome(
         settings=QATSettings(dataset="python-help"),
         model="org/base",
-        teacher=None,
         scheme=scheme_named("W8A8_STATIC"),
         layers=14,
         plan=plan(str(models["model"]), "2xCPU", TrainingJob(seq_len_tokens=32, precision="fp32")),
@@ -257,9 +232,6 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path]) -> None:
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
     assert "It was trained on the labels of the data." in card
-    for teacher, changes, said in (
-        ("org/base", {}, "`org/base` in full precision"),
-        ("org/base", {"teacher_revision": "R2"}, "`org/base`, forward_kl"),
-        ("org/large", {"alpha": 0.75}, "forward_kl with weight 0.75, and the labels of the data with weight 0.25"),
-    ):
-        assert said in replace(outcome, teacher=teacher, settings=QATSettings(teacher=teacher, **changes)).card()
+    taught = replace(outcome, settings=QATSettings(teacher="self", alpha=0.75)).card()
+    said = "`org/base` in full precision, forward_kl with weight 0.75, and the labels of the data with weight 0.25"
+    assert said in taught

@@ -294,7 +294,7 @@ EXPORTED = {"Mixtral": {"num_local_experts": 4}, "Qwen3Moe": MIXTURE}
     ("name", "scheme", "dtype", "options"),
     [
         ("Qwen3Moe", "W4A16", torch.float32, {}),
-        ("Mixtral", "W8A8_STATIC", torch.bfloat16, {"ranges": "moving_average"}),
+        ("Mixtral", "W8A8_STATIC", torch.bfloat16, {}),
     ],
 )
 def test_reloaded_checkpoint_is_what_was_trained(name, scheme, dtype, options, tmp_path):

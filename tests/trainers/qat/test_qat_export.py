@@ -98,7 +98,7 @@ CASES = {
     "learned": ("W4A16_ASYM", torch.float32, {"weight_rule": "learned"}),
     "ternary": ("W2A16", torch.float32, {"weight_rule": "ternary"}),
     "binary": ("W2A16", torch.bfloat16, {"weight_rule": "binary"}),
-    "percentile": ("W8A8_STATIC", torch.bfloat16, {"ranges": "percentile"}),
+    "static": ("W8A8_STATIC", torch.bfloat16, {}),
 }
 
 
@@ -131,7 +131,7 @@ def test_fresh_process_verifies_the_checkpoint(tmp_path):
     source.generation_config.max_new_tokens = 17
     source.save_pretrained(tmp_path / "source")
     byte_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path / "source")
-    options = {"stored_dtype": "bfloat16", "ranges": "minmax"}
+    options = {"stored_dtype": "bfloat16"}
     trainer, callback = trained(small_model(), "W8A8_STATIC", tmp_path, callback_options=options)
     with pytest.raises(UsageError, match="is the model that was trained itself"):
         callback.export(trainer, tmp_path / "source", source=tmp_path / "source", force=True)

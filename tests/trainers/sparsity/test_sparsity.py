@@ -14,8 +14,8 @@ from engine_settings import cpu_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.deepspeed.parameters import WeightEditor, edit_errors
-from shardwright.trainers.sparsity import L1SparsityCallback, MagnitudePruningCallback, smallest_weights, target_layers
+from shardwright.plugins.deepspeed.parameters import edit_errors
+from shardwright.trainers.sparsity import MagnitudePruningCallback, smallest_weights, target_layers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slow
@@ -77,9 +77,6 @@ def test_contradictory_values_are_rejected_together() -> None:
     for share in (1.0, float("nan")):
         with pytest.raises(UsageError, match="final_sparsity"):
             MagnitudePruningCallback(share, end_step=4)
-    for strength in (0.0, float("inf")):
-        with pytest.raises(UsageError, match="strength"):
-            L1SparsityCallback(strength)
 
 
 # which weights
@@ -159,41 +156,6 @@ def test_pruned_training_equals_masks_set_by_hand(tmp_path: Path) -> None:
         assert torch.equal(value, other), name
 
 
-def test_l1_is_the_proximal_step_of_sgd(tmp_path: Path) -> None:
-    """w' = argmin ½‖w' - (w - lr·g)‖² + lr·λ‖w'‖₁, with the learning rate of each step."""
-    model = tiny_llama()
-    reference = copy.deepcopy(model).double()
-    sgd: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "weight_decay": 0.0}
-    sgd |= {"max_steps": 6, "lr_scheduler_type": "linear"}
-    batches = list(trainer(tmp_path, model, **sgd).get_train_dataloader())
-    trainer(tmp_path, model, L1SparsityCallback(0.02), **sgd).train()
-    targets = {id(module.weight) for module in target_layers(reference).values()}
-    for step in range(6):
-        rate = 0.5 * (1 - step / 6)
-        reference(**batches[step]).loss.backward()
-        for weight in reference.parameters():
-            moved = weight.detach() - rate * weight.grad
-            shrunk = moved.sign() * (moved.abs() - rate * 0.02).clamp(min=0)
-            weight.data = shrunk if id(weight) in targets else moved
-            weight.grad = None
-    for (name, value), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(value.double(), other, atol=2e-6), name
-    assert sum(zeros(model).values()) > 1000
-    assert float((model.lm_head.weight == 0).float().mean()) == 0
-
-
-def test_the_threshold_follows_the_targets_learning_rate_and_skips_steps_that_overflowed() -> None:
-    callback, (target, other) = L1SparsityCallback(0.5), [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(2)]
-    groups = [{"params": [other], "lr": 0.9}, {"params": [target], "lr": 0.1}]
-    optimizer: Any = SimpleNamespace(param_groups=groups, state={}, step_was_skipped=True)
-    callback.editor = WeightEditor({"layer": target}, torch.optim.SGD([target], lr=0.1))
-    for step_was_skipped, value in ((True, 1.0), (False, 0.95)):
-        optimizer.step_was_skipped = step_was_skipped
-        callback.on_step_begin(*[None] * 3, optimizer=optimizer)  # type: ignore[arg-type]
-        callback.on_step_end(*[None] * 3, optimizer=optimizer)  # type: ignore[arg-type]
-        assert target.detach().tolist() == [[pytest.approx(value)] * 4] * 2
-
-
 def test_resumed_run_selects_the_same_zeros(tmp_path: Path) -> None:
     how: dict[str, Any] = {"end_step": 8, "every": 2}
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
@@ -221,7 +183,7 @@ def test_runs_that_cannot_end_sparse_are_rejected(tmp_path: Path) -> None:
 def test_unknown_or_unsuitable_layers_are_rejected(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(UsageError) as caught:
-        trainer(tmp_path, model, L1SparsityCallback(1.0, targets=["q_prj"], ignore=["re:.*routr"]))
+        trainer(tmp_path, model, MagnitudePruningCallback(0.5, end_step=4, targets=["q_prj"], ignore=["re:.*routr"]))
     assert [error.where for error in caught.value.errors] == ["targets", "ignore"]
     with pytest.raises(UsageError, match="selects no linear layer"):
         target_layers(model, ["Linear"], ["Linear"])
@@ -235,8 +197,6 @@ def test_unknown_or_unsuitable_layers_are_rejected(tmp_path: Path) -> None:
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
     with pytest.raises(UsageError, match=r"q_proj.*is frozen"):
         trainer(tmp_path, model, MagnitudePruningCallback(0.5, end_step=4)).train()
-    with pytest.raises(UsageError, match=r"trained in 16 bit without an fp32 copy"):
-        trainer(tmp_path, tiny_llama().bfloat16(), L1SparsityCallback(1.0)).train()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,315 @@
+"""What the images of a sample become: rows of the vision tower, and tokens of the text.
+
+Each rule is that of the family's image processor in Transformers 5.17, with the defaults of its published models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, isqrt, sqrt
+
+from ..specs.errors import ConfigError, UsageError
+from ..specs.images import ImageSizes
+from ..specs.job import TrainingJob
+from ..specs.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTokens:
+    """What one image, or one video, becomes."""
+
+    tiles: int
+    """Images that the tower reads: crops and a thumbnail, or frames."""
+    patches: int
+    """Rows of the tower, without class tokens."""
+    features: int
+    """Outputs of the projector, each in the place of one token."""
+    text_tokens: int
+    """Features, and the tokens around and between them."""
+    formula: str
+
+
+Settings = Mapping[str, bool | int | float | str]
+Rule = Callable[[Settings, int, int, int, "int | None"], ImageTokens]
+"""From settings of the model, height, width, frames (0: an image) and `max_pixels`."""
+
+_LONGEST_RATIO = 200
+_FRAME_PIXELS = 768
+"""Largest area of a frame, in merged patches."""
+
+
+def _scaled_to_area(height: int, width: int, unit: int, smallest: float, largest: float) -> tuple[int, int]:
+    """Return sides in multiples of `unit`, with an area from `smallest` to `largest` (`smart_resize`)."""
+    rows, columns = round(height / unit) * unit, round(width / unit) * unit
+    if rows * columns > largest:
+        scale = sqrt(height * width / largest)
+        rows, columns = (max(unit, floor(side / scale / unit) * unit) for side in (height, width))
+    elif rows * columns < smallest:
+        scale = sqrt(smallest / (height * width))
+        rows, columns = (ceil(side * scale / unit) * unit for side in (height, width))
+    return rows, columns
+
+
+def _native(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Qwen2-VL and later: any resolution, `merge` x `merge` patches per token, two frames per patch."""
+    patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
+    unit, pairs = patch * merge, max(1, ceil(frames / int(settings["vision_config.temporal_patch_size"])))
+    # The published preprocessor_config.json: 4 to 16,384 merged patches, and from Qwen3-VL on the same numbers of 32².
+    smallest, largest = 4 * unit**2, max_pixels or 16_384 * unit**2
+    if frames:
+        smallest, largest = 128 * unit**2, min(largest, _FRAME_PIXELS * unit**2)
+    rows, columns = _scaled_to_area(height, width, unit, smallest, largest)
+    patches = pairs * (rows // patch) * (columns // patch)
+    features = patches // merge**2
+    formula = f"{rows} x {columns} pixels / {unit}²" + (f" x {pairs} pairs of frames" if frames else "")
+    return ImageTokens(
+        tiles=pairs, patches=patches, features=features, text_tokens=features + 2, formula=f"{formula} = {features}"
+    )
+
+
+def _glm(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """GLM-4V: as Qwen2-VL, but the limits count the pixels of two equal frames."""
+    patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
+    unit = patch * merge
+    if height < unit or width < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    largest = (max_pixels or 2 * 6144 * unit**2) / 2
+    rows, columns = _scaled_to_area(height, width, unit, 112 * 112 / 2, largest)
+    patches = (rows // patch) * (columns // patch)
+    features = patches // merge**2
+    formula = f"{rows} x {columns} pixels / {unit}² = {features}"
+    return ImageTokens(tiles=1, patches=patches, features=features, text_tokens=features + 2, formula=formula)
+
+
+def _side(settings: Settings) -> tuple[int, int]:
+    """Return image and patch side of a tower with a fixed resolution."""
+    # InternVL states both sides, so that the settings have none.
+    return int(settings.get("vision_config.image_size", 448)), int(settings.get("vision_config.patch_size", 14))
+
+
+def _llava(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    side, patch = _side(settings)
+    patches = (side // patch) ** 2
+    return ImageTokens(
+        tiles=1, patches=patches, features=patches, text_tokens=patches, formula=f"({side} / {patch})² = {patches}"
+    )
+
+
+def _best_resolution(height: int, width: int, choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the resolution that keeps most pixels, and of these the one that wastes least."""
+
+    def kept_and_wasted(choice: tuple[int, int]) -> tuple[int, int]:
+        rows, columns = choice
+        scale = min(columns / width, rows / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - rows * columns
+
+    return max(choices, key=kept_and_wasted)
+
+
+def _any_resolution(
+    settings: Settings, height: int, width: int, choices: Sequence[tuple[int, int]], most_tiles: int | None
+) -> ImageTokens:
+    """Tiles in the best of some resolutions, of which padding is cut off, and a thumbnail; a token ends each row."""
+    side, patch = _side(settings)
+    across = side // patch
+    rows, columns = _best_resolution(height, width, [(side * row, side * column) for row, column in choices])
+    high, wide = across * (rows // side), across * (columns // side)
+    if width / height > wide / high:
+        high -= 2 * ((high - int(round(height * (wide / width), 7))) // 2)
+    else:
+        wide -= 2 * ((wide - int(round(width * (high / height), 7))) // 2)
+    if most_tiles and (ratio := sqrt(high * wide / (most_tiles * across**2))) > 1.1:
+        high, wide = int(high // ratio), int(wide // ratio)
+    tiles = 1 + rows * columns // side**2
+    features = high * wide + high + across**2
+    formula = f"{high} x {wide} + {high} line ends + {across}² = {features}"
+    return ImageTokens(tiles=tiles, patches=tiles * across**2, features=features, text_tokens=features, formula=formula)
+
+
+def _llava_next(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    return _any_resolution(settings, height, width, [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)], None)
+
+
+def _llava_onevision(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    if frames:
+        side, patch = _side(settings)
+        across = side // patch
+        features = frames * ceil(across / 2) ** 2 + 1
+        return ImageTokens(
+            tiles=frames,
+            patches=frames * across**2,
+            features=features,
+            text_tokens=features,
+            formula=f"{frames} frames x {ceil(across / 2)}² + 1 = {features}",
+        )
+    choices = [(row, column) for row in range(1, 7) for column in range(1, 7)]
+    return _any_resolution(settings, height, width, choices, 9)
+
+
+def _internvl(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Up to 12 tiles in the grid with the closest ratio, and a thumbnail beside more than one."""
+    side, patch = _side(settings)
+    tiles = frames or 1
+    if not frames:
+        ratio, best, closest = width / height, (1, 1), float("inf")
+        grids = [(columns, rows) for columns in range(1, 13) for rows in range(1, 13) if columns * rows <= 12]
+        for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+            distance = abs(ratio - columns / rows)
+            covers = distance == closest and width * height > 0.5 * side**2 * columns * rows
+            if distance < closest or covers:
+                closest, best = distance, (columns, rows)
+        tiles = best[0] * best[1]
+        tiles += tiles > 1
+    per_tile = int(settings["image_seq_length"])
+    around = 2 * (frames or 1)
+    return ImageTokens(
+        tiles=tiles,
+        patches=tiles * (side // patch) ** 2,
+        features=tiles * per_tile,
+        text_tokens=tiles * per_tile + around,
+        formula=f"{tiles} tiles x {per_tile} = {tiles * per_tile}",
+    )
+
+
+def _gemma(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    side, patch = _side(settings)
+    features = int(settings["mm_tokens_per_image"])
+    patches = (side // patch) ** 2
+    pooled = (side // patch) // isqrt(features)
+    # Two tokens mark the image, and a blank line stands before and after it.
+    return ImageTokens(
+        tiles=1,
+        patches=patches,
+        features=features,
+        text_tokens=features + 4,
+        formula=f"({side} / {patch})² patches / {pooled}² = {features}",
+    )
+
+
+def _idefics(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Idefics3 and SmolVLM: the longer side becomes four tiles, and a thumbnail follows them."""
+    side, patch = _side(settings)
+    longest = 4 * side
+    if width >= height:
+        columns, rows = longest, int(longest / (width / height))
+        rows += rows % 2
+    else:
+        rows, columns = longest, int(longest * (width / height))
+        columns += columns % 2
+    down, across = ceil(max(1, rows) / side), ceil(max(1, columns) / side)
+    tiles = down * across + 1
+    per_tile = (side // patch) ** 2 // int(settings["scale_factor"]) ** 2
+    around = 3 + down * (2 * across + 1)
+    return ImageTokens(
+        tiles=tiles,
+        patches=tiles * (side // patch) ** 2,
+        features=tiles * per_tile,
+        text_tokens=tiles * per_tile + around,
+        formula=f"({down} x {across} + 1) tiles x {per_tile} = {tiles * per_tile}",
+    )
+
+
+def _pixtral(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Mistral 3: any resolution up to the tower's, merged patches, a token at the end of each row."""
+    side, patch = _side(settings)
+    unit = patch * int(settings["spatial_merge_size"])
+    ratio = max(height / side, width / side)
+    if ratio > 1:
+        height, width = floor(height / ratio), floor(width / ratio)
+    rows, columns = ceil(height / unit), ceil(width / unit)
+    return ImageTokens(
+        tiles=1,
+        patches=rows * columns * (unit // patch) ** 2,
+        features=rows * columns,
+        text_tokens=rows * (columns + 1),
+        formula=f"{rows} x {columns} = {rows * columns}",
+    )
+
+
+def _llama4(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Up to 16 tiles in the canvas that enlarges the image least, and a thumbnail beside more than one."""
+    side, patch = _side(settings)
+    canvases = [
+        (rows, count // rows) for count in range(16, 0, -1) for rows in range(1, count + 1) if count % rows == 0
+    ]
+    scales = {canvas: min(canvas[0] * side / height, canvas[1] * side / width) for canvas in canvases}
+    larger = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(larger) if larger else max(scales.values())
+    down, across = min((c for c, scale in scales.items() if scale == chosen), key=lambda canvas: canvas[0] * canvas[1])
+    tiles = down * across
+    separators = down * across if tiles > 1 else 0
+    tiles += tiles > 1
+    per_tile = round((side // patch) ** 2 * float(settings["vision_config.pixel_shuffle_ratio"]) ** 2)
+    return ImageTokens(
+        tiles=tiles,
+        patches=tiles * (side // patch) ** 2,
+        features=tiles * per_tile,
+        text_tokens=tiles * per_tile + separators + 3,
+        formula=f"{tiles} tiles x {per_tile} = {tiles * per_tile}",
+    )
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _native),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), _glm),
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
+    "internvl": _internvl,
+    "gemma3": _gemma,
+    **dict.fromkeys(("idefics3", "smolvlm"), _idefics),
+    "mistral3": _pixtral,
+    "llama4": _llama4,
+}
+"""By model type."""
+_READ_FRAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision")
+FIXED_SIZES = ("llava", "gemma3")
+"""Model types whose images have the same tokens whatever their size."""
+_READ_MAX_PIXELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
+
+
+def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
+    """Return what one image (or video) of a job becomes in a model; `None` without images.
+
+    Raises:
+        UsageError: the model has no rule, or its rule cannot read what the job states.
+    """
+    if not job.images_per_sample:
+        return None
+    height, width = job.image_sides
+    errors = []
+    if model.model_type not in RULES:
+        rule = "has no images" if not model.reads_images else "has no rule for the tokens of an image"
+        fix = f"plan without images, or one of {', '.join(sorted(RULES))}"
+        raise UsageError(ConfigError(where="images_per_sample", value=model.model_type, rule=rule, fix=fix))
+    if job.frames and model.model_type not in _READ_FRAMES:
+        errors.append(ConfigError(where="frames", value=job.frames, rule=f"is not supported for {model.model_type}"))
+    if job.max_pixels and model.model_type not in _READ_MAX_PIXELS:
+        rule = f"is not read by the image processor of {model.model_type}, which resizes to its own sizes"
+        errors.append(ConfigError(where="max_pixels", value=job.max_pixels, rule=rule, fix="omit it"))
+    if max(height, width) > _LONGEST_RATIO * min(height, width):
+        rule = f"must not be more than {_LONGEST_RATIO} times as long as wide"
+        errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule))
+    if errors:
+        raise UsageError(errors)
+    found = RULES[model.model_type](dict(model.settings), height, width, job.frames, job.max_pixels)
+    needed = job.images_per_sample * found.text_tokens
+    if needed >= job.seq_len_tokens:
+        rule = f"become {needed} tokens, but a sequence has {job.seq_len_tokens}, with the text"
+        fix = f"use --seq-len {2 ** (needed + 1).bit_length()}, fewer or smaller images" + (
+            ", or --max-pixels" if model.model_type in _READ_MAX_PIXELS else ""
+        )
+        raise UsageError(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix=fix))
+    return found
+
+
+def image_sizes(model: ModelSpec, job: TrainingJob) -> ImageSizes | None:
+    """Return the numbers of images, patches and features of one sequence; `None` without images."""
+    found = image_tokens(model, job)
+    if found is None:
+        return None
+    count = job.images_per_sample
+    return ImageSizes(images=count * found.tiles, patches=count * found.patches, tokens=count * found.features)

@@ -1,0 +1,225 @@
+"""Chats with images: every form of rows gives the same samples, and each image that cannot be read is one line."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_models import COLOURS, FAMILIES, VOCAB_SIZE, processor, save_image_model
+from PIL import Image
+from shardwright.ds_configs.specs.errors import InputError, RefusedInputError, UsageError
+from shardwright.trainers.data.chat import set_chat_template
+from shardwright.trainers.data.image_rows import with_image_parts
+from shardwright.trainers.data.models import StartingModel, load_config, load_processor, load_tokenizer
+from shardwright.trainers.data.samples import Samples, collate, load_samples
+
+ANSWER = {"role": "assistant", "content": "red"}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name, colour in COLOURS.items():
+        Image.new("RGB", (30, 20), colour).save(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+def made_of(family: str) -> Any:
+    made = processor(family)
+    made.tokenizer.chat_template = made.chat_template
+    return made
+
+
+def samples(directory: Path, *rows: Any, family: str = "llava", seq_len: int = 128, made: Any = None) -> Samples:
+    made = made or made_of(family)
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    source = str(directory / "rows.jsonl")
+    return load_samples(source, made.tokenizer, seq_len=seq_len, evaluation_fraction=0, processor=made)
+
+
+def question(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "Colour?"}]}, ANSWER]}
+
+
+def tokens(found: Samples) -> list[Any]:
+    return [(sample["input_ids"], sample["labels"]) for sample in found.train]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_of_an_image_gives_the_same_samples(family: str, directory: Path) -> None:
+    content = (directory / "red.png").read_bytes()
+    asked = [{"from": "human", "value": "<image>\nColour?"}, {"from": "gpt", "value": "red"}]
+    text = [{"role": "user", "content": "<image>Colour?"}, ANSWER]
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    rows = [
+        question({"type": "image", "path": "red.png"}),
+        question({"type": "image", "image": str(directory / "red.png")}),
+        question({"type": "image", "url": "red.png"}),
+        question({"type": "image_url", "image_url": {"url": url}}),
+        question({"type": "image"}) | {"images": ["red.png"]},
+        {"messages": text, "images": [{"path": "red.png", "bytes": None}]},
+        {"conversations": asked, "image": "red.png"},
+        {"prompt": question({"type": "image", "path": "red.png"})["messages"][:1], "completion": [ANSWER]},
+    ]
+    first, *others = (tokens(samples(directory, row, family=family)) for row in rows)
+    assert all(other == first for other in others)
+    decoded = with_image_parts({"messages": text, "images": [Image.open(directory / "red.png")]}, None, "row")
+    (part, _) = decoded["messages"][0]["content"]
+    assert Image.open(io.BytesIO(part["bytes"])).getpixel((0, 0)) == COLOURS["red"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_alone_have_labels_and_tokens_are_those_of_the_processor(family: str, directory: Path) -> None:
+    row = question({"type": "image", "path": "red.png"}, {"type": "image", "path": "blue.png"})
+    made = made_of(family)
+    (sample,) = samples(directory, row, made=made).train
+    labels = [label for label in sample["labels"] if label != -100]
+    assert made.tokenizer.decode(labels) == ("red<|endoftext|>" if family == "llava" else "red<|im_end|>")
+    images = [Image.open(directory / f"{name}.png") for name in ("red", "blue")]
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": each} for each in images] + row["messages"][0]["content"][2:],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "red"}]},
+    ]
+    expected = made.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+    batch = collate([sample], processor=made)
+    assert {name: value.tolist() for name, value in expected.items()} == {
+        name: value.tolist() for name, value in batch.items() if name != "labels"
+    }
+
+
+def test_a_template_of_texts_gets_the_token_of_an_image(directory: Path) -> None:
+    made = made_of("llava")
+    set_chat_template(made.tokenizer, "chatml")
+    (sample,) = samples(directory, question({"type": "image", "path": "red.png"}), made=made).train
+    assert sample["input_ids"].count(made.image_token_id) == 4
+    assert "<|im_start|>user\n" in made.tokenizer.decode(sample["input_ids"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_has_the_images_of_its_rows_and_none_without_images(family: str, directory: Path) -> None:
+    pair = question(*({"type": "image", "path": f"{name}.png"} for name in ("red", "blue")))
+    text = {"messages": [{"role": "user", "content": "Hi"}, ANSWER]}
+    made = made_of(family)
+    found = samples(directory, question({"type": "image", "path": "red.png"}), text, pair, made=made)
+    statistics = found.statistics
+    assert (statistics.image_rows, statistics.images_per_sample, statistics.image_size) == (2, 2, "30x20")
+    batch, without = collate(found.train, processor=made), collate(found.train[1:2], processor=made)
+    images = batch["pixel_values"] if family == "llava" else batch["image_grid_thw"]
+    assert len(images) == 3 and "pixel_values" not in without
+    model = FAMILIES[family]().eval()
+    assert torch.isfinite(model(**batch).loss) and torch.isfinite(model(**without).loss)
+
+
+def bad_image(directory: Path, kind: str) -> Path:
+    path = directory / f"{kind}.png"
+    if kind == "broken":
+        path.write_bytes((directory / "red.png").read_bytes()[:60])
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("no image")
+    elif kind == "animated":
+        frames = [Image.new("RGB", (8, 8), colour) for colour in COLOURS.values()]
+        frames[0].save(path, "PNG", save_all=True, append_images=frames[1:])
+    elif kind == "huge":
+        Image.new("1", (12_000, 12_000)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("missing", 2, "no such image file"),
+        ("broken", 4, "is no readable image"),
+        ("empty", 4, "is no readable image"),
+        ("text", 4, "is no readable image"),
+        ("animated", 2, "has 4 frames"),
+        ("huge", 4, "has 12000 x 12000 pixels"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_one_line(kind: str, code: int, words: str, directory: Path) -> None:
+    bad_image(directory, kind)
+    with pytest.raises(InputError) as refused:
+        samples(directory, question({"type": "image", "path": f"{kind}.png"}))
+    assert refused.value.exit_code == code
+    (error,) = refused.value.errors
+    assert words in str(error) and "rows.jsonl[0]" in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "P", "RGBA", "I;16"])
+def test_images_of_other_modes_are_converted(mode: str, directory: Path) -> None:
+    Image.new(mode, (20, 20)).save(directory / "other.tiff")
+    (sample,) = samples(directory, question({"type": "image", "path": "other.tiff"})).train
+    assert collate([sample], processor=processor("llava"))["pixel_values"].shape == (1, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (question({"type": "image", "url": "https://example.org/a.png"}), "are not downloaded"),
+        (question({"type": "image"}), "has 0 images, but 1 places"),
+        (question({"type": "image"}) | {"images": ["red.png", "red.png"]}, "has 2 images, but 1 places"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, ANSWER], "images": ["red.png"]},
+            "has 1 images, but 0 places",
+        ),
+        ({"messages": [{"role": "user", "content": "<image>Hi"}, ANSWER]}, "has 0 images, but its rendered text has 1"),
+        (
+            question({"type": "video", "path": "a.mp4"}, {"type": "image", "path": "red.png"}),
+            "neither text nor an image",
+        ),
+        ({"prompt": "<image>Hi", "completion": "there", "image": "red.png"}, "has images, but no messages"),
+        (question({"type": "image", "image": 3}), "must be a path, bytes, or an image"),
+        (question({"type": "image_url", "image_url": {"url": "data:image/png;base64,$"}}), "is no base64"),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_and_their_places_must_fit(family: str, row: Any, words: str, directory: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        samples(directory, row, family=family)
+    (error,) = refused.value.errors
+    assert words in str(error)
+
+
+def test_images_beyond_the_sequence_are_an_error_and_longer_texts_are_truncated(directory: Path) -> None:
+    row = question({"type": "image", "path": "red.png"})
+    with pytest.raises(UsageError, match="its images end at token 10, but seq_len is 9; use --seq-len 10"):
+        samples(directory, row, seq_len=9)
+    found = samples(directory, row, seq_len=32)
+    assert found.statistics.cut_rows == 1 and len(found.train[0]["input_ids"]) == 32
+
+
+def test_rows_with_images_need_a_processor(directory: Path) -> None:
+    samples(directory, question({"type": "image", "path": "red.png"}))
+    made = made_of("llava")
+    with pytest.raises(UsageError, match="the model has no processor for them"):
+        load_samples(str(directory / "rows.jsonl"), made.tokenizer, seq_len=64, evaluation_fraction=0)
+
+
+def loaded(directory: Path, max_pixels: int | None = None) -> Any:
+    source = StartingModel(model=str(directory))
+    return load_processor(source, load_config(source), load_tokenizer(source, VOCAB_SIZE), max_pixels)
+
+
+def test_a_processor_is_loaded_with_its_template_and_must_belong_to_the_model(tmp_path: Path) -> None:
+    save_image_model(tmp_path)
+    assert loaded(tmp_path).tokenizer.chat_template == processor("llava").chat_template
+    with pytest.raises(UsageError, match="is not an argument of CLIPImageProcessor"):
+        loaded(tmp_path, max_pixels=4096)
+    other = processor("llava")
+    other.patch_size = 4
+    other.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="is of another model: patch_size is 4, and the model has 8"):
+        loaded(tmp_path)
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises(RefusedInputError):
+        loaded(tmp_path)
+    (tmp_path / "processor_config.json").unlink()
+    assert loaded(tmp_path) is None

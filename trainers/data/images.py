@@ -1,0 +1,157 @@
+"""Images of samples: reading them, and what a processor makes of them: tokens of a conversation, and pixels of a batch.
+
+Samples keep an image as its path or its encoded bytes; a batch decodes the images of its own rows.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from .chat import IGNORED_LABEL, RenderedChat
+from .image_rows import PLACEHOLDER, Part
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 89_478_485
+"""Pixels of an image above which Pillow warns of a decompression bomb."""
+
+
+def opened(part: Part, where: str) -> Image:
+    """Decode an image to RGB, upright.
+
+    Raises:
+        UsageError: there is no such file, or the image has several frames.
+        RefusedInputError: it is broken, too large, or no image.
+    """
+    import PIL.Image
+    import PIL.ImageOps
+
+    shown = part.get("path") or f"{len(part['bytes'])} bytes"
+    source: Any = part["path"] if part.get("path") else io.BytesIO(part["bytes"])
+    fix = "convert it to PNG or JPEG, or remove the row"
+    try:
+        with warnings.catch_warnings():
+            # The limit below is an error.
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
+            image = PIL.Image.open(source)
+        with image:
+            if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
+                rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
+                raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
+            if (frames := getattr(image, "n_frames", 1)) > 1:
+                rule, fix = f"has {frames} frames, and videos are not supported", "save one frame as an image"
+                raise UsageError(ConfigError(where=where, value=shown, rule=rule, fix=fix))
+            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+    except (FileNotFoundError, IsADirectoryError):
+        fix = "check the path, which is relative to the file of the dataset"
+        raise UsageError(ConfigError(where=where, value=shown, rule="no such image file", fix=fix)) from None
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        if isinstance(error, UsageError | RefusedInputError):
+            raise
+        detail = " ".join(str(error).split())[:120]
+        rule = f"is no readable image ({detail})"
+        raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix=fix)) from None
+
+
+def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], where: str) -> dict[str, Any]:
+    """Return the columns of a sample: tokens, labels, what else the processor returns of each token, and the images.
+
+    As in the processor's own `apply_chat_template`, the text begins with the tokenizer's beginning-of-sequence token.
+    Tokens of images have no label.
+
+    Raises:
+        UsageError: an image is missing, or the template renders other images than the conversation has.
+        RefusedInputError: an image is broken, or the processor cannot read it.
+    """
+    images = [opened(part, where) for part in parts]
+    token = processor.image_token
+    places = chat.text.count(token) + (chat.text.count(PLACEHOLDER) if token != PLACEHOLDER else 0)
+    if places != len(images):
+        rule = f"has {len(images)} images, but its rendered text has {places} places for them"
+        fix = f"add the images, use the model's chat template, and do not write {PLACEHOLDER} or {token} in texts"
+        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+    bos = processor.tokenizer.bos_token
+    with _read_by(processor, where):
+        made = processor(
+            text=[chat.text],
+            images=[images] if images else None,
+            add_special_tokens=not (bos and chat.text.startswith(bos)),
+            return_offsets_mapping=True,
+            return_text_replacement_offsets=True,
+        )
+        (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
+        (replaced,) = made["text_replacement_offsets"] if images else ([],)
+
+    def moved(position: int) -> int:
+        grown = (each for each in replaced if each["span"][1] <= position)
+        return position + sum(len(each["replacement"]) - len(each["text"]) for each in grown)
+
+    answers = [(moved(start), moved(stop)) for start, stop in chat.answers]
+    labels = RenderedChat(text="", answers=answers, are_marked=chat.are_marked).labels(ids, offsets)
+    spans = [each["new_span"] for each in replaced]
+    types = {name: list(values[0]) for name, values in made.items() if name.endswith("token_type_ids")}
+    of_images = [index for index, (start, _) in enumerate(offsets) if any(a <= start < b for a, b in spans)]
+    for index in of_images:
+        labels[index] = IGNORED_LABEL
+    return {
+        "input_ids": list(ids),
+        "labels": labels,
+        **types,
+        "images": [{"path": part.get("path"), "bytes": part.get("bytes")} for part in parts],
+        "sizes": [image.size for image in images],
+        "image_tokens": len(of_images),
+        "last": max(of_images, default=-1),
+    }
+
+
+def image_inputs(processor: Any, rows: Sequence[Sequence[Part]]) -> dict[str, Any]:
+    """Return the tensors of the images of a batch; empty if it has none."""
+    images = [[opened(part, "image") for part in parts] for parts in rows if parts]
+    if not images:
+        return {}
+    with _read_by(processor, "image"):
+        made = processor.image_processor(images=images, return_tensors="pt", **_settings(processor))
+    return {name: made[name] for name in processor.model_input_names if name in made}
+
+
+def check_image_inputs(processor: Any, part: Part, where: str) -> None:
+    """Check that an image alone becomes what the processor makes of text and image together.
+
+    Raises:
+        UsageError: they do not, because the processor computes inputs from both.
+    """
+    import torch
+
+    text = processor.image_token
+    made = processor(text=[text], images=[[opened(part, where)]], return_tensors="pt", add_special_tokens=False)
+    own = image_inputs(processor, [[part]])
+    text_names = {"input_ids", "attention_mask", *(name for name in made if name.endswith("token_type_ids"))}
+    if own.keys() != made.keys() - text_names or not all(torch.equal(own[name], made[name]) for name in own):
+        rule, fix = "computes inputs of images from the text", "train it with your own script"
+        raise UsageError(ConfigError(where="processor", value=type(processor).__name__, rule=rule, fix=fix))
+
+
+def _settings(processor: Any) -> dict[str, Any]:
+    """Return the arguments that the processor passes to its image processor."""
+    defaults: dict[str, Any] = getattr(processor.valid_processor_kwargs, "_defaults", {})
+    return dict(defaults.get("images_kwargs", {}))
+
+
+@contextmanager
+def _read_by(processor: Any, where: str) -> Iterator[None]:
+    """Convert what a processor raises to one line. Raises: RefusedInputError: it cannot read its input."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UsageError | RefusedInputError):
+            raise
+        detail = " ".join(str(error).split())[:200]
+        rule = f"{type(processor).__name__} cannot read it ({type(error).__name__}: {detail})"
+        fix = "check the images and the model's processor_config.json"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix)) from None
