@@ -290,17 +290,20 @@ def _scaled_class(*, of_groups: bool = False) -> Any:
 # What is trained
 
 
-def _lora(model: Any) -> Any:
-    from shardwright.plugins.peft import add_lora
-    from transformers import set_seed
+def _lora(targets: str | None = None, **options: Any) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        from shardwright.plugins.peft import add_lora
+        from transformers import set_seed
 
-    set_seed(4)
-    adapted = add_lora(model, rank=4, targets=None, fp32_adapters=True)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            # Their product is not zero, so that both matrices have a gradient.
-            parameter.data.normal_(std=0.1)
-    return adapted
+        set_seed(4)
+        adapted = add_lora(model, rank=4, targets=targets, fp32_adapters=True, **options)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                # Their product is not zero, so that both matrices have a gradient.
+                parameter.data.normal_(std=0.1)
+        return adapted
+
+    return change
 
 
 def _frozen(pattern: str) -> Callable[[Any], Any]:
@@ -659,7 +662,9 @@ SETTINGS: dict[str, Change] = {
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
-    "lora": _set(change_model=_lora),
+    "lora": _set(change_model=_lora()),
+    "lora_experts": _set(change_model=_lora("experts")),
+    "lora_attention_experts": _set(change_model=_lora("q_proj,v_proj,experts")),
     "frozen": _set(change_model=_frozen(r"layers\.1|lm_head|norm\.weight$")),
     "mlp_alone": _set(change_model=_frozen("mlp")),
     "head_alone": _set(change_model=_frozen("lm_head")),
