@@ -43,8 +43,9 @@ def make(directory: Path) -> None:
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>", pad_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens)
+    special = {"eos_token": "<|end|>", "pad_token": "<|end|>", "additional_special_tokens": ["<image>"]}
+    tokenizer.add_special_tokens(special)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=128, eos_token_id=256)
     vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)

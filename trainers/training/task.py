@@ -120,7 +120,7 @@ class TrainOutcome(LaunchedOutcome):
         lead = f"{code(shown_name(model))} trained on {code(source)}{method}: {measured}."
         return card_text(
             f"{title_of(model)}, trained on {source}",
-            [lead, usage(adapter=adapter), *self.card_results()],
+            [lead, usage(adapter=adapter, images=self.plan.model.reads_images), *self.card_results()],
             f"{license_line(model)} The terms of the data may also apply to this model. "
             "Read both before you publish it.",
             base=model,
