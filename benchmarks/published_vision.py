@@ -15,7 +15,7 @@ from typing import Any
 from page_parts import with_part
 from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -54,7 +54,7 @@ class Published:
     def predicted(self) -> tuple[float, float, float]:
         """Return the GiB of tensors, those that nvidia-smi would show, and the seconds of a step."""
         job = TrainingJob(**self.fields)
-        spec = model_spec_from_shapes(CONFIG, name="Qwen2.5-VL-7B", release=FIRST_RELEASE)
+        spec = model_spec_from_config(CONFIG, name="Qwen2.5-VL-7B", release=FIRST_RELEASE)
         assert spec is not None
         model, layout = job.freeze(spec), self.layout
         if layout.zero_stage:
