@@ -8,7 +8,7 @@ of 224 x 224, the script's limit, and 96 tokens of text.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,10 @@ class Published:
         assert spec is not None
         model, layout = job.freeze(spec), self.layout
         if layout.zero_stage:
-            layout = layout.changed(zero=default_zero_options(model, job, stage=layout.zero_stage, lean=False))
+            zero = default_zero_options(model, job, stage=layout.zero_stage)
+            # ms-swift's zero3.json keeps DeepSpeed's limits.
+            zero = replace(zero, stage3_max_live_parameters=10**9, stage3_max_reuse_distance=10**9)
+            layout = layout.changed(zero=zero)
         hardware = parse_hardware(f"{layout.world_size}xA100-80GB")
         gpu = estimate_memory(layout, model, hardware, job).gpu
         return gpu.allocated_bytes / GIB, gpu.peak_bytes / GIB, estimate_step_time(layout, model, hardware, job).seconds
