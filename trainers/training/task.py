@@ -288,6 +288,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
         job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
+    if statistics.images_per_sample > plan.job.images_per_sample:
+        logger.info(
+            f"a row has {statistics.images_per_sample} images, and the plan counts {plan.job.images_per_sample} of a "
+            "sequence: a step may need more memory and time than predicted"
+        )
     settings = settings.with_optimizer(plan.job)
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
     errors += planned_argument_errors(settings, plan)
