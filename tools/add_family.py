@@ -82,7 +82,7 @@ def _add_kinds(architecture: str, path: Path) -> None:
         return found
 
     found = False
-    for family in derive_kind_family(architecture, stored()["families"].get(architecture, {})):
+    for family in derive_kind_family(architecture, stored()["families"]):
         document = stored()
         found, document["families"][architecture] = True, family
         document["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}

@@ -15,7 +15,7 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
+from ..specs.model import Dimensions, ModelSpec, ParameterShape, merged, stored_facts
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
@@ -426,7 +426,8 @@ def loss_tiles(model: ModelSpec, tokens: int) -> int:
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
-    return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows)
+    # Rows of the class that a table is based on end before the features of its own.
+    return max(ceil(sum(c * x for c, x in zip(row, point, strict=False))) for row in rows)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
@@ -537,8 +538,20 @@ KINDS_FILE = "kind_activations.json"
 """Traced `versions` and `families` by model class of a release of Transformers.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
-once; and `tables` by mode, adapter and attention.
+once; and `tables` by mode, adapter and attention. If it is `based_on` another class, whose layers are the same, each
+table is a merge patch (see `merged`) of that one's.
 """
+
+
+def kind_table(
+    families: Mapping[str, Any], architecture: str, mode: str, adapter: str, attention: str
+) -> dict[str, Any] | None:
+    """Return the complete table of a class; `None` if none is stored."""
+    family = families.get(architecture, {"tables": {}})
+    table: dict[str, Any] | None = family["tables"].get(mode, {}).get(adapter, {}).get(attention)
+    if table is None or "based_on" not in family:
+        return table
+    return merged(kind_table(families, family["based_on"], mode, adapter, attention), table)
 
 
 def feature_factors(
@@ -592,14 +605,15 @@ def estimate_kinds(
 
     `None` if nothing is stored for the class, mode, adapter or attention, or if it was traced with other settings.
     """
-    family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
+    families, settings = stored_facts(KINDS_FILE, model.release)["families"], dict(model.settings)
+    family = families.get(model.architecture)
     if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
         return None
     stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
-    table = stored.get(attention)
+    table = kind_table(families, model.architecture, mode, adapter, attention)
     if table is None:
         return None
     factors = feature_factors(

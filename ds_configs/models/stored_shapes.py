@@ -96,6 +96,8 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
             yield from plain_settings(value, f"{prefix}{name}.")
         elif isinstance(value, bool | int | float | str) and not name.endswith(OTHER_SETTINGS):
             yield prefix + name, value
+        elif name == "id2label" and isinstance(value, dict):
+            yield prefix + LABELS, len(value)
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.ds_configs.memory.activations import Adapter
@@ -18,6 +18,7 @@ from .kind_sizes import (
     draw_deepseek,
     draw_deepseek_v3,
     draw_distilbert,
+    draw_electra,
     draw_falcon,
     draw_gemma3,
     draw_gpt_neox,
@@ -27,6 +28,7 @@ from .kind_sizes import (
     draw_t5,
     draw_vit,
     draw_whisper,
+    labelled,
 )
 
 
@@ -42,6 +44,8 @@ class KindFamily:
     """What a token keeps a multiple of."""
     more: tuple[str, ...] = ()
     """Features that are not a token times a width."""
+    based_on: str = ""
+    """A class with the same layers, whose coefficients are stored."""
     depth: Callable[[Values, Mapping[str, int]], Values]
     """The configuration with a number of layers of each kind."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -53,6 +57,8 @@ class KindFamily:
     """Values of the configuration that change which operators run: others than the traced ones have the bound."""
     inputs: str = "text"
     """What the model reads: `text`, `text pair`, `image`, `image and text`, `image in text`, `sound`."""
+    labels: str = "text"
+    """What has a label: the next or masked words of a `text`, a `sequence`, or a `token`."""
     attentions: tuple[str, ...] = ("fused", "eager")
     adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
     """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
@@ -76,6 +82,46 @@ def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     }
     kinds = {"layer": f"{stack}.*.output.dense.weight"}
     return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
+
+
+def _encoders() -> dict[str, KindFamily]:
+    """Return encoders with a head for masked tokens, for classes of sequences and for those of tokens."""
+    bert = _encoder("bert", "bert.encoder.layer")
+    masked = {
+        "Bert": bert,
+        "Roberta": _encoder("roberta", "roberta.encoder.layer", based_on="BertForMaskedLM"),
+        "XLMRoberta": _encoder("xlm-roberta", "roberta.encoder.layer", based_on="BertForMaskedLM"),
+        "Electra": _encoder(
+            "electra",
+            "electra.encoder.layer",
+            sizes=draw_electra,
+            more=(*bert.more, "token*embedding_size"),
+            settings=(*bert.settings, "summary_activation"),
+            based_on="BertForMaskedLM",
+        ),
+        "DistilBert": _encoder(
+            "distilbert",
+            "distilbert",
+            sizes=draw_distilbert,
+            widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
+            depth=_one_stack("n_layers"),
+            kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
+            settings=("activation",),
+        ),
+        "DebertaV2": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    }
+    families: dict[str, KindFamily] = {}
+    for name, family in masked.items():
+        families[f"{name}ForMaskedLM"] = family
+        for head in ("sequence", "token"):
+            families[f"{name}For{head.title()}Classification"] = replace(
+                family,
+                based_on=family.based_on or f"{name}ForMaskedLM",
+                sizes=labelled(family.sizes),
+                more=(*family.more, "sequence*hidden_size", f"{head}*num_labels"),
+                labels=head,
+            )
+    return families
 
 
 def _towers(values: Values, depths: Mapping[str, int]) -> Values:
@@ -161,18 +207,7 @@ _POOLED = tuple(f"sequence*mm_tokens_per_image{width}" for width in ("", "*hidde
 _FRAMES = "sequence*max_source_positions"
 
 KIND_FAMILIES: Mapping[str, KindFamily] = {
-    "BertForMaskedLM": _encoder("bert", "bert.encoder.layer"),
-    "RobertaForMaskedLM": _encoder("roberta", "roberta.encoder.layer"),
-    "DistilBertForMaskedLM": _encoder(
-        "distilbert",
-        "distilbert",
-        sizes=draw_distilbert,
-        widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
-        depth=_one_stack("n_layers"),
-        kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
-        settings=("activation",),
-    ),
-    "DebertaV2ForMaskedLM": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    **_encoders(),
     "OPTForCausalLM": _encoder(
         "opt",
         "opt",

@@ -125,8 +125,9 @@ def model_inputs(architecture: str, shape: KindShape, model: Any) -> dict[str, t
         image = slice(config.mm_tokens_per_image)
         found["input_ids"][:, image], found["token_type_ids"][:, image] = config.image_token_id, 1
     found = {name: value.to(element) if value.is_floating_point() else value for name, value in found.items()}
-    if family.inputs == "image":
-        found["labels"] = torch.randint(0, config.num_labels, (batch,))
+    if family.inputs == "image" or family.labels != "text":
+        sizes = (batch, shape.seq_len_tokens) if family.labels == "token" else (batch,)
+        found["labels"] = torch.randint(0, config.num_labels, sizes)
     elif family.inputs == "image and text":
         found["return_loss"] = True
     else:

@@ -43,6 +43,16 @@ def draw_distilbert(choose: random.Random) -> Values:
     return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
 
 
+def labelled(draw: Callable[[random.Random], Values]) -> Callable[[random.Random], Values]:
+    """Draw what `draw` does, and a number of labels."""
+    return lambda choose: draw(choose) | {"num_labels": choose.choice([4, 7, 9, 11])}
+
+
+def draw_electra(choose: random.Random) -> Values:
+    """Draw sizes of ELECTRA, whose embeddings are narrower or wider than its layers."""
+    return draw_bert(choose) | {"embedding_size": 8 * choose.randint(3, 9)}
+
+
 def draw_opt(choose: random.Random) -> Values:
     """Draw sizes of OPT."""
     drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)

@@ -9,7 +9,14 @@ from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, feature_factors, layer_counts
+from shardwright.ds_configs.memory.activations import (
+    Adapter,
+    Mode,
+    feature,
+    feature_factors,
+    kind_table,
+    layer_counts,
+)
 
 from .fit import DEEP_LAYERS, SHALLOW_LAYERS, SPARE_SHAPES, Candidate, TraceError, above_head, solve
 from .kind_families import KIND_FAMILIES, KindFamily
@@ -177,11 +184,30 @@ def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
     ]
 
 
-def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def beyond(table: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merge patch that makes a table of another one; new features follow those of the other."""
+    names = list(dict.fromkeys([*base["features"], *table["features"]]))
+
+    def aligned(value: Any, features: Sequence[str]) -> Any:
+        if isinstance(value, Mapping):
+            return {kind: aligned(rows, features) for kind, rows in value.items()}
+        if not isinstance(value, list):
+            return value
+        return [[dict(zip(features, row, strict=False)).get(name, 0) for name in names] for row in value]
+
+    patch: dict[str, Any] = {} if names == base["features"] else {"features": names}
+    for name in table.keys() - {"features"}:
+        value = aligned(table[name], table["features"])
+        if value != aligned(base[name], base["features"]):
+            patch[name] = value
+    return {name: patch[name] for name in table if name in patch}
+
+
+def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Trace one family, and yield what `kind_activations.json` holds of it whenever a table more is solved.
 
     Args:
-        stored: What the file holds of the family already; its tables are kept.
+        families: What the file holds; tables of the family are kept.
 
     Raises:
         TraceError: its bytes are not linear in its sizes.
@@ -192,13 +218,16 @@ def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator
     if wrong := {kind: count for kind, count in counts.items() if count != SHALLOW_LAYERS}:
         raise TraceError(f"{architecture}: layers by kind are {wrong}, {SHALLOW_LAYERS} were built of each")
     stated = dict(spec.settings)
-    tables: dict[str, Any] = copy.deepcopy(stored.get("tables", {}))
+    tables: dict[str, Any] = copy.deepcopy(families.get(architecture, {}).get("tables", {}))
     for mode, adapter, attention in kind_table_names(family):
         known = tables.setdefault(mode, {}).setdefault(adapter, {})
         if attention in known:
             continue
-        known[attention] = derive_kind_table(architecture, mode=mode, adapter=adapter, attention=attention)
+        table = derive_kind_table(architecture, mode=mode, adapter=adapter, attention=attention)
+        base = kind_table(families, family.based_on, mode, adapter, attention)
+        known[attention] = table if base is None else beyond(table, base)
         yield {
+            **({"based_on": family.based_on} if family.based_on else {}),
             "settings": {name: stated[name] for name in family.settings if name in stated},
             "kinds": dict(family.kinds),
             "interleaved": family.interleaved,
