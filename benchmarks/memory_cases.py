@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from typing import Any
 
 from shardwright.ds_configs.memory.rank_parameters import rank_parameters
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
@@ -53,11 +53,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+_MIXTURE = {**_DECODER, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "head_dim": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_MIXTURE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8},
+    "gpt_oss": {
+        **_DECODER,
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 32,
+        "intermediate_size": 192,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 512,
+        "pad_token_id": 0,
+    },
+}
 """GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
 
 
 def spec_of(config: dict[str, Any], name: str, release: str | None = None) -> ModelSpec:
-    """Return the specification of a family: the closed form, or what Transformers builds.
+    """Return the specification of a family: from stored shapes, or what Transformers builds.
 
     `release` is that of Transformers, by default the installed one.
     """
@@ -86,16 +100,20 @@ class Case:
     offload: str
     ranks: int
     method: str
+    lora_targets: str = "all-linear"
+    lora_variant: str = "lora"
 
     @property
     def name(self) -> str:
         checkpointing = "ckpt" if self.checkpointing else "full"
         words = (self.model, self.layout, self.precision, f"x{self.accumulation}", checkpointing, self.offload)
-        return "-".join([*words, f"{self.ranks}r", self.method])
+        adapters = [] if self.lora_targets == "all-linear" else [self.lora_targets]
+        adapters += [] if self.lora_variant == "lora" else [self.lora_variant]
+        return "-".join([*words, f"{self.ranks}r", self.method, *adapters])
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"model_type": self.model, **MODELS[self.model]}
+        return {"model_type": self.model, **(MODELS | MIXTURES)[self.model]}
 
     def spec(self, release: str | None = None) -> ModelSpec:
         return spec_of(self.config, self.model, release)
@@ -106,6 +124,7 @@ class Case:
             precision=self.precision,  # type: ignore[arg-type]
             method=self.method,  # type: ignore[arg-type]
             lora_rank=LORA_RANK,
+            lora_targets=tuple(self.lora_targets.split(",")),
         )
 
     def full_layout(self) -> Layout:
@@ -160,9 +179,44 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _adapted(
+    model: str, layout: str, precision: str, targets: str, *, variant: str = "lora", checkpointing: bool = False
+) -> Case:
+    return Case(
+        model=model,
+        layout=layout,
+        precision=precision,
+        accumulation=1,
+        checkpointing=checkpointing,
+        offload="none",
+        ranks=2,
+        method="lora",
+        lora_targets=targets,
+        lora_variant=variant,
+    )
+
+
+ADAPTED = (
+    _adapted("qwen3_moe", "ddp", "fp32", "experts"),
+    _adapted("qwen3_moe", "zero2", "bf16", "q_proj,v_proj,experts", checkpointing=True),
+    _adapted("qwen3_moe", "zero3", "bf16", "experts", checkpointing=True),
+    _adapted("qwen3_moe", "fsdp2", "bf16", "experts"),
+    _adapted("mixtral", "ddp", "bf16", "experts", checkpointing=True),
+    _adapted("mixtral", "zero1", "bf16", "experts.down_proj"),
+    _adapted("mixtral", "zero3", "fp32", "experts", checkpointing=True),
+    _adapted("gpt_oss", "ddp", "bf16", "experts"),
+    _adapted("gpt_oss", "zero2", "bf16", "all-linear,experts"),
+    _adapted("gpt_oss", "zero3", "bf16", "experts"),
+)
+"""LoRA with other targets than all Linear modules."""
+
+
 @cache
 def grid() -> list[Case]:
-    """Return legal cases in which every legal pair of values occurs, and at least `LEAST_CASES` of them."""
+    """Return the cases of adapters, and others in which every legal pair of `VALUES` occurs.
+
+    There are at least `LEAST_CASES` others.
+    """
     every = [Case(**dict(zip(VALUES, values, strict=True))) for values in product(*VALUES.values())]
     legal = [case for case in every if case.is_legal]
     held = {case: frozenset(pairs(case)) for case in legal}
@@ -182,10 +236,10 @@ def grid() -> list[Case]:
 
 def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
     """Return every pair of values of a case."""
-    return combinations(((field.name, getattr(case, field.name)) for field in fields(case)), 2)
+    return combinations(((name, getattr(case, name)) for name in VALUES), 2)
 
 
 def _repeats(case: Case, chosen: list[Case]) -> int:
     """How much of a case the chosen ones hold already: cubed, so that no two are nearly equal."""
-    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    values = {name: getattr(case, name) for name in VALUES}
     return sum(sum(value == getattr(other, name) for name, value in values.items()) ** 3 for other in chosen)

@@ -420,11 +420,33 @@ class CompressedModel:
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             model.save_pretrained(directory)
         compressor.update_config(str(directory))
+        self._ignore_modules_too(directory)
         if getattr(text, "num_mtp_layers", 0) or getattr(text, "mtp_num_hidden_layers", 0):
             # Layers that predict several tokens, which Transformers does not load.
             save_mtp_tensors_to_checkpoint(model.name_or_path, str(directory))
         restore_expert_names(directory, self.stored_names)
         state_dequantize(directory)
+
+    def _ignore_modules_too(self, directory: Path) -> None:
+        """Add names in the model to `ignore`, which compressed-tensors 0.19.0 writes with the names of the checkpoint.
+
+        Transformers 5.17.0 looks for the names of its modules, which differ for models with images.
+        """
+        import torch
+
+        from .transformers.loading import checkpoint_module_names
+
+        file = directory / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8"))
+        section = config.get("quantization_config", {})
+        ignored = section.get("ignore") or []
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
+        if set(ignored).issubset(linears):
+            return
+        stored = checkpoint_module_names(self.model, linears)
+        if more := [name for name in linears if stored[name] in ignored and name not in ignored]:
+            section["ignore"] = [*ignored, *more]
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def restore_expert_names(directory: Path, stored: Collection[str]) -> int:

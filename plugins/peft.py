@@ -8,6 +8,7 @@ and each adapted layer then keeps an fp32 copy of its input (seen on two CPU ran
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ..ds_configs.specs.images import ImagePart, names_of_parts
+from ..ds_configs.specs.model import ALL_LINEAR, EXPERT_MODULES, EXPERTS, adapted_mixtures
 from ..ds_configs.specs.texts import strict_json
+from .releases import transformers_release
 from .safetensors import StoredTensor, read_header
 
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 # What `TrainingJob.lora_rank` plans with.
 DEFAULT_RANK = 16
-ALL_LINEAR = "all-linear"
 
 
 def add_lora(
@@ -42,17 +44,20 @@ def add_lora(
 ) -> Any:
     """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
-    The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` names modules separated by commas, or
-    `all-linear`. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
+    The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` are the `lora_targets` of a job,
+    separated by commas. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
     optimizer. `frozen` parts for images get no adapters.
 
     Raises:
-        UsageError: no module has one of the names.
+        UsageError: no module has one of the names, or experts are adapted with dropout.
     """
     from peft import LoraConfig, get_peft_model
 
     chosen_rank, chosen_targets = rank or DEFAULT_RANK, targets or ALL_LINEAR
-    modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
+    modules, parameters = _modules_and_parameters(model, [name.strip() for name in chosen_targets.split(",")])
+    adapts_mixture = modules == ALL_LINEAR and model.config.model_type in adapted_mixtures(transformers_release())
+    if dropout and (parameters or adapts_mixture):
+        raise UsageError(dropout_error(dropout))
     # PEFT's class for causal language models asks for `prepare_inputs_for_generation`, which encoders lack.
     task = "CAUSAL_LM" if model.can_generate() and not model.config.is_encoder_decoder else None
     if type(model).__name__.endswith("ForSequenceClassification"):
@@ -64,16 +69,49 @@ def add_lora(
         lora_dropout=dropout,
         exclude_modules=names_of_parts(frozen) if frozen and hasattr(model.config, "vision_config") else None,
         target_modules=modules,
+        target_parameters=parameters or None,
         task_type=task,
     )
     try:
         return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
     except ValueError as error:
         known = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ == "Linear"}
-        if chosen_targets == ALL_LINEAR or known & set(modules):
+        if modules == ALL_LINEAR or parameters or known & set(modules):
             raise
         rule, fix = "is not a module of the model", f"use {', '.join(sorted(known))}, or {ALL_LINEAR}"
         raise UsageError(ConfigError(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
+
+
+def dropout_error(dropout: float) -> ConfigError:
+    """Return the error of dropout with adapted experts: PEFT 0.21 adds their adapters to the weights."""
+    rule = "is not supported for fused experts: PEFT adds their adapters to the weights, not to the outputs"
+    fix = "omit it, or use --lora-targets with names of Linear modules"
+    return ConfigError(where="lora_dropout", value=dropout, rule=rule, fix=fix)
+
+
+def _modules_and_parameters(model: PreTrainedModel, targets: list[str]) -> tuple[str | list[str], list[str]]:
+    """Return the `target_modules` and `target_parameters` of PEFT for the `lora_targets` of a job.
+
+    A name of no Linear module is that of a fused expert matrix (`adapted_experts` plans the same).
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    if model.config.model_type in adapted_mixtures(transformers_release()):
+        linears = {name for name in linears if name.rpartition(".")[2] not in EXPERT_MODULES}
+    # Under ZeRO-3 the shape of a parameter is that of its shard.
+    shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in model.named_parameters()}
+    experts = {name for name, shape in shapes.items() if "expert" in name.lower() and len(shape) == 3}
+    modules, parameters = [], set()
+    for target in targets:
+        matches = {name for name in experts if target == EXPERTS or name.endswith(f".{target}")}
+        if target == ALL_LINEAR or not matches or any(f".{name}".endswith(f".{target}") for name in linears):
+            modules.append(target)
+        else:
+            # Such as `experts.down_proj`: the same name in every layer.
+            parameters |= {re.sub(r".*?([^.]*expert)", r"\1", name, count=1, flags=re.IGNORECASE) for name in matches}
+    return ALL_LINEAR if ALL_LINEAR in modules else modules, sorted(parameters)
 
 
 def four_bit_loading(dtype: torch.dtype) -> Any:
@@ -190,7 +228,8 @@ def merge_adapter(model: PreTrainedModel, adapter: LoraAdapter) -> tuple[Any, fl
     for module in adapted.modules():
         if not isinstance(module, LoraLayer):
             continue
-        weight = getattr(module.get_base_layer(), "weight", None)
+        # Each fused expert matrix has a wrapper around the module that owns it.
+        weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"), None)
         if not isinstance(weight, torch.nn.Parameter):
             module.merge(safe_merge=True)
             continue

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def prepare(
             device="cpu" if (device or default_device()) == "cpu" else "cuda",
             dtype=source.dtype,
         ).memory(),
-        checkpoint_bytes=resolved.checkpoint_bytes(
+        checkpoint_bytes=replace(resolved, layers=source.stored(resolved.layers)).checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         ),
     )
@@ -532,7 +532,7 @@ def run_prepared(
                 is_own = METHODS[prepared.resolved.method].engine == "shardwright"
                 verification = reference.verify(
                     staging,
-                    layers=prepared.layers,
+                    layers=prepared.source.stored(prepared.layers),
                     scheme=None if is_own else prepared.scheme,
                     expected_bytes=None if is_own else prepared.checkpoint_bytes,
                 )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from ..models.families import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import GROUPED_TASKS, TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from ..specs.model import (
+    ALL_LINEAR,
+    MAMBA_TYPES,
+    NOT_ADAPTED_IN_MAMBA,
+    ModelSpec,
+    ParameterShape,
+    adapted_experts,
+    liger_kernels,
+    targeted_linears,
+)
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.tasks import TASKS
 from .axes import (
@@ -197,7 +205,7 @@ def unseen_code_is_trained_whole(model: ModelSpec, layout: Layout, job: Training
 
 
 def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
-    """Each LoRA target matches Linear modules that return one tensor, and not all of them in Mamba layers.
+    """Each LoRA target matches fused experts, or Linear modules that return one tensor, and not all in Mamba layers.
 
     PEFT 0.21 adapts every subclass of Linear. Llama 4's router returns scores and logits, and adding the adapter's
     output to that pair fails (tuners/lora/layer.py).
@@ -209,13 +217,17 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     def peft_rejects(linear: ParameterShape) -> bool:
         return model.model_type in MAMBA_TYPES and linear.module.rpartition(".")[2] in NOT_ADAPTED_IN_MAMBA
 
-    linears = targeted_linears(model, ("all-linear",))
+    linears = targeted_linears(model, (ALL_LINEAR,))
     names = ", ".join(sorted({p.module.rpartition(".")[2] for p in linears if not peft_rejects(p)}))
-    if missing := [target for target in targets if not targeted_linears(model, (target,))]:
+    experts = sorted({p.name.rpartition(".*.")[2] for p in model.parameters if p.kind == "experts"})
+    matched = {target: targeted_linears(model, (target,)) or adapted_experts(model, (target,)) for target in targets}
+    if missing := [target for target, matrices in matched.items() if not matrices]:
+        rule = "match no Linear module" + (" that PEFT adapts and no fused experts" if experts else "")
         fix = f"use all-linear, or names from {names}" if names else "use --method full"
-        yield ConfigError(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
+        fix += f", or experts ({', '.join(experts)})" if experts else ""
+        yield ConfigError(where="lora_targets", value=",".join(missing), rule=rule, fix=fix)
     routers = [p for p in model.parameters if p.kind == "router" and p.name.endswith(".weight")]
-    routers = [p for p in routers if "all-linear" in targets or p.module.rpartition(".")[2] in targets]
+    routers = [p for p in routers if ALL_LINEAR in targets or p.module.rpartition(".")[2] in targets]
     rejected = [p for p in targeted_linears(model, targets) if peft_rejects(p)]
     if routers:
         rule = f"match {routers[0].module}, which returns a tuple, but PEFT supports modules that return one tensor"

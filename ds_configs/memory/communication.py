@@ -260,11 +260,11 @@ def _kept_by_views(layout: Layout, model: ModelSpec, job: TrainingJob, *, held: 
 @lru_cache(maxsize=256)
 def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
     """Return the elements of an average layer of which autograd saves views."""
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
 
     def is_viewed(parameter: ParameterShape) -> bool:
         if parameter.kind == "experts":
-            adapted = job.method != "full" and bool(adapted_experts(model, job.lora_targets))
-            return not adapted and model.model_type not in _EXPERTS_AS_STORED
+            return parameter not in adapted and model.model_type not in _EXPERTS_AS_STORED
         return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
 
     layers = max(1, model.dimensions.num_layers)

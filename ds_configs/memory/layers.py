@@ -287,10 +287,13 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=step.layout.ep).trainable
-    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    summed = [parameter for parameter in adapted if parameter.kind == "experts"]
+    experts = [job.compute_bytes * parameter.numel for parameter in summed]
     layers = max(1, model.dimensions.num_layers)
-    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
-    one_layer = {name: count // layers for name, count in all_layers.items()}
+    # The first layers of some families have no experts.
+    every = job.compute_bytes * sum(parameter.total for parameter in summed)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": every}
+    one_layer = {"autocast_weight_copies": copy_bytes * matrices // layers, "adapted_expert_copies": sum(experts)}
     # PEFT makes the sums of a layer one after the other, each with a temporary update.
     fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
     making = {"adapted_expert_update": fullest - sum(experts)}

@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any, Literal
 
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
-from .families import ARCHITECTURES, FAST_FAMILIES, model_spec_from_config
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
@@ -165,7 +164,7 @@ _RATIOS = (
     *(("hidden_size", "num_heads"), ("embed_dim", "num_heads")),
     ("image_size", "patch_size"),
 )
-_FACTOR = re.compile(r"(?P<rounding>ceil |round )?(?P<number>.+?)//(?P<divisor>.+)")
+_FACTOR = re.compile(r"(?P<rounding>ceil |round |min )?(?P<number>.+?)//(?P<divisor>.+)")
 
 
 def load_shapes(release: str) -> Mapping[str, Any]:
@@ -177,6 +176,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `varied`: fields with the kinds of values that were traced
     - `required` fields, `implied` fields (by others, if they are not set), `derived` fields, and `computed` fields
       (which the class never reads)
+    - `layer_types` of some layers, and those that a stack may lack (`sometimes`)
     - `rotary_factor`: the fraction of a head that is rotated
     - `apart`: switches of which at most one may differ from its default
     - `read`: other fields that its code reads
@@ -193,7 +193,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     return stored_facts(SHAPES_FILE, release)
 
 
-def model_spec_from_shapes(
+def model_spec_from_config(
     config: ModelConfig, *, name: str, revision: str | None = None, release: str | None = None
 ) -> ModelSpec | None:
     """Return the `ModelSpec` of a validated `config.json`; `None` if its class is not stored or does not cover it.
@@ -216,8 +216,7 @@ def model_spec_from_shapes(
 def model_type_of(architecture: str, *, release: str) -> str | None:
     """Return the model type of a class of Transformers by its name; `None` for a class that is not stored."""
     stored = {key.partition(" ")[0]: kept["model_type"] for key, kept in load_shapes(release)["classes"].items()}
-    known: str | None = ARCHITECTURES.get(architecture) or stored.get(architecture)
-    return known
+    return stored.get(architecture)
 
 
 def spec_of(
@@ -270,8 +269,10 @@ def spec_of(
     values |= {field: size for field, size in derived.items() if "=" not in field}
     for field in stored["layer_types"]:
         values[field] = [kind for kind in stored["layer_types"][field] for _ in range(sizes.get(f"{field}={kind}", 0))]
-        if len(set(values[field])) < len(stored["layer_types"][field]):
+        counts = {f"{field}={kind}": values[field].count(kind) for kind in stored["layer_types"][field]}
+        if any(not count and name not in stored.get("sometimes", ()) for name, count in counts.items()):
             return None
+        kinds |= {name: value_kind(count) for name, count in counts.items()}
     parameters = tuple(
         ParameterShape(
             name=pattern, shape=tuple(evaluated(size, sizes) for size in shape), count=number, group=group, kind=kind
@@ -332,17 +333,12 @@ def text_spec(texts: Mapping[str, Any], config: ModelConfig, part: str, *, relea
     model_type, architecture, defaults = texts["types"][kind]
     values = {name: value for name, value in defaults.items() if value is not None} | dict(stated)
     values |= {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": False}
-    if model_type not in FAST_FAMILIES:
-        spec = model_spec_from_shapes(values, name="text", release=release)
-        return spec and replace(spec, model_type=kind)
+    # Files of SmolVLM have parts of other models.
+    values = {name: value for name, value in values.items() if not name.endswith("_config")}
     spec = model_spec_from_config(values, name="text", release=release)
-    if spec is None or (spec.sliding_window and "layer_types" in defaults):
-        # Which layers have the window is left to Transformers.
+    if spec is None:
         return None
-    settings = dict(plain_settings(values))
-    settings |= {"head_dim": spec.dimensions.head_dim, "num_key_value_heads": spec.dimensions.num_key_value_heads}
-    if "layer_types" in defaults and "layer_types" not in stated:
-        settings["layer_types=full_attention"] = spec.dimensions.num_layers
+    settings = dict(spec.settings) | {"head_dim": spec.dimensions.head_dim}
     return replace(spec, model_type=kind, settings=tuple(settings.items()))
 
 
@@ -380,7 +376,7 @@ def countable_sizes(values: ModelConfig) -> dict[str, int]:
 def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
     """Return the value of a sum of products, such as `2*head_dim*num_key_value_heads + hidden_size//2`.
 
-    A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer.
+    A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer; `min` is the smaller of both.
     """
     total = 0
     for term in expression.split(" + "):
@@ -389,7 +385,7 @@ def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
             if quotient := _FACTOR.fullmatch(factor):
                 number, divisor = _stored_size(quotient["number"], sizes), _stored_size(quotient["divisor"], sizes)
                 up = {"ceil ": divisor - 1, "round ": divisor // 2}.get(quotient["rounding"], 0)
-                value *= (number + up) // divisor
+                value *= min(number, divisor) if quotient["rounding"] == "min " else (number + up) // divisor
             else:
                 value *= _stored_size(factor, sizes)
         total += value
@@ -425,7 +421,7 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
             if value is None or isinstance(value, bool | int | float | str):
                 stated[own] = value
             continue
-        if part not in parts or own in stated or not _is_covered(own, value, config, stored):
+        if part not in parts or stated.get(own, value) != value or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
             stated[own] = value
@@ -442,7 +438,9 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         rotary_factor = value.get("partial_rotary_factor") if isinstance(value, dict) else None
         return rotary_factor in (None, stored["rotary_factor"])
     if name.endswith("layer_types"):
-        known = stored["layer_types"].get(field, [])
+        if field not in stored["layer_types"]:
+            return name not in stored["read"]
+        known = stored["layer_types"][field]
         return value is None or (isinstance(value, list) and len(value) > 0 and set(value) <= set(known))
     if name.endswith(_ACTIVATION_FIELDS) and value in _PLAIN_ACTIVATIONS:
         return True

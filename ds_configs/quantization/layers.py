@@ -10,6 +10,7 @@ from math import gcd
 from typing import Any
 
 from ..specs.errors import ConfigError
+from ..specs.images import IMAGE_PARTS, image_part, names_of_parts
 from .scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
 
 LINEAR_CLASSES = ("Linear", "Module")
@@ -59,9 +60,20 @@ def is_match(name: str, pattern: str) -> bool:
     return pattern == name or pattern in LINEAR_CLASSES
 
 
-def with_default_ignore(scheme: QuantizationScheme, patterns: Iterable[str]) -> QuantizationScheme:
-    """Return a scheme that ignores by default what a model should keep dense: output heads and routers by name."""
-    return replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *patterns))))
+_IMAGES = f"re:{names_of_parts(IMAGE_PARTS)}$"
+
+
+def with_default_ignore(
+    scheme: QuantizationScheme, patterns: Iterable[str], layers: Sequence[LinearLayer]
+) -> QuantizationScheme:
+    """Return a scheme that ignores by default what a model should keep dense.
+
+    These are output heads and routers by name, and the parts for images unless a target names one of their layers.
+    """
+    parts = [layer.name for layer in layers if image_part(layer.name) is not None]
+    named = [target for target in scheme.targets if target not in LINEAR_CLASSES]
+    images = (_IMAGES,) if parts and not any(is_match(name, target) for name in parts for target in named) else ()
+    return replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *patterns, *images))))
 
 
 def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) -> QuantizationScheme:

@@ -50,7 +50,7 @@ class ResolvedQuantization:
         self, layers: Sequence[LinearLayer], *, default_ignore: Sequence[str] | None = None
     ) -> ResolvedQuantization:
         """Select the layers to quantize; `None` as `default_ignore` leaves the scheme's."""
-        scheme = self.scheme if default_ignore is None else with_default_ignore(self.scheme, default_ignore)
+        scheme = self.scheme if default_ignore is None else with_default_ignore(self.scheme, default_ignore, layers)
         chosen = selected_layers(scheme, layers)
         return replace(self, scheme=with_named_heads(scheme, chosen), layers=chosen, candidates=tuple(layers))
 

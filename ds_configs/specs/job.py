@@ -99,9 +99,14 @@ class TrainingFields:
     """Type of the trained weights, their gradients and states. ZeRO keeps fp32 weights."""
     lora_rank: Annotated[int, Count(100_000), _option("Rank of the LoRA matrices", hugging_face=["lora_r"])] = 16
     lora_targets: Annotated[
-        Names, _option("Modules to adapt, separated by commas, or all-linear", hugging_face=["lora_target_modules"])
+        Names,
+        _option(
+            "Names of modules or fused experts, separated by commas, all-linear, or experts",
+            hugging_face=["lora_target_modules"],
+        ),
     ] = ("all-linear",)
-    """Module name endings that LoRA adapts, or `all-linear`; unused with `full`, as the rank."""
+    """Name endings of modules and fused expert matrices that LoRA adapts, `all-linear` or `experts`; unused with
+    `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
         _option("Recompute layers in the backward pass"),

@@ -143,6 +143,11 @@ ADAPTED_MIXTURES = frozenset(
 """Model types whose router and fused experts PEFT 0.21 adapts with `all-linear`
 (peft/utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`, and the conversions of Transformers). The
 experts of other types, such as gpt-oss, stay frozen."""
+EXPERT_MODULES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Names that PEFT takes for those of the router and of experts in these model types, before Transformers 5 fused them.
+Linear modules with these names, such as shared experts and dense layers, are not adapted."""
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+"""LoRA targets that are not names: every Linear except the head, and every fused expert matrix."""
 ADAPTED_SINCE = {
     "UnlimitedOcrTextModel": "5.20",
     **dict.fromkeys(("beam", "qwen3_omni_moe_text"), "5.21"),
@@ -151,10 +156,37 @@ ADAPTED_SINCE = {
 }
 """Further model types, with the first release of Transformers that converts their weights."""
 
+TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter"})
+"""Model types whose expert matrices are stored as (experts, in, out), as `is_transposed` of transformers 5.17 marks."""
+
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
 MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 """PEFT 0.21 rejects these modules of these model types (peft/tuners/tuners_utils.py,
 `_check_lora_target_modules_mamba`): kernels read their weights outside the modules' forward."""
+
+
+LIGER_FILE = "liger_kernels.json"
+FUSED_LOSS = "fused_linear_cross_entropy"
+TEXT_MODEL = "text_model"
+"""The kernels of a nested text model, which its family enables; configurations of the Trainer do not reach them."""
+
+Kernels = Mapping[str, Mapping[str, bool]]
+"""The kernels of liger-kernel's tested release for each model type, with their defaults."""
+
+
+def liger_kernels() -> Kernels:
+    """Return the kernels of each model type; liger-kernel silently ignores other types."""
+    kernels: Kernels = stored_facts(LIGER_FILE, "0")["kernels"]
+    return kernels
+
+
+def has_liger_loss(model_type: str, *, alone: bool) -> bool:
+    """Return whether Liger computes head and loss of a model type together, as it does unless it is disabled.
+
+    `alone` is without its other kernels.
+    """
+    kernels = liger_kernels().get(model_type, {})
+    return kernels.get(FUSED_LOSS, False) and not (alone and TEXT_MODEL in kernels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,11 +281,11 @@ class ModelSpec:
     """Attention implementation set in `config.json`; `None` for the default of Transformers (sdpa)."""
     release: str = FIRST_RELEASE
     settings: tuple[tuple[str, bool | int | float | str], ...] = ()
-    """Scalar values of the configuration by (dotted) name; empty if a closed form counts the model."""
+    """Scalar values of the configuration by (dotted) name."""
     rope_type: str = ""
     """Scaling of rotary angles in `config.json`; empty for none."""
     source: Literal["config", "meta", "structure"]
-    """`config`: the closed form of a known family; `meta`: built by Transformers on the meta device; `structure`: from
+    """`config`: the stored shapes of a known class; `meta`: built by Transformers on the meta device; `structure`: from
     the files of a model with remote code."""
 
     def __hash__(self) -> int:
@@ -404,11 +436,12 @@ class ModelSpec:
 
 
 def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> int:
-    """Return the parameters that LoRA adds: `rank * (in_features + out_features)` per targeted matrix.
+    """Return the parameters that LoRA adds: `rank * (in_features + out_features)` per targeted matrix and expert.
 
-    `targets` has module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear except the output
-    head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). In `adapted_mixtures`, PEFT 0.21 also adapts
-    the router and every expert; the fused gate and up projections get twice the rank. Returns 0 without a match.
+    `targets` has endings of module names (`q_proj`), `all-linear`, which PEFT expands to every Linear except the output
+    head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`), and fused expert matrices (`experts`, or
+    `experts.down_proj`). In `adapted_mixtures`, `all-linear` also adapts the router and every expert; the fused gate
+    and up projections get twice the rank. Returns 0 without a match.
     """
     return sum(adapter.total for adapter in adapters(model, rank=rank, targets=targets))
 
@@ -416,11 +449,14 @@ def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str])
 def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[ParameterShape]:
     """Return LoRA's matrices, two per adapted matrix, with PEFT's names and order."""
     wanted = tuple(targets)
+    as_linears = ALL_LINEAR in wanted and model.model_type in adapted_mixtures(model.release)
     matrices = []
     for parameter in [*targeted_linears(model, wanted), *adapted_experts(model, wanted)]:
         experts = parameter.shape[0] if parameter.kind == "experts" else 1
-        wide = experts * rank * (2 if parameter.name.endswith("gate_up_proj") else 1)
+        wide = experts * rank * (2 if as_linears and parameter.name.endswith("gate_up_proj") else 1)
         rows, columns = parameter.shape[-2:]
+        if parameter.kind == "experts" and model.model_type in TRANSPOSED_EXPERTS:
+            rows, columns = columns, rows
         for name, shape in (("lora_A", (wide, columns)), ("lora_B", (rows, wide))):
             owner = parameter.name.removesuffix(".weight")
             matrices.append(replace(parameter, name=f"{owner}.{name}.weight", shape=shape, kind="other"))
@@ -434,10 +470,11 @@ def adapted_mixtures(release: str) -> frozenset[str]:
 
 def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
     """Return the router and fused expert matrices that LoRA adapts for these targets."""
-    if "all-linear" not in tuple(targets) or model.model_type not in adapted_mixtures(model.release):
-        return []
-    routers = [p for p in model.parameters if p.name.endswith(".mlp.gate.weight") and p.kind == "other"]
-    return routers + [p for p in model.parameters if p.kind == "experts"]
+    wanted, experts = tuple(targets), [p for p in model.parameters if p.kind == "experts"]
+    if ALL_LINEAR in wanted and model.model_type in adapted_mixtures(model.release):
+        return [p for p in model.parameters if p.name.endswith(".gate.weight") and len(p.shape) == 2] + experts
+    names = [target for target in wanted if not targeted_linears(model, (target,))]
+    return [p for p in experts if EXPERTS in names or any(p.name.endswith(f".{name}") for name in names)]
 
 
 def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
@@ -445,7 +482,9 @@ def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[Parameter
     wanted = tuple(targets)
     linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
     linears = [parameter for parameter in linears if not parameter.frozen]
-    if "all-linear" in wanted:
+    if model.model_type in adapted_mixtures(model.release):
+        linears = [p for p in linears if p.module.rpartition(".")[2] not in EXPERT_MODULES]
+    if ALL_LINEAR in wanted:
         return [parameter for parameter in linears if parameter.group != "head"]
     return [p for p in linears if any(p.module == t or p.module.endswith("." + t) for t in wanted)]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,7 @@ from ...ds_configs.specs.model import Dimensions, Group, ModelSpec, ParameterKin
 from .. import patches
 from ..huggingface_hub import model_directory, read_model_source
 from ..safetensors import read_checkpoint
-from .loading import auto_class, check_weights, refuse_code, refuse_other_formats, text_classes
+from .loading import auto_class, check_weights, checkpoint_module_names, refuse_code, refuse_other_formats, text_classes
 
 if TYPE_CHECKING:
     import torch
@@ -275,7 +275,7 @@ class QuantizationSource:
     directory: Path
     config: Mapping[str, Any]
     layers: tuple[LinearLayer, ...]
-    """Every linear layer by its name in the checkpoint."""
+    """Every linear layer by its name in the model; experts by those in the checkpoint."""
     tensors: Mapping[str, TensorShape]
     """Shape and dtype of every stored tensor."""
     dtype: str
@@ -287,6 +287,12 @@ class QuantizationSource:
     """Maximum sequence length in tokens."""
     default_ignore: tuple[str, ...]
     """Layers that must stay dense: heads and routers."""
+    stored_names: Mapping[str, str]
+    """Names of linear layers in the checkpoint, by those in the model."""
+
+    def stored(self, layers: Iterable[LinearLayer]) -> tuple[LinearLayer, ...]:
+        """Return layers with their names in the checkpoint."""
+        return tuple(replace(layer, name=self.stored_names.get(layer.name, layer.name)) for layer in layers)
 
 
 def open_source(model: str, *, revision: str | None = None) -> QuantizationSource:
@@ -348,6 +354,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
         default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_names(meta, linear=True)),
+        stored_names=checkpoint_module_names(meta, [layer.name for layer in layers if not layer.is_expert]),
     )
 
 

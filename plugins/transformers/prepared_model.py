@@ -108,6 +108,8 @@ def first_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
     yield
     if choosing:
         accept_unused_parameters(trainer, choosing)
+    if trainer.is_deepspeed_enabled:
+        require_gradients_of_leaf_inputs(trainer.model)
     if resume_from_checkpoint is not None and trainer.is_deepspeed_enabled:
         # DeepSpeed 0.19.8 has replaced the groups by those of the checkpoint, whose optimizer may have had fewer
         # settings: CPU Adam fails with the groups of torch's AdamW.
@@ -238,6 +240,20 @@ def find_unused_parameters(trainer: Any) -> None:
 def _is_reentrant(args: Any) -> bool:
     """Return whether recomputed layers run without gradients in the forward pass."""
     return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+
+
+def require_gradients_of_leaf_inputs(model: Any) -> None:
+    """Make the embeddings' output require gradients if the first parameters that train are in a leaf module of ZeRO-3.
+
+    An example are adapters of experts alone. DeepSpeed 0.19.8 reduces the gradients of a leaf module when that of its
+    input exists (stage3.py:1538). Without one it reduces zeros before the gradients are computed.
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+    leaves = [module for module in model.modules() if z3_leaf_module(module)]
+    if any(parameter is first for module in leaves for parameter in module.parameters()):
+        model.enable_input_require_grads()
 
 
 def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:

@@ -290,17 +290,20 @@ def _scaled_class(*, of_groups: bool = False) -> Any:
 # What is trained
 
 
-def _lora(model: Any) -> Any:
-    from shardwright.plugins.peft import add_lora
-    from transformers import set_seed
+def _lora(targets: str | None = None, **options: Any) -> Callable[[Any], Any]:
+    def change(model: Any) -> Any:
+        from shardwright.plugins.peft import add_lora
+        from transformers import set_seed
 
-    set_seed(4)
-    adapted = add_lora(model, rank=4, targets=None, fp32_adapters=True)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            # Their product is not zero, so that both matrices have a gradient.
-            parameter.data.normal_(std=0.1)
-    return adapted
+        set_seed(4)
+        adapted = add_lora(model, rank=4, targets=targets, fp32_adapters=True, **options)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                # Their product is not zero, so that both matrices have a gradient.
+                parameter.data.normal_(std=0.1)
+        return adapted
+
+    return change
 
 
 def _frozen(pattern: str) -> Callable[[Any], Any]:
@@ -578,7 +581,8 @@ def _images(family: str, *trained: str) -> Change:
         run.held_out = run.data[-EVALUATED:]
         run.collator = partial(collate, pad_token_id=256, processor=processor(family))
         run.change_model.append(model)
-        run.arguments |= {"train_sampling_strategy": "sequential", "remove_unused_columns": False}
+        # Engines also decay the last layer of LLaVA's tower, which no output reads: its gradient is zero.
+        run.arguments |= {"weight_decay": 0.0, "train_sampling_strategy": "sequential", "remove_unused_columns": False}
         if family == "qwen2_5_vl" and "fsdp_config" in run.arguments:
             run.arguments["fsdp_config"]["transformer_layer_cls_to_wrap"] = ["Qwen2_5_VLDecoderLayer"]
 
@@ -658,7 +662,9 @@ SETTINGS: dict[str, Change] = {
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
-    "lora": _set(change_model=_lora),
+    "lora": _set(change_model=_lora()),
+    "lora_experts": _set(change_model=_lora("experts")),
+    "lora_attention_experts": _set(change_model=_lora("q_proj,v_proj,experts")),
     "frozen": _set(change_model=_frozen(r"layers\.1|lm_head|norm\.weight$")),
     "mlp_alone": _set(change_model=_frozen("mlp")),
     "head_alone": _set(change_model=_frozen("lm_head")),

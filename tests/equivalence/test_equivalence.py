@@ -99,6 +99,10 @@ CASES = [
     *_cases("ep2-zero3", "balance_loss", "sgd", "from_directory", accumulation=3, model="qwen2_moe"),
     *_cases("ep2-zero2", "resumed", accumulation=3, model="deepseek_v3"),
     *_cases("ep2-zero1", "sgd", model="deepseek_v2"),
+    # Adapters of fused experts
+    *_cases("ddp zero2 zero3 fsdp2", "lora_experts", "sgd", accumulation=2, model="qwen3_moe"),
+    *_cases("zero1 zero3 fsdp2", "lora_experts", model="mixtral"),
+    *_cases("zero3", "lora_attention_experts", "gradient_checkpointing", "sgd", model="deepseek_v3"),
     *_cases("zero3", "balance_loss", accumulation=2),
     # Stages
     *_cases("pp2-zero0", "sgd", "gradient_checkpointing", accumulation=3, model="gpt2"),

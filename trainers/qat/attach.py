@@ -140,7 +140,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if scheme.ignore == DEFAULT_IGNORE:
         # Without an explicit list of the user, the output head and routers stay dense under any name.
         heads = [layer.name for layer in layers if layer.is_head]
-        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))))
+        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))), layers)
     selected = selected_layers(scheme, layers)
     if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)

@@ -12,8 +12,10 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, collecting
 from ...ds_configs.specs.job import ImageFields, JobSettings, KernelFields, LayoutFields, TaskFields, adapter_errors
+from ...ds_configs.specs.model import adapted_experts
 from ...ds_configs.specs.settings import NamedValues
 from ...ds_configs.specs.tasks import TASKS, TaskName
+from ...plugins.peft import dropout_error
 from ...plugins.transformers.training_arguments import class_of_task, package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
@@ -114,6 +116,8 @@ def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigE
         if name in planned and name != "max_grad_norm"
     ]
     errors += [replace(error, fix="plan with --method lora, or omit it") for error in not_adapted]
+    if settings.lora_dropout and adapted_experts(plan.model, plan.job.lora_targets) and not not_adapted:
+        errors.append(dropout_error(settings.lora_dropout))
     if plan.job.precision == "fp8" and find_spec("torchao") is None:
         rule, fix = "needs the package torchao, which is not installed", "pip install torchao, or use --precision bf16"
         errors.append(ConfigError(where="precision", value="fp8", rule=rule, fix=fix))

@@ -235,6 +235,12 @@ CASES = {
         "must be at most the 2 recomputed layers, not 3",
     ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names from down_proj, gate_proj"),
+    "lora experts": (
+        ZERO1,
+        {"method": "lora", "lora_targets": ("gate_proj",), "model": MIXTRAL},
+        "match no Linear module that PEFT adapts and no fused experts; use all-linear, or names from k_proj, o_proj, "
+        "q_proj, v_proj, or experts (mlp.experts.down_proj, mlp.experts.gate_up_proj)",
+    ),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),
     "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT rejects in Mamba layers"),
 }

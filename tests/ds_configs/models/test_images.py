@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import RELEASE
 from shardwright.ds_configs.models.images import RULES, image_sizes, image_tokens
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob, job_errors
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -145,7 +145,7 @@ def test_llama4() -> None:
         assert found.tiles == rows * columns + (rows * columns > 1), (height, width)
 
 
-MODEL = model_spec_from_shapes(
+MODEL = model_spec_from_config(
     {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, name="vl", release=RELEASE
 )
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.model import adapters
 from shardwright.plugins.peft import DEFAULT_RANK, add_lora
+from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shared_sequences import tiny
+from small_models import MIXTURE_SIZES, mixture
 
 pytestmark = pytest.mark.slow
 
@@ -38,3 +44,24 @@ def test_alpha_over_rank_scales_the_adapters() -> None:
         outputs[alpha] = (layer(rows) - layer.base_layer(rows)).detach()
     assert torch.equal(outputs[None], outputs[4])
     torch.testing.assert_close(outputs[8.0], 2 * outputs[4])
+
+
+TARGETS = ("all-linear", "experts", "all-linear,experts", "q_proj,experts", "experts.down_proj", "down_proj")
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("model_type", MIXTURE_SIZES)
+def test_adapters_of_experts_are_planned_with_their_shapes(model_type: str, targets: str) -> None:
+    model = mixture(model_type)
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    spec = model_spec_from_meta(config, name="m")
+    planned = [each for each in adapters(spec, rank=3, targets=targets.split(",")) for _ in range(each.count)]
+    adapted = add_lora(model, rank=3, targets=targets, fp32_adapters=True)
+    trained = [tuple(each.shape) for each in adapted.parameters() if each.requires_grad]
+    assert sorted(trained) == sorted(each.shape for each in planned) != []
+
+
+@pytest.mark.parametrize("targets", ["experts", "all-linear"])
+def test_dropout_of_experts_is_rejected(targets: str) -> None:
+    with pytest.raises(UsageError, match=r"lora_dropout = 0\.1: is not supported for fused experts"):
+        add_lora(mixture("mixtral"), rank=2, targets=targets, fp32_adapters=True, dropout=0.1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import Shell, shell_in
 from safetensors.torch import load_file, save_file
-from small_models import llama
+from small_models import llama, mixture
 
 pytestmark = pytest.mark.slow
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -53,6 +53,34 @@ def logits(model: Any) -> torch.Tensor:
     ids = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
         return model.eval()(ids).logits.float()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_merged_experts_equal_base_plus_adapter(family: str, run: Shell, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from shardwright.plugins.peft import add_lora
+    from transformers import AutoModelForCausalLM
+
+    mixture(family).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained("model")
+    adapted = add_lora(base, rank=4, targets="q_a_proj,q_proj,experts", fp32_adapters=False)
+    draw = torch.Generator().manual_seed(3)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = (torch.randn(weight.shape, generator=draw) * 0.1).to(weight.dtype)
+    adapted.save_pretrained("tuned")
+    done = run("tuned", "--output-dir", "merged", "--format", "json")
+    assert done.code == 0, done.err
+    exact = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32), "tuned")
+    weights = exact.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained("merged").state_dict()
+    squares = total = 0.0
+    for name, weight in weights.items():
+        torch.testing.assert_close(merged[name].float(), weight, rtol=2**-8, atol=1e-6)
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj", "q_proj.weight", "q_a_proj.weight")):
+            squares += float((merged[name].double() - weight.double()).square().sum())
+            total += float(weight.double().square().sum())
+    assert json.loads(done.out)["rounding_error"] == pytest.approx((squares / total) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
