@@ -549,7 +549,7 @@ def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
 
 
 KINDS_FILE = "kind_activations.json"
-"""Traced `versions` and `families` by model class of a release of Transformers.
+"""Traced `versions` and `families` by model class of a release of Transformers, followed by a word for other settings.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
 once; and `tables` by mode, adapter and attention. A table is complete or, with `based_on`, a merge patch (see `merged`)
@@ -559,10 +559,10 @@ patches of that one's. `without_images` is the merge patch for a micro-batch of 
 
 
 def kind_table(
-    families: Mapping[str, Any], architecture: str, mode: str, adapter: str, attention: str
+    families: Mapping[str, Any], name: str, mode: str, adapter: str, attention: str
 ) -> dict[str, Any] | None:
-    """Return the complete table of a class; `None` if none is stored."""
-    family = families.get(architecture, {"tables": {}})
+    """Return the complete table of a family; `None` if none is stored."""
+    family = families.get(name, {"tables": {}})
     table: dict[str, Any] | None = family["tables"].get(mode, {}).get(adapter, {}).get(attention)
     if table is not None and "based_on" in family:
         table = merged(kind_table(families, family["based_on"], mode, adapter, attention), table)
@@ -654,14 +654,16 @@ def estimate_kinds(
     or if it was traced with other settings.
     """
     families, settings = stored_facts(KINDS_FILE, model.release)["families"], dict(model.settings)
-    family = families.get(model.architecture)
-    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+    names = (name for name in families if name.partition(" ")[0] == model.architecture)
+    name = next((name for name in names if families[name]["settings"].items() <= settings.items()), None)
+    if name is None:
         return None
+    family = families[name]
     stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
-    table = kind_table(families, model.architecture, mode, adapter, attention)
+    table = kind_table(families, name, mode, adapter, attention)
     if table is None:
         return None
     counts = layer_counts(model, family["kinds"])
@@ -820,6 +822,7 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
         if any(
             parameter.kind != "experts"
             and (len(parameter.shape) >= 4 or (len(parameter.shape) == 3 and parameter.name.endswith("conv.weight")))
+            and parameter.shape[1] > 1
             for parameter in parameters
         ):
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any, get_args
 
@@ -188,26 +189,41 @@ def _has_multiples(names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> b
     return bool((np.triu(columns @ columns.T, 1) > 1 - 1e-9).any())
 
 
+@cache
+def _drawn(architecture: str, adapter: Adapter) -> tuple[list[KindShape], list[dict[str, int]]]:
+    shapes = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter)
+    return shapes, [shape_factors(architecture, shape) for shape in shapes]
+
+
 def derive_kind_table(
-    architecture: str, *, mode: Mode, adapter: Adapter, attention: str, trained: Mapping[str, Any] | None = None
+    architecture: str,
+    *,
+    mode: Mode,
+    adapter: Adapter,
+    attention: str,
+    trained: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trace enough shapes to solve for every coefficient, with spare shapes that must come out to the byte.
 
     Args:
         trained: Table of a model whose tower is trained: with a frozen one, layers of the language model keep the same.
+        base: Table of a class with the same layers.
 
     Raises:
         TraceError: the bytes are not linear in the features.
     """
     family, how = KIND_FAMILIES[architecture], {"mode": mode, "adapter": adapter, "attention": attention}
-    shapes, kinds = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter), list(family.kinds)
-    factors = [shape_factors(architecture, shape) for shape in shapes]
+    (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
     if trained and adapter == "frozen_tower":
-        table = _table(architecture, shapes, factors, kinds, how, like=trained)
+        language = {
+            name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")
+        }
+        table = _table(architecture, shapes, factors, kinds, how, like={**trained, **language})
         if set(table["features"]) <= set(trained["features"]):
             return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
         return table
-    table = _table(architecture, shapes, factors, kinds, how)
+    table = _table(architecture, shapes, factors, kinds, how, like=base)
     if not family.image:
         return table
     texts = [replace(shape, images=()) for shape in shapes]
@@ -247,7 +263,9 @@ def with_features(table: Mapping[str, Any], features: Sequence[str]) -> dict[str
             return {name: reordered(rows) for name, rows in value.items()}
         if not isinstance(value, list):
             return value
-        return [[row[places[name]] if places.get(name, len(row)) < len(row) else 0 for name in features] for row in value]
+        return [
+            [row[places[name]] if places.get(name, len(row)) < len(row) else 0 for name in features] for row in value
+        ]
 
     return {name: list(features) if name == "features" else reordered(value) for name, value in table.items()}
 
@@ -292,7 +310,7 @@ def _table(
     *,
     like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trace one table; with `like`, layers of the last kind keep the same as in that table, and others nothing."""
+    """Trace one table; with `like`, layers keep the same as in that table, and those of other kinds nothing."""
     family = KIND_FAMILIES[architecture]
     candidates = candidate_features(family, how["adapter"], how["attention"])
     rows = [{name: feature(name, each) for name in candidates} for each in factors]
@@ -305,11 +323,12 @@ def _table(
     def known(name: str) -> dict[str, Quarters] | None:
         if like is None:
             return None
-        (row,) = like[name][kinds[-1]]
-        of_text = dict(zip(like["features"], row, strict=True))
-        text = np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64)
-        text[: len(names)] = [int(4 * of_text.get(feature_name, 0)) for feature_name in names]
-        return dict.fromkeys(kinds, np.zeros_like(text)) | {kinds[-1]: text}
+        found = {kind: np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64) for kind in kinds}
+        for kind in found.keys() & like[name].keys():
+            (row,) = like[name][kind]
+            stored = dict(zip(like["features"], row, strict=False))
+            found[kind][: len(names)] = [int(4 * stored.get(feature_name, 0)) for feature_name in names]
+        return found
 
     plain, checkpointed = (
         _traced(architecture, shapes, kinds, solver, known(name), checkpointing=checkpointing, **how)
@@ -330,8 +349,10 @@ def _table(
         "features": names,
         "saved_per_layer": {kind: solver.rows([plain.per_layer[kind]]) for kind in kinds},
         "checkpointed_per_layer": {kind: solver.rows([checkpointed.per_layer[kind]]) for kind in kinds},
-        # Checkpointing keeps position numbers and masks for its recomputation; both cases are candidates.
-        "outside_layers": solver.rows([plain.outside, *([] if family.image else [checkpointed.outside])]),
+        # Layers that differ from others of their kind, as the first one may, and those of a tower that nothing reads,
+        # or that no gradient reaches, count as outside. Checkpointing keeps position numbers and masks there.
+        "outside_layers": solver.rows([plain.outside]),
+        "checkpointed_outside_layers": solver.rows([checkpointed.outside]),
         "backward_transient": {kind: backward(plain, kind) for kind in kinds},
         "recompute_backward_transient": {kind: backward(checkpointed, kind) for kind in kinds},
         "forward_transient": {kind: solver.rows(checkpointed.layers[kind][-1].forward) for kind in kinds},
@@ -339,9 +360,6 @@ def _table(
         "loss_kept": solver.rows([run.kept - run.head_start]),
         "loss_backward_peak": solver.rows([live - run.head_start for live in run.loss_backward]),
     }
-    if family.image:
-        # Layers of a tower that nothing reads, or that no gradient reaches, count as outside.
-        table["checkpointed_outside_layers"] = solver.rows([checkpointed.outside])
     copies = how["mode"] == "bf16_autocast" and run.weight_copy_bytes > 0
     return _without_zeros(table) | {"weight_copy_bytes_per_parameter": 2 if copies else 0}
 
@@ -380,14 +398,15 @@ def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterat
         known = tables.setdefault(mode, {}).setdefault(adapter, {})
         if attention in known:
             continue
+        base = kind_table(families, family.based_on, mode, adapter, attention)
         table = derive_kind_table(
             architecture,
             mode=mode,
             adapter=adapter,
             attention=attention,
             trained=tables[mode].get("none", {}).get(attention),
+            base=base,
         )
-        base = kind_table(families, family.based_on, mode, adapter, attention)
         if base is not None:
             # Features of its own follow those of the base, whose rows are shorter.
             features = list(dict.fromkeys([*base["features"], *table["features"]]))
