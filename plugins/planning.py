@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 
 from ..ds_configs.memory.activations import activations_are_stored, activations_of
 from ..ds_configs.memory.estimate import Calibration, MeasuredRun
+from ..ds_configs.models.images import image_tokens
 from ..ds_configs.models.stored_shapes import model_spec_from_config, model_type_of
 from ..ds_configs.plan.gallery import packaged_model, packaged_models
 from ..ds_configs.plan.output import NO_LOCKS
@@ -137,6 +138,7 @@ def plan(
         tell(f"sequence length {job.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:
         tell(note)
+    image_tokens(loaded.spec, job)
     if not activations_are_stored(loaded.spec, job):
         name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "

@@ -66,7 +66,7 @@ def derive_coefficients(
     family: str,
     *,
     modes: Iterable[Mode] = get_args(Mode),
-    adapters: Iterable[Adapter] = get_args(Adapter),
+    adapters: Iterable[Adapter] = ("none", "lora_all_linear", "lora_attention"),
 ) -> dict[str, Any]:
     """Traces one family and returns its tables by mode, adapter and attention path.
 

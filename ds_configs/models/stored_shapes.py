@@ -161,6 +161,8 @@ NO_SHAPE = re.compile(
 LABELS = "num_labels"
 """Outputs of a classifier, which a `config.json` states by the length of `id2label`."""
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
+_PARTLY_ROTATED = ("phi3",)
+"""Model types whose rotary tables have `int(partial_rotary_factor * head_dim)` angles (Phi-4-mini: 0.75)."""
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
     *(("hidden_size", "num_heads"), ("embed_dim", "num_heads")),
@@ -301,6 +303,12 @@ def spec_of(
     heads = getattr(fields, "num_attention_heads", 1)
     if not getattr(fields, "head_dim", 0) and getattr(fields, "hidden_size", 0) % heads:
         return None
+    if stored["model_type"] in _PARTLY_ROTATED:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        head_dim = getattr(fields, "head_dim", None) or fields.hidden_size // heads
+        # Two tables in fp32: the current angles, and the original ones.
+        buffer_bytes = 2 * 4 * ceil(int(factor * head_dim) / 2)
     nested: Values = {}
     for field, value in values.items():
         *parents, leaf = field.split(".")
@@ -436,6 +444,8 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return True
     if field in stored["varied"]:
         return value_kind(value) in stored["varied"][field] and (value is not None or field not in stored["implied"])
+    if stored["model_type"] in _PARTLY_ROTATED and name in (*_ROTARY_FIELDS, "partial_rotary_factor"):
+        return True
     if name in _ROTARY_FIELDS:
         rotary_factor = value.get("partial_rotary_factor") if isinstance(value, dict) else None
         return rotary_factor in (None, stored["rotary_factor"])

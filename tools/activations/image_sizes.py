@@ -90,6 +90,20 @@ def draw_patches(choose: random.Random, values: Values) -> Image:
     return Image(rows=side * rows, columns=side * columns, tokens=rows * columns)
 
 
+def draw_glm4v(choose: random.Random) -> Values:
+    """Draw sizes of GLM-4V, of whose head dimensions half are rotated."""
+    text, vision = draw_cohere(choose) | {"pad_token_id": 0}, _tower_of_patches(choose)
+    quarter = text["hidden_size"] // text["num_attention_heads"] // 4
+    axes = [quarter // 2, quarter // 2 - quarter // 4, quarter - 2 * (quarter // 2) + quarter // 4]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": axes}
+    position_table = {"image_size": vision["patch_size"] * choose.choice([3, 5, 7])}
+    return {
+        "text_config": text | {"rope_parameters": rope},
+        "vision_config": vision | position_table | {"out_hidden_size": text["hidden_size"]},
+        **{name.replace("vision", "image"): token for name, token in _special_tokens(text).items()},
+    }
+
+
 def draw_qwen3_vl(choose: random.Random) -> Values:
     """Draw sizes of Qwen3-VL."""
     text, vision = _with_head_dim(_text(choose), choose), _tower_of_patches(choose)

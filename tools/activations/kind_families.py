@@ -12,6 +12,7 @@ from shardwright.ds_configs.memory.activations import Adapter
 from .fit import SHALLOW_LAYERS
 from .image_sizes import (
     Image,
+    draw_glm4v,
     draw_halved_square,
     draw_internvl,
     draw_llava,
@@ -611,6 +612,23 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         image=draw_patches,
         # Three layers of the tower feed as many layers of the text.
         shallow_layers=3,
+        **_QWEN_VL,
+    ),
+    "Glm4vForConditionalGeneration": KindFamily(
+        model_type="glm4v",
+        sizes=draw_glm4v,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim"),
+        more=(
+            *_image_text("hidden_size", "out_hidden_size", "num_heads", "head_dim"),
+            *("image_token*vision_config.intermediate_size", "tower*vision_config.patches*vision_config.hidden_size"),
+        ),
+        depth=_qwen_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.down_proj.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=("text_config.hidden_act", "vision_config.hidden_act", "vision_config.attention_bias"),
+        image=draw_patches,
         **_QWEN_VL,
     ),
     "InternVLForConditionalGeneration": KindFamily(

@@ -216,10 +216,8 @@ def derive_kind_table(
     family, how = KIND_FAMILIES[architecture], {"mode": mode, "adapter": adapter, "attention": attention}
     (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
     if trained and adapter == "frozen_tower":
-        language = {
-            name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")
-        }
-        table = _table(architecture, shapes, factors, kinds, how, like={**trained, **language})
+        kept = {name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")}
+        table = _table(architecture, shapes, factors, kinds, how, like={"features": trained["features"], **kept})
         if set(table["features"]) <= set(trained["features"]):
             return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
         return table
@@ -310,7 +308,7 @@ def _table(
     *,
     like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trace one table; with `like`, layers keep the same as in that table, and those of other kinds nothing."""
+    """Trace one table; with `like`, layers keep the same as in that table, and those of kinds without rows nothing."""
     family = KIND_FAMILIES[architecture]
     candidates = candidate_features(family, how["adapter"], how["attention"])
     rows = [{name: feature(name, each) for name in candidates} for each in factors]
@@ -323,18 +321,19 @@ def _table(
     def known(name: str) -> dict[str, Quarters] | None:
         if like is None:
             return None
-        found = {kind: np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64) for kind in kinds}
-        for kind in found.keys() & like[name].keys():
-            (row,) = like[name][kind]
-            stored = dict(zip(like["features"], row, strict=False))
-            found[kind][: len(names)] = [int(4 * stored.get(feature_name, 0)) for feature_name in names]
+        found = {}
+        for kind in kinds:
+            found[kind] = np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64)
+            for row in like[name].get(kind, []):
+                kept = dict(zip(like["features"], row, strict=False))
+                found[kind][: len(names)] = [int(4 * kept.get(feature_name, 0)) for feature_name in names]
         return found
 
     plain, checkpointed = (
         _traced(architecture, shapes, kinds, solver, known(name), checkpointing=checkpointing, **how)
         for name, checkpointing in (("saved_per_layer", False), ("checkpointed_per_layer", True))
     )
-    run, last = plain.shallow, kinds[-1]
+    runs, last = (plain.shallow, checkpointed.shallow), kinds[-1]
 
     def backward(traced: _Traced, kind: str) -> list[Candidate]:
         # The last layer may have no gradient, as no layer of a frozen tower has.
@@ -356,11 +355,12 @@ def _table(
         "backward_transient": {kind: backward(plain, kind) for kind in kinds},
         "recompute_backward_transient": {kind: backward(checkpointed, kind) for kind in kinds},
         "forward_transient": {kind: solver.rows(checkpointed.layers[kind][-1].forward) for kind in kinds},
-        "loss_forward_peak": solver.rows([live - run.head_start for live in run.loss_forward]),
-        "loss_kept": solver.rows([run.kept - run.head_start]),
-        "loss_backward_peak": solver.rows([live - run.head_start for live in run.loss_backward]),
+        # A cache of keys and values that dies before the backward pass exists without checkpointing only.
+        "loss_forward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_forward]),
+        "loss_kept": solver.rows([run.kept - run.head_start for run in runs]),
+        "loss_backward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_backward]),
     }
-    copies = how["mode"] == "bf16_autocast" and run.weight_copy_bytes > 0
+    copies = how["mode"] == "bf16_autocast" and plain.shallow.weight_copy_bytes > 0
     return _without_zeros(table) | {"weight_copy_bytes_per_parameter": 2 if copies else 0}
 
 

@@ -166,6 +166,8 @@ def test_errors_of_images() -> None:
     text = replace(MODEL, model_type="llama", settings=())
     with pytest.raises(UsageError, match="has no images"):
         image_tokens(text, job)
+    with pytest.raises(UsageError, match="vision_tower = 'trained': is no part of llama"):
+        image_tokens(text, TrainingJob(vision_tower="trained"))
     assert [error.where for error in job_errors(TrainingJob(image_size="1x", frames=4))] == [
         "image_size",
         "image_size",

@@ -101,7 +101,6 @@ ONLY_TRANSFORMERS_KNOWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mixtral", {"num_key_value_heads": None}),
     ("qwen3_moe", {"mlp_only_layers": [0]}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
-    ("phi3", {"partial_rotary_factor": 0.5}),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}),
 )
 
@@ -132,8 +131,8 @@ def test_public_models_have_their_counts_without_the_meta_device(name: str) -> N
 @pytest.mark.parametrize("model_type", SIZED_FAMILIES)
 def test_families_equal_the_meta_device(model_type: str) -> None:
     for variant in VARIANTS:
-        if model_type == "phi3" and {"rope_scaling", "partial_rotary_factor"} & variant.keys():
-            continue  # Phi-3 knows no other rotary scaling than longrope; its fraction is left to Transformers.
+        if model_type == "phi3" and "rope_scaling" in variant:
+            continue  # Phi-3 knows no other rotary scaling than longrope.
         if model_type == "gpt2" and {"head_dim", "sliding_window", "num_hidden_layers"} & variant.keys():
             continue  # GPT-2 ignores them or has its own name, and the meta device repeats what the config says.
         config = small(model_type) | variant

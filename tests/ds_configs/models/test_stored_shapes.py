@@ -172,7 +172,7 @@ def test_stored_class_declines_configs_it_does_not_cover(change: dict[str, Any])
 def test_expressions_are_sums_of_products_and_quotients() -> None:
     sizes = {"heads": 3, "width": 10}
     assert evaluated("2*heads*width + -1*heads + 4", sizes) == 61
-    assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ")] == [3, 4, 3]
+    assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ", "min ")] == [3, 4, 3, 3]
 
 
 def test_planning_a_stored_class_does_not_import_torch(tmp_path: Path) -> None:
