@@ -440,8 +440,8 @@ def loss_tiles(model: ModelSpec, tokens: int) -> int:
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
-    # A frozen tower has no backward pass.
-    return max((ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows), default=0)
+    # A frozen tower has no backward pass. Rows of the class that a table is based on end before features of its own.
+    return max((ceil(sum(c * x for c, x in zip(row, point, strict=False))) for row in rows), default=0)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
@@ -549,12 +549,26 @@ def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
 
 
 KINDS_FILE = "kind_activations.json"
-"""Traced `versions` and `families` by model class of a release of Transformers.
+"""Traced `versions` and `families` by model class of a release of Transformers, followed by a word for other settings.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
 once; and `tables` by mode, adapter and attention. A table is complete or, with `based_on`, a merge patch (see `merged`)
-of the table of another adapter. `without_images` is the merge patch for a micro-batch of text.
+of the table of another adapter; tables of a class that is `based_on` another one, with the same layers, are merge
+patches of that one's. `without_images` is the merge patch for a micro-batch of text.
 """
+
+
+def kind_table(
+    families: Mapping[str, Any], name: str, mode: str, adapter: str, attention: str
+) -> dict[str, Any] | None:
+    """Return the complete table of a family; `None` if none is stored."""
+    family = families.get(name, {"tables": {}})
+    table: dict[str, Any] | None = family["tables"].get(mode, {}).get(adapter, {}).get(attention)
+    if table is not None and "based_on" in family:
+        table = merged(kind_table(families, family["based_on"], mode, adapter, attention), table)
+    if table is not None and "based_on" in table:
+        table = merged(family["tables"][mode][table["based_on"]][attention], table)
+    return table
 
 
 _EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
@@ -639,18 +653,19 @@ def estimate_kinds(
     Without images, a vision tower does not run. `None` if nothing is stored for the class, mode, adapter or attention,
     or if it was traced with other settings.
     """
-    family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
-    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+    families, settings = stored_facts(KINDS_FILE, model.release)["families"], dict(model.settings)
+    names = (name for name in families if name.partition(" ")[0] == model.architecture)
+    name = next((name for name in names if families[name]["settings"].items() <= settings.items()), None)
+    if name is None:
         return None
+    family = families[name]
     stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
-    table = stored.get(attention)
+    table = kind_table(families, name, mode, adapter, attention)
     if table is None:
         return None
-    if "based_on" in table:
-        table = merged(family["tables"][mode][table["based_on"]][attention], table)
     counts = layer_counts(model, family["kinds"])
     if "without_images" in table and not (images and images.images):
         *of_tower, _ = counts
@@ -807,6 +822,7 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
         if any(
             parameter.kind != "experts"
             and (len(parameter.shape) >= 4 or (len(parameter.shape) == 3 and parameter.name.endswith("conv.weight")))
+            and parameter.shape[1] > 1
             for parameter in parameters
         ):
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
