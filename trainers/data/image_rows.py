@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ PLACEHOLDER = "<image>"
 """Where a text has an image."""
 COLUMNS = ("images", "image")
 """Columns with the images of a row, or with one."""
-_SOURCES = ("image", "path", "url", "bytes", "base64", "image_url")
-"""Keys of a part of a message that can hold its image."""
+_SOURCES = ("bytes", "base64", "image", "path", "url", "image_url")
+"""Keys of an object that can hold its image; Parquet has the name of a file as `path` beside its `bytes`."""
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion")
 _CONTENTS = ("content", "value")
 
@@ -50,30 +49,30 @@ def with_image_parts(row: Mapping[str, Any], directory: Path | None, where: str)
             return row
         rule, fix = "has images, but no messages", "write prompt and completion as lists of messages"
         raise UsageError(ConfigError(where=where, value=column, rule=rule, fix=fix))
-    given = row[column] if column else ()
-    waiting = list(given) if isinstance(given, list | tuple) else [given]
-    count, places = len(waiting), 0
+    values = row[column] if column else ()
+    images = list(values) if isinstance(values, list | tuple) else [values]
+    count, placeholders = len(images), 0
 
-    def placed(source: Any) -> Part:
-        nonlocal places
-        if source is not None:
-            return _image(source, directory, where)
-        places += 1
-        return _image(waiting.pop(0), directory, where) if waiting else {"type": "image"}
+    def image_part(part: Any) -> Part:
+        nonlocal placeholders
+        if any(part.get(key) for key in _SOURCES):
+            return _image(part, directory, where)
+        placeholders += 1
+        return _image(images.pop(0), directory, where) if images else {"type": "image"}
 
     converted = {
-        name: [_with_parts(message, placed, where, splits=column is not None) for message in chat]
+        name: [_with_parts(message, image_part, where, splits=column is not None) for message in chat]
         for name, chat in chats.items()
     }
-    if places != count:
-        rule = f"has {count} images, but {places} places for them"
+    if placeholders != count:
+        rule = f"has {count} images, but {placeholders} places for them"
         fix = f"write {PLACEHOLDER}, or a part of type image, once for each image"
         raise UsageError(ConfigError(where=where, value=column, rule=rule, fix=fix))
     return {name: value for name, value in row.items() if name not in COLUMNS} | converted
 
 
-def _with_parts(message: Any, placed: Callable[[Any], Part], where: str, *, splits: bool) -> Any:
-    """Return a message with its content as parts; `placed` makes that of an image from its source."""
+def _with_parts(message: Any, image_part: Callable[[Any], Part], where: str, *, splits: bool) -> Any:
+    """Return a message with its content as parts; `image_part` makes that of an image from a part or a placeholder."""
     name = next((name for name in _CONTENTS if isinstance(message, Mapping) and message.get(name)), None)
     if name is None:
         return message
@@ -81,13 +80,13 @@ def _with_parts(message: Any, placed: Callable[[Any], Part], where: str, *, spli
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in ("image", "image_url"):
-            parts.append(placed(next((part[key] for key in _SOURCES if part.get(key) is not None), None)))
+            parts.append(image_part(part))
         elif kind == "text" and isinstance(part.get("text"), str):
             pieces = part["text"].split(PLACEHOLDER) if splits else [part["text"]]
             for index, piece in enumerate(pieces):
                 # Templates write a line end after an image themselves.
                 text = piece.removeprefix("\n") if index else piece
-                parts += [placed(None)] if index else []
+                parts += [image_part({})] if index else []
                 parts += [{"type": "text", "text": text}] if text else []
         else:
             rule, fix = "has a part of a message that is neither text nor an image", 'write {"type": "text", "text": …}'
@@ -97,19 +96,25 @@ def _with_parts(message: Any, placed: Callable[[Any], Part], where: str, *, spli
 
 def _image(source: Any, directory: Path | None, where: str) -> Part:
     """Return a part with the `path` or the `bytes` of an image."""
-    if isinstance(source, Mapping):
-        source = next((source[key] for key in ("bytes", "path", "url") if source.get(key)), None)
+    while isinstance(source, Mapping):
+        key = next((key for key in _SOURCES if source.get(key)), "")
+        source = source.get(key)
+        # JSON has no bytes.
+        if key in ("bytes", "base64") and isinstance(source, str) and not source.startswith("data:"):
+            source = f"data:;base64,{source}"
     if hasattr(source, "convert") and hasattr(source, "save"):
-        # Datasets of the Hub decode images.
         with io.BytesIO() as file:
-            source.save(file, "PNG")
+            # PNG has no CMYK and similar, but reading rejects pixels of 32 bits, which TIFF keeps.
+            is_png = source.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
+            image = source if is_png or source.mode in ("I", "F") else source.convert("RGB")
+            image.save(file, "TIFF" if image.mode in ("I", "F") else "PNG")
             source = file.getvalue()
     if isinstance(source, str) and source.startswith("data:"):
         try:
-            source = base64.b64decode(source.partition(",")[2], validate=True)
-        except binascii.Error:
-            rule = "has an image whose data: URL is no base64"
-            raise UsageError(ConfigError(where=where, rule=rule)) from None
+            source = base64.b64decode("".join(source.partition(",")[2].split()), validate=True)
+        except ValueError:
+            rule, fix = "has an image that is no base64", "encode it with base64, or write its path"
+            raise UsageError(ConfigError(where=where, rule=rule, fix=fix)) from None
     if isinstance(source, bytes | bytearray):
         return {"type": "image", "bytes": bytes(source)}
     if isinstance(source, str) and "://" in source:
@@ -117,8 +122,10 @@ def _image(source: Any, directory: Path | None, where: str) -> Part:
         raise UsageError(ConfigError(where=where, value=source, rule=rule, fix=fix))
     if not isinstance(source, str) or not source:
         rule = "an image must be a path, bytes, or an image of a Hub dataset"
-        raise UsageError(ConfigError(where=where, value=type(source).__name__, rule=rule))
-    path = Path(source).expanduser()
+        fix = 'write for example {"type": "image", "path": "cat.png"}'
+        raise UsageError(ConfigError(where=where, value=type(source).__name__, rule=rule, fix=fix))
+    # A name such as ~tmp.png is no home directory.
+    path = Path(source).expanduser() if source.startswith("~/") else Path(source)
     return {"type": "image", "path": str(path if directory is None else (directory / path).absolute())}
 
 

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 89_478_485
 """Pixels of an image above which Pillow warns of a decompression bomb."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""JPEG includes MPO. Other decoders of Pillow are never run on data: some start programs, and few are tested as well."""
 
 
 def opened(part: Part, where: str) -> Image:
     """Decode an image to RGB, upright.
 
     Raises:
-        UsageError: there is no such file, or the image has several frames.
+        UsageError: there is no such file, or the image has several frames, or pixels without a known range.
         RefusedInputError: it is broken, too large, or no image.
     """
     import PIL.Image
@@ -34,20 +36,28 @@ def opened(part: Part, where: str) -> Image:
 
     shown = part.get("path") or f"{len(part['bytes'])} bytes"
     source: Any = part["path"] if part.get("path") else io.BytesIO(part["bytes"])
-    fix = "convert it to PNG or JPEG, or remove the row"
+    fix = "convert it to PNG, JPEG, WebP, BMP, GIF or TIFF, or remove the row"
     try:
         with warnings.catch_warnings():
             # The limit below is an error.
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)
-            image = PIL.Image.open(source)
+            image = PIL.Image.open(source, formats=_FORMATS)
         with image:
             if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
                 rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
-            if (frames := getattr(image, "n_frames", 1)) > 1:
+            # Phones write MPO: the photo, and then its depth or a preview.
+            if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
                 rule, fix = f"has {frames} frames, and videos are not supported", "save one frame as an image"
                 raise UsageError(ConfigError(where=where, value=shown, rule=rule, fix=fix))
-            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+            if image.mode in ("I", "F"):
+                rule, fix = f"has pixels of 32 bits (mode {image.mode})", "convert it to 8 bits per channel"
+                raise UsageError(ConfigError(where=where, value=shown, rule=rule, fix=fix))
+            upright = PIL.ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I;16"):
+                # Pillow would clip 16 bits to the largest of 8.
+                upright = upright.convert("I").point(lambda value: value / 256).convert("L")
+            return upright.convert("RGB")
     except (FileNotFoundError, IsADirectoryError):
         fix = "check the path, which is relative to the file of the dataset"
         raise UsageError(ConfigError(where=where, value=shown, rule="no such image file", fix=fix)) from None
@@ -71,9 +81,9 @@ def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], whe
     """
     images = [opened(part, where) for part in parts]
     token = processor.image_token
-    places = chat.text.count(token) + (chat.text.count(PLACEHOLDER) if token != PLACEHOLDER else 0)
-    if places != len(images):
-        rule = f"has {len(images)} images, but its rendered text has {places} places for them"
+    placeholders = chat.text.count(token) + (chat.text.count(PLACEHOLDER) if token != PLACEHOLDER else 0)
+    if placeholders != len(images):
+        rule = f"has {len(images)} images, but its rendered text has {placeholders} places for them"
         fix = f"add the images, use the model's chat template, and do not write {PLACEHOLDER} or {token} in texts"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     bos = processor.tokenizer.bos_token

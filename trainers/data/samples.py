@@ -34,7 +34,7 @@ from .chat import (
     special_suffix,
     turns_of,
 )
-from .image_rows import images_of
+from .image_rows import COLUMNS, images_of
 from .images import check_image_inputs, encode_images, image_inputs
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
@@ -86,8 +86,10 @@ class SampleStatistics:
     """Rows with images."""
     images_per_sample: int = 0
     """Images of the row that has the most tokens of images."""
-    image_size: str | None = None
-    """Mean width and height of its images in pixels, such as `640x480`; `None` without images."""
+    image_tokens: int = 0
+    """Tokens that these images become."""
+    image_sizes: Sequence[str] = ()
+    """Their different widths and heights in pixels, such as `640x480`, from the largest area."""
     template_rows: int = 0
     """Rows that the chat template rendered."""
     packed_documents: int = 0
@@ -197,6 +199,13 @@ def load_samples(
         kind = "prompt and completion"
     elif "text" in columns:
         kind = "text"
+        with_images = ((index, name) for index, row in enumerate(rows) for name in COLUMNS if row.get(name))
+        if (first := next(with_images, None)) is not None:
+            index, name = first
+            rule = f"has text and {name}, but images need a chat"
+            chat = '{"role": "user", "content": "<image>QUESTION"}, {"role": "assistant", "content": "ANSWER"}'
+            fix = f'write "messages": [{chat}] instead of text, or use train --text-column text without the images'
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
     else:
         rule = (
             f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
@@ -224,7 +233,7 @@ def load_samples(
     )
     sizes = [sample.pop("sizes", ()) for sample in (*train, *evaluation)]
     tokens = [sample.pop("image_tokens", 0) for sample in (*train, *evaluation)]
-    largest = max(zip(tokens, sizes, strict=True), default=(0, ()))[1]
+    most_tokens, largest = max(zip(tokens, sizes, strict=True), key=lambda row: row[0], default=(0, ()))
     if not largest:
         for sample in (*train, *evaluation):
             sample.pop("images", None)
@@ -259,7 +268,10 @@ def load_samples(
         template_rows=chats["rendered"],
         image_rows=sum(map(bool, sizes)),
         images_per_sample=len(largest),
-        image_size="x".join(str(sum(side) // len(side)) for side in zip(*largest, strict=True)) or None,
+        image_tokens=most_tokens,
+        image_sizes=[
+            f"{width}x{height}" for width, height in sorted(set(largest), key=lambda size: (-size[0] * size[1], size))
+        ],
     )
     return Samples(train=train, evaluation=evaluation, statistics=statistics)
 
@@ -394,7 +406,9 @@ def _made_samples(
             ids, labels = encode_completion(tokenizer, prompt, completion)
             sample = {"input_ids": ids, "labels": labels}
             if processor is not None:
-                sample |= {"images": [], "sizes": (), "image_tokens": 0}
+                types = [name for name in processor.model_input_names if name.endswith(TYPES_SUFFIX)]
+                sample |= {name: [0] * len(ids) for name in types}
+                sample |= {"images": [], "sizes": [], "image_tokens": 0}
         else:
             tools = row.get("tools")
             if isinstance(tools, str) and tools.strip():

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import nan
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.models.images import RULES
+from ...ds_configs.models.images import RULES, image_tokens
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...ds_configs.specs.layout import Layout
+from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import shown_name, title_of
@@ -27,7 +28,7 @@ from ...plugins.transformers.loading import refuse_other_formats
 from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_processor, load_tokenizer, with_positions
-from ..data.samples import Samples, packed_if_possible, stated_samples
+from ..data.samples import Samples, SampleStatistics, packed_if_possible, stated_samples
 from ..data.sources import local_place
 from ..preferences.data import in_complete_batches, task_samples
 from ..preferences.trainer import (
@@ -218,6 +219,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
                 for name in edited_files(written_plan, directory)
             ]
             settings = _as_planned(settings, written_plan, model)
+    if settings.frames:
+        rule, fix = "videos are planned, but train reads none", "omit it, and plan and train with images of frames"
+        errors.append(ConfigError(where="frames", value=settings.frames, rule=rule, fix=fix))
     if written_plan is not None or settings.plan is None:
         with collecting(errors):
             hardware = chosen_hardware(settings) if written_plan is None else written_plan.hardware
@@ -279,10 +283,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
     plan, statistics = written_plan, samples.statistics
-    if plan is None and "images_per_sample" not in settings.model_fields_set and loaded.spec.model_type in RULES:
-        images: dict[str, Any] = {"images_per_sample": statistics.images_per_sample}
-        images |= {"image_size": statistics.image_size} if statistics.image_size else {}
-        settings = settings.model_copy(update=images)
+    if plan is None and loaded.spec.model_type in RULES:
+        settings = _with_images(settings, loaded.spec, statistics)
     if plan is None:
         # Liger computes the loss too, unless it is chosen.
         automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
@@ -321,6 +323,39 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         processor=processor,
         request=request,
     )
+
+
+def _with_images(settings: TrainSettings, spec: ModelSpec, statistics: SampleStatistics) -> TrainSettings:
+    """Return the settings with the number and size of images of the row with most of their tokens, unless both are set.
+
+    The images of a row may have several sizes, and the model's processor other limits than the rule of its family: the
+    size is one whose tokens are not below the counted ones and fit into the sequence, and of these nearly the fewest.
+    """
+    count = settings.images_per_sample
+    if "images_per_sample" not in settings.model_fields_set:
+        count = statistics.images_per_sample
+        settings = settings.model_copy(update={"images_per_sample": count})
+    if "image_size" in settings.model_fields_set or not statistics.image_sizes or not count:
+        return settings
+    excess: dict[str, int] = {}
+    for size in (*statistics.image_sizes, *(f"{side}x{side}" for side in range(_LARGEST_SIDE, 0, -_SIDE_STEP))):
+        job = TrainingJob(
+            seq_len_tokens=settings.seq_len, images_per_sample=count, image_size=size, max_pixels=settings.max_pixels
+        )
+        # Not every size is legal or fits into the sequence.
+        with suppress(UsageError):
+            tokens = image_tokens(spec, job)
+            assert tokens is not None, "the job has images"
+            if count * tokens.text_tokens >= statistics.image_tokens:
+                # Processors count the tokens around an image as text or as image.
+                excess[size] = max(0, count * tokens.features - statistics.image_tokens)
+    size = min(excess, key=lambda size: excess[size], default=statistics.image_sizes[0])
+    return settings.model_copy(update={"image_size": size})
+
+
+_LARGEST_SIDE = 4096
+_SIDE_STEP = 16
+"""Pixels between the squares that stand for images of several sizes; no family has smaller merged patches."""
 
 
 def image_layout_errors(layout: Layout) -> list[ConfigError]:

@@ -13,11 +13,18 @@ import pytest
 import torch
 from image_models import COLOURS, FAMILIES, QWEN_TEMPLATE, VOCAB_SIZE, processor, save_image_model
 from PIL import Image
+from shardwright.ds_configs.models.images import image_tokens
 from shardwright.ds_configs.specs.errors import InputError, RefusedInputError, UsageError
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.planning import load_model_spec
 from shardwright.trainers.data.chat import set_chat_template
 from shardwright.trainers.data.image_rows import with_image_parts
+from shardwright.trainers.data.images import opened
 from shardwright.trainers.data.models import StartingModel, load_config, load_processor, load_tokenizer
 from shardwright.trainers.data.samples import Samples, collate, load_samples
+from shardwright.trainers.runs.settings import RunRequest
+from shardwright.trainers.training.settings import TrainSettings
+from shardwright.trainers.training.task import _with_images, prepare_train
 
 ANSWER = {"role": "assistant", "content": "red"}
 
@@ -60,6 +67,8 @@ def test_every_form_of_an_image_gives_the_same_samples(family: str, directory: P
         question({"type": "image", "path": "red.png"}),
         question({"type": "image", "image": str(directory / "red.png")}),
         question({"type": "image", "url": "red.png"}),
+        question({"type": "image", "base64": base64.b64encode(content).decode()}),
+        question({"type": "image", "bytes": base64.encodebytes(content).decode()}),
         question({"type": "image_url", "image_url": {"url": url}}),
         question({"type": "image"}) | {"images": ["red.png"]},
         {"messages": text, "images": [{"path": "red.png", "bytes": None}]},
@@ -110,7 +119,7 @@ def test_a_batch_has_the_images_of_its_rows_and_none_without_images(family: str,
     made = made_of(family)
     found = samples(directory, question({"type": "image", "path": "red.png"}), text, pair, made=made)
     statistics = found.statistics
-    assert (statistics.image_rows, statistics.images_per_sample, statistics.image_size) == (2, 2, "30x20")
+    assert (statistics.image_rows, statistics.images_per_sample, statistics.image_sizes) == (2, 2, ["30x20"])
     batch, without = collate(found.train, processor=made), collate(found.train[1:2], processor=made)
     images = batch["pixel_values"] if family == "llava" else batch["image_grid_thw"]
     assert len(images) == 3 and "pixel_values" not in without
@@ -180,6 +189,10 @@ def bad_image(directory: Path, kind: str) -> Path:
     elif kind == "animated":
         frames = [Image.new("RGB", (8, 8), colour) for colour in COLOURS.values()]
         frames[0].save(path, "PNG", save_all=True, append_images=frames[1:])
+    elif kind == "floats":
+        Image.new("F", (8, 8), 0.5).save(path, "TIFF")
+    elif kind == "vector":
+        path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     elif kind == "huge":
         Image.new("1", (12_000, 12_000)).save(path)
     return path
@@ -194,6 +207,8 @@ def bad_image(directory: Path, kind: str) -> Path:
         ("text", 4, "is no readable image"),
         ("animated", 2, "has 4 frames"),
         ("huge", 4, "has 12000 x 12000 pixels"),
+        ("floats", 2, "has pixels of 32 bits (mode F); convert it to 8 bits"),
+        ("vector", 4, "convert it to PNG, JPEG, WebP, BMP, GIF or TIFF"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_one_line(kind: str, code: int, words: str, directory: Path) -> None:
@@ -210,6 +225,96 @@ def test_images_of_other_modes_are_converted(mode: str, directory: Path) -> None
     Image.new(mode, (20, 20)).save(directory / "other.tiff")
     (sample,) = samples(directory, question({"type": "image", "path": "other.tiff"})).train
     assert collate([sample], processor=processor("llava"))["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_a_photo_with_a_second_picture_is_its_first_picture(directory: Path) -> None:
+    photo, depth = (Image.new("RGB", (30, 20), COLOURS[name]) for name in ("red", "blue"))
+    photo.save(directory / "photo.jpg", "MPO", save_all=True, append_images=[depth])
+    assert Image.open(directory / "photo.jpg").n_frames == 2
+    red, green, blue = opened({"path": str(directory / "photo.jpg")}, "row").getpixel((0, 0))
+    assert red > 200 and max(green, blue) < 60
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B"])
+def test_images_of_16_bits_keep_their_brightness(mode: str, directory: Path) -> None:
+    suffix = "png" if mode == "I;16" else "tiff"
+    Image.new(mode, (8, 8), 0x8040).save(directory / f"deep.{suffix}")
+    assert opened({"path": str(directory / f"deep.{suffix}")}, "row").getpixel((0, 0)) == (128, 128, 128)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
+def test_a_decoded_image_of_any_mode_is_read(mode: str) -> None:
+    row = {"messages": [{"role": "user", "content": "<image>Colour?"}, ANSWER], "image": Image.new(mode, (8, 8))}
+    (part, _) = with_image_parts(row, None, "row")["messages"][0]["content"]
+    assert opened(part, "row").size == (8, 8)
+
+
+def test_only_the_own_home_directory_is_expanded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(directory / "home"))
+    row = {"messages": [{"role": "user", "content": "<image><image>"}, ANSWER], "images": ["~tmp.png", "~/a.png"]}
+    paths = [part["path"] for part in with_image_parts(row, directory, "row")["messages"][0]["content"]]
+    assert paths == [str(directory / "~tmp.png"), str(directory / "home/a.png")]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "Gemma3"])
+def test_rows_of_text_and_of_chats_make_one_batch(family: str, directory: Path) -> None:
+    made = made_of(family) if family in FAMILIES else other_processor(family)
+    chat = question({"type": "image", "path": "red.png"})["messages"]
+    text = {"prompt": "Colour?", "completion": "red"}
+    talk = {"prompt": [{"role": "user", "content": "Hi"}], "completion": [ANSWER]}
+    rows = [text, talk, text | {"prompt": "Which?"}, {"prompt": chat[:1], "completion": chat[1:]}]
+    for order in (rows, rows[::-1], rows[:2]):
+        found = samples(directory, *order, made=made, seq_len=256)
+        batch = collate(found.train, processor=made)
+        assert len(batch["input_ids"]) == len(order) and found.statistics.image_rows == ("pixel_values" in batch)
+
+
+@pytest.mark.parametrize("sides", [[(56, 1960), (1960, 56)], [(1120, 1120), *[(56, 56)] * 9], [(57, 5)], [(2000, 5)]])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_planned_tokens_of_a_row_are_between_its_own_and_the_sequence(
+    family: str, sides: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    FAMILIES[family]().save_pretrained(tmp_path)
+    spec = load_model_spec(tmp_path).spec
+    for index, size in enumerate(sides):
+        Image.new("RGB", size).save(tmp_path / f"{index}.png")
+    row = question(*({"type": "image", "path": f"{index}.png"} for index in range(len(sides))))
+    if family == "qwen2_5_vl" and max(sides[0]) > 200 * min(sides[0]):
+        pytest.skip("its processor rejects this image")
+    found = samples(tmp_path, row, made=made_of(family), seq_len=32768).statistics
+    # The row has little text.
+    settings = TrainSettings(seq_len=found.train_tokens + 64)
+    planned = _with_images(settings, spec, found)
+    assert planned.images_per_sample == len(sides)
+    job = TrainingJob(
+        seq_len_tokens=settings.seq_len, images_per_sample=planned.images_per_sample, image_size=planned.image_size
+    )
+    tokens = image_tokens(spec, job)
+    assert tokens is not None and found.image_tokens <= len(sides) * tokens.text_tokens < settings.seq_len
+
+
+def test_set_numbers_and_sizes_of_images_are_kept(tmp_path: Path) -> None:
+    FAMILIES["qwen2_5_vl"]().save_pretrained(tmp_path)
+    spec = load_model_spec(tmp_path).spec
+    Image.new("RGB", (280, 140)).save(tmp_path / "a.png")
+    found = samples(tmp_path, question({"type": "image", "path": "a.png"}), made=made_of("qwen2_5_vl"), seq_len=4096)
+    cases: list[tuple[dict[str, Any], tuple[int, str]]] = [
+        ({"image_size": "640x480"}, (1, "640x480")),
+        ({"images_per_sample": 3}, (3, "280x140")),
+        ({"images_per_sample": 2, "image_size": "64x64"}, (2, "64x64")),
+    ]
+    for stated, expected in cases:
+        planned = _with_images(TrainSettings(seq_len=4096, **stated), spec, found.statistics)
+        assert (planned.images_per_sample, planned.image_size) == expected
+
+
+def test_train_rejects_frames_of_videos(directory: Path) -> None:
+    save_image_model(directory / "model")
+    samples(directory, question({"type": "image", "path": "red.png"}))
+    request = RunRequest(output_dir=directory / "out", dry_run=True)
+    settings = TrainSettings(dataset=str(directory / "rows.jsonl"), frames=4, hardware="1xCPU")
+    with pytest.raises(UsageError, match="frames = 4: videos are planned, but train reads none; omit it"):
+        prepare_train(settings, str(directory / "model"), request)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +334,9 @@ def test_images_of_other_modes_are_converted(mode: str, directory: Path) -> None
         ),
         ({"prompt": "<image>Hi", "completion": "there", "image": "red.png"}, "has images, but no messages"),
         (question({"type": "image", "image": 3}), "must be a path, bytes, or an image"),
-        (question({"type": "image_url", "image_url": {"url": "data:image/png;base64,$"}}), "is no base64"),
+        (question({"type": "image_url", "image_url": {"url": "data:image/png;base64,$"}}), "is no base64; encode it"),
+        (question({"type": "image", "base64": "$"}), "is no base64; encode it"),
+        ({"text": "A cat.", "image": "red.png"}, 'has text and image, but images need a chat; write "messages"'),
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
