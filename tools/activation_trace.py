@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -57,6 +58,8 @@ def is_stored(family: str, mode: Mode, adapter: Adapter, attention: str) -> bool
     """
     from shardwright.tools.activations.families import FIRST, MIXTURES
 
+    if adapter == "lora_experts":
+        return family in MIXTURES and attention == "fused"
     if family not in FIRST or (family in MIXTURES and adapter == "lora_all_linear"):
         return adapter == "none" or (mode, adapter, attention) == ("bf16", "lora_all_linear", "fused")
     return True
@@ -97,6 +100,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     for name, derive_kernels in KERNELS.items():
         parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
+    parser.add_argument("--adapters", nargs="+", choices=get_args(Adapter), default=get_args(Adapter))
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
@@ -104,7 +108,8 @@ def main(arguments: list[str]) -> int:
         kept = json.loads(KERNELS_PATH.read_text(encoding="utf-8"))["tables"][options.kernels]
         families, derive, path = list(kept), KERNELS[options.kernels], KERNELS_PATH
     else:
-        families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
+        families, path = list(FIRST), DATA_PATH
+        derive = partial(derive_coefficients, adapters=options.adapters)
     document = json.loads(path.read_text(encoding="utf-8"))
     for family in options.families or families:
         tables: dict[str, Any] = {family: derive(family)}

@@ -15,10 +15,18 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import ALL_LINEAR, Dimensions, ModelSpec, ParameterShape, adapted_experts, stored_facts
+from ..specs.model import (
+    ALL_LINEAR,
+    Dimensions,
+    ModelSpec,
+    ParameterShape,
+    adapted_experts,
+    stored_facts,
+    targeted_linears,
+)
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention"]
+Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts"]
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 Kernels = Literal["eager", "liger", "compiled"]
 
@@ -892,17 +900,22 @@ def activations_of(
     # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps. Other
     # targets than those of attention count as all Linear modules.
     profiles: tuple[Adapter, ...] = ("none",)
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     if job.method != "full":
         profiles = ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
-        elif adapted_experts(model, job.lora_targets) and not adapted_experts(model, (ALL_LINEAR,)):
-            # Frozen experts keep no input.
-            profiles = ("none",)
+        elif adapted and not targeted_linears(model, job.lora_targets):
+            profiles = ("lora_experts", *profiles)
     for adapter in profiles:
         traced = stored(mode, adapter)
         if traced is None:
             continue
+        if adapter == "lora_experts":
+            # PEFT casts fp32 adapters itself; the table counts that.
+            return replace(traced, autocast_weight_copy_bytes_per_parameter=0)
+        if adapter != "none" and adapted and not adapted_experts(model, (ALL_LINEAR,)):
+            traced = _with_expert_inputs(traced, model, micro_batch_size * job.seq_len_tokens, adapted, mode)
         if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
@@ -910,6 +923,20 @@ def activations_of(
         assert frozen is not None, "every stored family has the tables of 16-bit layers"
         return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
+
+
+def _with_expert_inputs(
+    traced: ActivationEstimate, model: ModelSpec, tokens: int, adapted: Sequence[ParameterShape], mode: Mode
+) -> ActivationEstimate:
+    """Return the bytes of adapters on Linear modules, whose layers also keep the inputs of adapted experts."""
+    sizes = model.dimensions
+    widths = sum(sizes.hidden_size if "down" not in p.name else sizes.expert_intermediate_size for p in adapted)
+    inputs = (4 if mode == "fp32" else 2) * tokens * sizes.experts_per_token * widths
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + inputs,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + inputs,
+    )
 
 
 SMALLEST_MASK_TOKENS = 2**13

@@ -334,7 +334,7 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
 
 @lru_cache(maxsize=64)
 def _adapters(model: ModelSpec, job: TrainingJob) -> int:
-    return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
 
 
 def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> DataTraffic:
@@ -397,7 +397,7 @@ def _zero3_calls(
     if job.method == "full":
         reductions = float(reduced_buckets(gathered.trained_part, zero.reduce_bucket_size))
     else:
-        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets)
+        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
         # Gradients of adapters are small, so that they fill a bucket.
         reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
     gradients = sum(parameter.count for parameter in trained)
