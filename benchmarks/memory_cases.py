@@ -198,7 +198,7 @@ def _adapted(
 
 
 ADAPTED = (
-    _adapted("qwen3_moe", "ddp", "fp32", "q_proj,v_proj,experts"),
+    _adapted("qwen3_moe", "ddp", "fp32", "experts", checkpointing=True),
     _adapted("qwen3_moe", "zero2", "bf16", "q_proj,v_proj,experts", checkpointing=True),
     _adapted("qwen3_moe", "zero3", "bf16", "experts", checkpointing=True),
     _adapted("qwen3_moe", "fsdp2", "bf16", "q_proj,k_proj,v_proj,o_proj,experts"),

@@ -17,6 +17,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
     ALL_LINEAR,
+    CONV1D_FAMILIES,
     Dimensions,
     ModelSpec,
     ParameterShape,
@@ -862,6 +863,19 @@ def activations_of(
 
     `unmasked` is the attention kernel without a mask.
     """
+    traced = _of_profile(model, job, micro_batch_size, mode, unmasked)
+    if job.method == "full" or job.lora_variant != "dora":
+        return traced
+    # The gradients of DoRA's norms need the outputs of the weight and of its adapters.
+    axis = -1 if model.model_type in CONV1D_FAMILIES else 0
+    widths = sum(p.count * p.shape[axis] for p in targeted_linears(model, job.lora_targets))
+    element, tokens = 4 if mode == "fp32" else 2, micro_batch_size * job.seq_len_tokens
+    return _keeping(traced, 2 * element * tokens * widths // max(1, model.dimensions.num_layers))
+
+
+def _of_profile(
+    model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode, unmasked: Attention
+) -> ActivationEstimate:
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
@@ -915,7 +929,11 @@ def activations_of(
             # PEFT casts fp32 adapters itself; the table counts that.
             return replace(traced, autocast_weight_copy_bytes_per_parameter=0)
         if adapter != "none" and adapted and not adapted_experts(model, (ALL_LINEAR,)):
-            traced = _with_expert_inputs(traced, model, micro_batch_size * job.seq_len_tokens, adapted, mode)
+            # Their layers keep the inputs of experts too.
+            sizes, element = model.dimensions, 4 if mode == "fp32" else 2
+            widths = sum(sizes.expert_intermediate_size if "down" in p.name else sizes.hidden_size for p in adapted)
+            routed = micro_batch_size * job.seq_len_tokens * sizes.experts_per_token
+            traced = _keeping(traced, element * routed * widths)
         if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
@@ -925,17 +943,12 @@ def activations_of(
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
 
 
-def _with_expert_inputs(
-    traced: ActivationEstimate, model: ModelSpec, tokens: int, adapted: Sequence[ParameterShape], mode: Mode
-) -> ActivationEstimate:
-    """Return the bytes of adapters on Linear modules, whose layers also keep the inputs of adapted experts."""
-    sizes = model.dimensions
-    widths = sum(sizes.hidden_size if "down" not in p.name else sizes.expert_intermediate_size for p in adapted)
-    inputs = (4 if mode == "fp32" else 2) * tokens * sizes.experts_per_token * widths
+def _keeping(traced: ActivationEstimate, more: int) -> ActivationEstimate:
+    """Return the bytes if each layer keeps `more` until its backward pass."""
     return replace(
         traced,
-        saved_bytes_per_layer=traced.saved_bytes_per_layer + inputs,
-        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + inputs,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + more,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + more,
     )
 
 

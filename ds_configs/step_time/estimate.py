@@ -321,7 +321,8 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
     if job.method == "full" and work.frozen_parameters:
         dense, frozen_bytes = dense - work.frozen_parameters, float(work.frozen_parameters * job.compute_bytes)
     elif job.method != "full":
-        frozen_bytes = (dense + experts) * (NF4_BYTES if job.method == "qlora" else job.compute_bytes)
+        # bitsandbytes leaves fused experts in 16 bit.
+        frozen_bytes = dense * (NF4_BYTES if job.method == "qlora" else job.compute_bytes) + experts * job.compute_bytes
         dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
     stepped = dense + experts
     if layout.engine not in ("ddp", "single") and layout.zero_stage != 0:
