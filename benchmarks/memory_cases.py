@@ -9,7 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 from shardwright.ds_configs.memory.rank_parameters import rank_parameters
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
@@ -71,7 +71,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def spec_of(config: dict[str, Any], name: str, release: str | None = None) -> ModelSpec:
-    """Return the specification of a family: the closed form, or what Transformers builds.
+    """Return the specification of a family: from stored shapes, or what Transformers builds.
 
     `release` is that of Transformers, by default the installed one.
     """

@@ -15,7 +15,7 @@ from equivalence.records import Record, logged, write_records
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN
 from metered_training import plan_of, run_settings, train_metered
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import Precision, TrainingJob

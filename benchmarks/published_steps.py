@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import published_stacks as stacks
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout

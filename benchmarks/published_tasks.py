@@ -22,7 +22,7 @@ from shardwright.ds_configs.memory.estimate import (
     share_moment_terms,
 )
 from shardwright.ds_configs.memory.rank_parameters import Moment, Terms, rank_shares
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob

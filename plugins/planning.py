@@ -1,6 +1,6 @@
 """Plans from names of models and hardware, and the store of measured runs.
 
-A model's `ModelSpec` comes from a closed form if there is one, else from the meta device. Measured runs and step times
+A model's `ModelSpec` comes from stored shapes if there are any, else from the meta device. Measured runs and step times
 are in one file in the user's data directory, which processes share.
 
 Each line is a JSON object that one write appends under a lock, so that processes lose nothing and none reads half a
@@ -30,8 +30,8 @@ from pydantic import TypeAdapter
 
 from ..ds_configs.memory.activations import activations_are_stored, activations_of
 from ..ds_configs.memory.estimate import Calibration, MeasuredRun
-from ..ds_configs.models.families import model_spec_from_config
-from ..ds_configs.models.stored_shapes import model_spec_from_shapes, model_type_of
+from ..ds_configs.models.images import image_tokens
+from ..ds_configs.models.stored_shapes import model_spec_from_config, model_type_of
 from ..ds_configs.plan.gallery import packaged_model, packaged_models
 from ..ds_configs.plan.output import NO_LOCKS
 from ..ds_configs.plan.plan import Plan, make_plan, release_difference
@@ -138,6 +138,7 @@ def plan(
         tell(f"sequence length {job.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:
         tell(note)
+    image_tokens(loaded.spec, job)
     if not activations_are_stored(loaded.spec, job):
         name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
@@ -423,7 +424,6 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     release, config = transformers_release(), source.config
     identity: dict[str, Any] = {"name": source.name, "revision": source.revision}
     spec = model_spec_from_config(config, **identity, release=release)
-    spec = spec or model_spec_from_shapes(config, **identity, release=release)
     notes: list[str] = []
     family = _family_of_class(config, release) if spec is None and by_structure else None
     if family is not None:
@@ -433,7 +433,6 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
         )
         config = config | {"model_type": family}
         spec = model_spec_from_config(config, **identity, release=release)
-        spec = spec or model_spec_from_shapes(config, **identity, release=release)
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
     if spec is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,22 @@ def chat_sample(made: Any, colours: list[str], *, answer: str) -> dict[str, Any]
     chat = rendered_chat(made.tokenizer, [question, {"role": "assistant", "content": answer}])
     sample = encode_images(made, chat, parts, "row")
     return {name: value for name, value in sample.items() if name not in ("sizes", "image_tokens", "last")}
+
+
+def write_colours(directory: Path, rows: int) -> Path:
+    """Write chats about the colour of an image, and one without an image for three of them."""
+    from PIL import Image
+
+    directory.mkdir(parents=True)
+    lines = []
+    for index in range(rows):
+        name = list(COLOURS)[index * 7 % 11 % 4]
+        question: Any = [{"type": "image", "path": f"{index}.png"}, {"type": "text", "text": "Colour?"}]
+        shade = tuple(min(255, value + index % 5) for value in COLOURS[name])
+        Image.new("RGB", (16 + index % 9, 20), shade).save(directory / f"{index}.png")
+        if index % 4 == 3:
+            question, name = f"Repeat {index}", str(index)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": name}]
+        lines.append(json.dumps({"messages": turns}))
+    (directory / "rows.jsonl").write_text("\n".join(lines))
+    return directory / "rows.jsonl"

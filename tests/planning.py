@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paths import CONFIGS
-from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors, parse_config_json
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob

@@ -29,9 +29,8 @@ from shardwright.ds_configs.memory.estimate import (
 )
 from shardwright.ds_configs.memory.host import stock_loading_bytes
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
-from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.images import image_tokens
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.run_estimates import doubts
 from shardwright.ds_configs.search.search import Evaluated, search
@@ -81,7 +80,6 @@ def model_of(name: str) -> ModelSpec:
     config = STORED["models"][name]
     config = public_config(config) if isinstance(config, str) else config
     spec = model_spec_from_config(config, name=name, release=FIRST_RELEASE)
-    spec = spec or model_spec_from_shapes(config, name=name, release=FIRST_RELEASE)
     assert spec is not None, name
     return spec
 

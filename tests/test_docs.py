@@ -22,7 +22,8 @@ FLAGS_OF_OTHERS = {
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun
-    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank", "--max-logprobs"),  # vLLM
+    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank"),  # vLLM
+    "--tasks",  # lm-evaluation-harness
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     *("--dist", "--durations"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command

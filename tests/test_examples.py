@@ -95,3 +95,18 @@ def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     script = [str(ROOT / "examples" / "finetune_with_plan.py"), str(model), str(tmp_path / "plan")]
     shown = launch_ranks(Launch(arguments=(*command, *script)), timeout_seconds=240)
     assert "trained on 2 ranks" in shown
+
+
+def test_colours_makes_chats_with_images_and_asks_the_model_about_new_ones(tmp_path, capsys):
+    from shardwright.trainers.data.models import StartingModel, load_config, load_processor, load_tokenizer
+    from shardwright.trainers.data.samples import load_samples
+
+    example = runpy.run_path(str(ROOT / "examples" / "colours.py"))
+    example["make"](tmp_path)
+    source = StartingModel(model=str(tmp_path / "model"))
+    config, tokenizer = load_config(source), load_tokenizer(source, 258)
+    processor = load_processor(source, config, tokenizer)
+    samples = load_samples(str(tmp_path / "chats.jsonl"), tokenizer, seq_len=64, processor=processor)
+    assert samples.statistics.image_rows == 400 and not samples.statistics.cut_rows
+    example["ask"](tmp_path / "model")
+    assert capsys.readouterr().out.endswith("0 of 40 answers are right\n")

@@ -67,7 +67,7 @@ def command(root: Path, model: str, directory: Path, flags: str, *, name: str = 
     `name` is the command, with further words before the model.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    stated = SETTINGS | settings | {"dataset": str(root / "rows.jsonl")}
+    stated = SETTINGS | {"dataset": str(root / "rows.jsonl")} | settings
     (directory / "settings.yaml").write_text(json.dumps(stated))
     train = [*warm_command("shardwright"), *name.split(), str(root / model), "--config", "settings.yaml"]
     return [*train, *flags.split(), "--output-dir", "out", "--format", "json"]

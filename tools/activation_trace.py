@@ -33,6 +33,8 @@ ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
 KERNELS_PATH = DATA_PATH.with_name(KERNELS_FILE)
 KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
+ADAPTERS: tuple[Adapter, ...] = ("none", "lora_all_linear", "lora_attention", "lora_experts")
+"""What is trained of text families."""
 
 
 def attention_paths(family: str, mode: Mode, adapter: Adapter) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ def derive_coefficients(
     family: str,
     *,
     modes: Iterable[Mode] = get_args(Mode),
-    adapters: Iterable[Adapter] = get_args(Adapter),
+    adapters: Iterable[Adapter] = ADAPTERS,
 ) -> dict[str, Any]:
     """Traces one family and returns its tables by mode, adapter and attention path.
 
@@ -100,7 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     for name, derive_kernels in KERNELS.items():
         parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
-    parser.add_argument("--adapters", nargs="+", choices=get_args(Adapter), default=get_args(Adapter))
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS)
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)

@@ -26,6 +26,8 @@ NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "
 MORE_FIELDS: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
     "gemma3": {"text_config.sliding_window_pattern": 6},
+    "gemma3_text": {"sliding_window_pattern": 6},
+    **{name: {"head_dim": None} for name in ("phi3", "qwen2", "qwen3_moe")},
     "deberta-v2": {"conv_kernel_size": 0},
 }
 """Fields that a configuration reads and does not keep."""
@@ -126,7 +128,7 @@ class ClassOnMeta:
             self.text = part if section is text else self.text
         for name in [name for name in self.defaults if self._is_alias(name)]:
             del self.defaults[name]
-        declared = {*_unresolved(config), *self.more, *self.required}
+        declared = {self.names[""].get(name, name) for name in (*_unresolved(config), *self.more, *self.required)}
         self.computed = sorted(name for name in self.defaults if name not in declared and not self._is_read(name))
         for name in self.computed:
             del self.defaults[name]

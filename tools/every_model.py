@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.models.families import FAST_FAMILIES
+from shardwright.ds_configs.models.model_config import SIZED_FAMILIES
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.planning import plan
@@ -43,7 +43,7 @@ def classes() -> dict[str, str]:
 def shallow_config(architecture: str, model_type: str) -> dict[str, Any]:
     """The default configuration with two layers in every stack, where the class has stacks."""
     config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture]}
-    if model_type in FAST_FAMILIES:
+    if model_type in SIZED_FAMILIES:
         # Families that are counted without transformers must state their sizes.
         from transformers import AutoConfig
 

@@ -12,7 +12,7 @@ import json
 import zipfile
 from pathlib import Path
 
-from shardwright.ds_configs.models.families import LIGER_FILE, TEXT_MODEL, Kernels
+from shardwright.ds_configs.specs.model import LIGER_FILE, TEXT_MODEL, Kernels
 
 DATA = Path(__file__).resolve().parents[1] / "ds_configs" / "data" / LIGER_FILE
 SOURCE_FILE = "liger_kernel/transformers/monkey_patch.py"

@@ -16,6 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 from shardwright.tools.shape_expressions import monomials, solved
 
 DATA = Path(__file__).resolve().parents[1] / "ds_configs" / "data" / SHAPES_FILE
-SAMPLES, SWITCHED_SAMPLES, CHECKS = 16, 10, 16
+SAMPLES, SWITCHED_SAMPLES, CHECKS = 32, 10, 16
 HIDDEN_UNIT = 48
 """Multiples of it are divided by every number of heads that is drawn."""
 OTHER_KINDS: Mapping[str, dict[str, list[Any]]] = {"t5": {"feed_forward_proj": ["gated-gelu"]}}
@@ -42,6 +43,7 @@ PART_TYPES: Mapping[str, Mapping[str, str]] = {"llava": {"text_config": "llama",
 """Model types of the parts of classes that combine others."""
 FIXED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("text_config.use_bidirectional_attention",),
+    "gemma3_text": ("use_bidirectional_attention",),
     "deberta-v2": ("relative_attention", "share_att_key"),
 }
 """Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word), or make a
@@ -70,6 +72,9 @@ def drawn_sizes(defaults: Mapping[str, Any], varied: list[str], choose: random.R
             drawn[field] = 16 * choose.randint(3, 20)
         elif leaf == "patch_size":
             drawn[field] = choose.choice([2, 4, 8, 16])
+        elif leaf == "vocab_size":
+            # More than the default padding token of Phi-3.
+            drawn[field] = choose.randint(33_000, 36_000)
         elif leaf.endswith(("vocab_size", "positions", "position_embeddings")):
             drawn[field] = choose.randint(300, 3000)
         elif small:
@@ -206,6 +211,13 @@ def derive(name: str) -> dict[str, Any]:
             continue
         kinds.setdefault(field, {value_kind(on_meta.defaults[field])}).add(samples[0].kinds[field])
         groups.append((field, samples[0].kinds[field], samples))
+    if on_meta.layer_kinds and "num_hidden_layers" in varied:
+        # Stacks of one type of layer lack the others.
+        for field, found in on_meta.layer_kinds.items():
+            for only in sorted(found):
+                stack = {"num_hidden_layers": 1, field: [only]}
+                samples = drawn_samples(on_meta, varied, stack, SWITCHED_SAMPLES, choose)
+                groups += [(f"{field}={kind}", "zero", samples) for kind in sorted(found - {only})]
     stored = _stored(on_meta, base, groups)
     stored["varied"] = {field: sorted(found) for field, found in kinds.items()}
     return _checked(on_meta, stored, varied, choose)
@@ -214,6 +226,7 @@ def derive(name: str) -> dict[str, Any]:
 def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, str, list[Sample]]]) -> dict[str, Any]:
     assert on_meta.spec is not None
     cache: dict[tuple[int, bool], tuple[list[str], Any]] = {}
+    samples = [*base, *(sample for _, _, group in groups for sample in group)]
 
     def candidates(samples: list[Sample], stated: bool) -> tuple[list[str], Any]:
         key = (id(samples), stated)
@@ -236,25 +249,30 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
     def branches(keys: list[tuple[Any, ...]], *, stated: bool) -> list[tuple[list[Any], dict[str, str]]]:
         """Return the expressions of some outputs that go together, with the kinds under which they hold."""
         found: list[tuple[list[Any], dict[str, str]]] = []
+        if keys == [("buffers",)]:
+            # Rotary tables round up the widths of heads, which few samples show.
+            with suppress(ShapesError):
+                return [([fit(key, samples, stated=stated) for key in keys], {})]
         usual: list[Any] | None = None
         unless: dict[str, str] = {}
         if all(keys[0] in sample.outputs for sample in base):
             usual = [fit(key, base, stated=stated) for key in keys]
-        for field, kind, samples in groups:
-            present = all(keys[0] in sample.outputs for sample in samples)
+        for field, kind, switched in groups:
+            if stated and "=" in field:
+                continue
+            present = all(keys[0] in sample.outputs for sample in switched)
             if (
                 usual is not None
                 and present
-                and all(_explains(how, key, samples, stated=stated) for how, key in zip(usual, keys, strict=True))
+                and all(_explains(how, key, switched, stated=stated) for how, key in zip(usual, keys, strict=True))
             ):
                 continue
             if present:
-                found.append(([fit(key, samples, stated=stated) for key in keys], {field: kind}))
+                found.append(([fit(key, switched, stated=stated) for key in keys], {field: kind}))
             if usual is not None:
-                unless[field] = value_kind(on_meta.defaults[field])
+                unless[field] = value_kind(on_meta.defaults.get(field, 1))
         return ([(usual, unless)] if usual is not None else []) + found
 
-    samples = (*base, *(sample for _, _, group in groups for sample in group))
     every = dict.fromkeys(key for sample in samples for key in sample.outputs)
     kinds = [key for key in every if key[0] == "derived" and "=" in key[1]]
     for sample in samples:
@@ -272,6 +290,10 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         keys = [key, *((*key[:-1], axis) for axis in range(axes))]
         for (count, *shape), when in branches(keys, stated=False):
             parameters.append([pattern, shape, count, group, kind, when])
+    # A router runs before its experts, whatever their order in the class.
+    first = next((index for index, row in enumerate(parameters) if row[4] == "experts"), 0)
+    routers = [row for row in parameters[first:] if row[0].endswith(".mlp.gate.weight")]
+    parameters = [*parameters[:first], *routers, *(row for row in parameters[first:] if row not in routers)]
     return {
         "model_type": on_meta.model_type,
         "text": on_meta.text,
@@ -279,6 +301,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "attention": on_meta.spec.attention,
         "names": on_meta.names,
         "layer_types": {field: sorted(found) for field, found in on_meta.layer_kinds.items()},
+        "sometimes": sorted({key[1] for sample in samples for key in kinds if not sample.sizes.get(key[1])}),
         "values": on_meta.defaults,
         "read": sorted(on_meta.read),
         "apart": list(APART.get(on_meta.model_type, ())),

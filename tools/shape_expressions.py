@@ -11,13 +11,18 @@ import numpy as np
 
 def monomials(tables: Sequence[Mapping[str, int]]) -> tuple[list[str], Any]:
     """Return products and quotients of sizes that vary, simplest first, with their values by sample."""
-    names = sorted({name for table in tables for name in table})
+    # All layers can be of one type.
+    names = sorted({name for table in tables for name in table}, key=lambda name: ("=" in name, name))
     values = {name: np.array([table.get(name, 0) for table in tables], dtype=np.int64) for name in names}
     varying = [name for name in names if len(set(values[name])) > 1]
     found = {"1": np.ones(len(tables), dtype=np.int64)} | {name: values[name] for name in varying}
     for one, other in combinations_with_replacement(varying, 2):
         found[f"{one}*{other}"] = values[one] * values[other]
     positive = [name for name in varying if values[name].min() > 0]
+    if {"num_hidden_layers", "max_window_layers"} <= {*positive}:
+        # Layers of Qwen without a window.
+        layers = np.minimum(values["num_hidden_layers"], values["max_window_layers"])
+        found["min num_hidden_layers//max_window_layers"] = layers
     for one in positive:
         for divisor in ("2", "3", "4", "6", "8", "16"):
             found[f"{one}//{divisor}"] = values[one] // int(divisor)

@@ -1,7 +1,7 @@
 """Reject words that the project's vocabulary replaces: `python tools/words.py [FILE...]`.
 
-Reads pages, templates, and the comments, docstrings and messages of Python files. A word is allowed where it has
-another meaning: `ALLOWED` has the few places.
+Reads pages, templates, data files, and the comments, docstrings and messages of Python files. A word is allowed where
+it has another meaning: `ALLOWED` has the few places.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def hits(path: Path) -> Iterator[str]:
 
 def main(names: list[str]) -> int:
     """Print the hits of the named files, or of all tracked ones; return 1 where there are any."""
-    tracked = ["git", "ls-files", "*.py", "*.md", "*.j2", "*.sh"]
+    tracked = ["git", "ls-files", "*.py", "*.md", "*.j2", "*.sh", "ds_configs/data/*.toml"]
     names = names or subprocess.run(tracked, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     paths = [ROOT / name for name in names if (ROOT / name).is_file() and (ROOT / name) != Path(__file__).resolve()]
     lines = [line for path in paths for line in hits(path)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint_callback import CheckpointCallback as CheckpointCallback
     from .distillation.clip_trainer import CLIPDistillationTrainer as CLIPDistillationTrainer
-    from .distillation.config import DistillationConfig as DistillationConfig
+    from .distillation.settings import DistillationConfig as DistillationConfig
     from .distillation.trainer import DistillationTrainer as DistillationTrainer
     from .formats.spqr import load_spqr as load_spqr
     from .guards import GuardCallback as GuardCallback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
     "CheckpointCallback": ".checkpoint_callback",
-    "DistillationConfig": ".distillation.config",
+    "DistillationConfig": ".distillation.settings",
     "DistillationTrainer": ".distillation.trainer",
     "ExpertParallelCallback": ".parallel.expert",
     "GuardCallback": ".guards",

@@ -363,7 +363,7 @@ class QuantizationOutcome:
         lead = f"Quantized from {origin} by {method}. [REPORT.md](REPORT.md) shows the change in quality."
         return card_text(
             f"{title_of(source.name)}, {scheme.name}",
-            [lead, serving_text(method, scheme.storage), usage()],
+            [lead, serving_text(method, scheme.storage), usage(images="vision_config" in source.config)],
             f"{license_line(source.name)} Read its card before you publish this one.",
             base=source.name,
             relation="quantized",

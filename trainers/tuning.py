@@ -205,6 +205,9 @@ def tune(
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
+    if plan.job.images_per_sample:
+        rule, fix = "is not measured: the samples of trials are text", "measure a short `shardwright train --max-steps`"
+        errors.append(ConfigError(where="images_per_sample", value=plan.job.images_per_sample, rule=rule, fix=fix))
     if plan.job.task == "sft":
         for second in plan.job.second_models:
             rule = "is not loaded by trials"

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ..models.families import model_spec_from_config
 from ..models.model_config import parse_config_json
-from ..models.stored_shapes import model_spec_from_shapes
+from ..models.stored_shapes import model_spec_from_config
 from ..plan.plan import Plan
 from ..plan.rendering import (
     DEEPSPEED_FILE,
@@ -411,6 +410,6 @@ def _local_model(name: str | None) -> tuple[ModelSpec | None, int | None]:
         return None, None
     if config is None:
         return None, None
-    spec = model_spec_from_config(config, name=str(path)) or model_spec_from_shapes(config, name=str(path))
+    spec = model_spec_from_config(config, name=str(path))
     context = (config.get("text_config") or config).get("max_position_embeddings")
     return spec, context if isinstance(context, int) else None

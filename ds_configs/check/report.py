@@ -171,7 +171,7 @@ def as_integer(value: object) -> int | None:
 
 
 Schema = dict[str, Any]
-_DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parent.parent / "data"
 TRUE_WORDS, FALSE_WORDS = {"y", "yes", "t", "true", "on", "1"}, {"n", "no", "f", "false", "off", "0"}
 # Sizes end up in torch and NCCL, whose integers have 64 bits.
 _INTEGER_LIMIT = 1 << 63
@@ -191,7 +191,7 @@ _TYPE_NAMES = {
 
 @functools.cache
 def load_keys(name: str) -> Schema:
-    schema: Schema = json.loads((_DATA / f"{name}_keys.json").read_text(encoding="utf-8"))
+    schema: Schema = json.loads((DATA / f"{name}_keys.json").read_text(encoding="utf-8"))
     return schema
 
 

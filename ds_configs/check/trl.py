@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,107 +18,15 @@ from typing import get_args
 from ..specs.errors import ConfigError
 from ..specs.model import ModelSpec
 from ..specs.tasks import TrlTask
-from .report import Entry, Finding, KeyWalker, Node, Report, Schema, load_keys, nearest_key
+from .report import DATA, Entry, Finding, KeyWalker, Node, Report, Schema, load_keys, nearest_key
 from .trl_rules import GENERATING, RULES, TrlRun
 
-MEANINGS: Mapping[str, str] = {
-    "num_generations": (
-        "Completions that GRPO and RLOO sample per prompt; their mean reward is the baseline of each other, so at least"
-        " 2 are required. A generation batch (per_device_train_batch_size x processes x steps_per_generation) must be a"
-        " multiple of it, because the completions of a prompt stay together. More completions give a baseline with less"
-        " noise, and cost as much generation, scoring and update. Defaults in TRL: 8 for GRPO, 2 for RLOO."
-    ),
-    "steps_per_generation": (
-        "Micro-batches that one generation serves. Its default is gradient_accumulation_steps: completions of one"
-        " optimizer step. A multiple reuses completions for several optimizer steps: generation runs in larger batches"
-        " and weights reach vLLM less often, but later steps train on completions of an older policy. The completions,"
-        " masks and log-probabilities of all these micro-batches stay in memory. generation_batch_size sets the same in"
-        " completions of all processes; only one of the two may be set."
-    ),
-    "vllm_gpu_memory_utilization": (
-        "Share of each training GPU that colocated vLLM reserves for weights, workspace, CUDA graphs and cache blocks"
-        " (0.3 by default; a server has its own flag). It must hold the 16-bit weights divided by"
-        " vllm_tensor_parallel_size and the cache of one sequence of vllm_max_model_length tokens, else vLLM stops."
-        " What remains of the GPU must hold the update. With vllm_enable_sleep_mode vLLM frees its memory between"
-        " generations. `plan --task grpo --generation vllm` chooses the share."
-    ),
-    "beta": (
-        "Weight of the divergence from the reference model. In DPO and KTO it scales the only term of the loss: with 0"
-        " the loss is constant and nothing is learned. In CPO and ORPO, 0 removes the preference term. In GRPO and RLOO"
-        " it is the coefficient of the KL penalty: with 0, the default of GRPO, no reference model is loaded, which"
-        " saves its memory and scoring passes; RLOO has 0.05. In GKD it interpolates the divergence: 0 is the forward"
-        " KL, 1 the reverse KL."
-    ),
-}
+_TEXTS = tomllib.loads((DATA / "trl_texts.toml").read_text(encoding="utf-8"))
+MEANINGS: Mapping[str, str] = _TEXTS["meanings"]
 """Texts of `explain` about keys of TRL."""
-
-_REMOVED = {
-    "max_prompt_length": "remove it: max_length limits prompt and completion",
-    "max_target_length": "remove it: max_length limits the sequence",
-    "max_seq_length": "write max_length",
-    "max_completion_length": "remove it: max_length limits the sequence",
-    "use_liger": "write model_init_kwargs: {use_kernels: true}",
-    "use_liger_loss": "remove it: the fused LM head computes log-probabilities without complete logits",
-    "use_logits_to_keep": "remove it: the fused LM head computes log-probabilities without complete logits",
-    "use_num_logits_to_keep": "remove it: the fused LM head computes log-probabilities without complete logits",
-    "rpo_alpha": "write loss_type: [sigmoid, sft] with loss_weights: [1.0, ALPHA]",
-    "reference_free": "remove it; use CPO (SimPO) to train without a reference model",
-    "ref_model_init_kwargs": "remove it: the reference model is loaded with model_init_kwargs",
-    "force_use_ref_model": "remove it: pass a reference model to the trainer",
-    "model_adapter_name": "remove it: the trainer copies the adapter of a PEFT model as its reference",
-    "ref_adapter_name": "remove it: the trainer copies the adapter of a PEFT model as its reference",
-    "label_pad_token_id": "remove it",
-    "padding_value": "remove it: the padding token is that of the tokenizer",
-    "is_encoder_decoder": "remove it: encoder-decoder models are not supported",
-    "generate_during_eval": "remove it, and add LogCompletionsCallback in a script",
-    "dataset_batch_size": "remove it",
-    "num_of_sequences": "remove it: packing fills max_length tokens",
-    "chars_per_token": "remove it: packing counts tokens",
-    "vllm_device": "write vllm_mode: colocate, or vllm_mode: server",
-    "vllm_dtype": "remove it: vLLM reads the data type of the model",
-    "vllm_max_model_len": "write vllm_max_model_length",
-    "vllm_enable_prefix_caching": "remove it: vLLM caches prefixes by default",
-    "vllm_guided_decoding_regex": "write vllm_structured_outputs_regex",
-    "vllm_init_kwargs": "remove it: the vllm_* keys are the only arguments",
-    "wandb_log_unique_prompts": "write log_unique_prompts",
-    "rloo_k": "write num_generations",
-    "kl_coef": "write beta",
-    "cliprange": "write epsilon",
-    "num_ppo_epochs": "write num_iterations",
-    "response_length": "write max_completion_length",
-    "whiten_rewards": "write normalize_advantages",
-    "normalize_reward": "write normalize_advantages",
-    "token_level_kl": "remove it: the KL term is a sum over the tokens of a completion",
-    "missing_eos_penalty": "write mask_truncated_completions: true, or penalize it in a reward function",
-    "local_rollout_forward_batch_size": "remove it: completions are scored in per_device_train_batch_size rows",
-    "num_mini_batches": "write steps_per_generation and gradient_accumulation_steps",
-    "total_episodes": "write max_steps or num_train_epochs",
-    "torch_dtype": "write dtype",
-    "evaluation_strategy": "write eval_strategy",
-    "per_gpu_train_batch_size": "write per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "write per_device_eval_batch_size",
-    "no_cuda": "write use_cpu",
-    "overwrite_output_dir": "remove it: the Trainer does not read it",
-    "save_safetensors": "remove it: checkpoints are always safetensors",
-    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR (in env)",
-    "group_by_length": "write train_sampling_strategy: group_by_length",
-    "warmup_ratio": "write warmup_steps with a fraction below 1",
-    "push_to_hub_token": "write hub_token",
-    "dispatch_batches": "write accelerator_config: {dispatch_batches: ...}",
-    "split_batches": "write accelerator_config: {split_batches: ...}",
-}
+_REMOVED: Mapping[str, str] = _TEXTS["removed"]
 """Keys of earlier releases of TRL and Transformers, with what to write; a class that has the key accepts it."""
 _EXPONENT = re.compile(r"[-+]?\d{1,20}(\.\d{0,20})?[eE][-+]?\d{1,3}")
-_DEPRECATED = {
-    "pad_token": "set the padding token of the tokenizer",
-    "use_transformers_paged": "write use_transformers_continuous_batching",
-    "vllm_importance_sampling_cap": "write vllm_importance_sampling_clip_max",
-}
-_DEPRECATED_VALUES = {
-    ("truncation_mode", "keep_end"): "write keep_start",
-    ("loss_type", "chunked_nll"): "write nll, which does not build the logits either",
-    ("packing_strategy", "bfd-requeue"): "write bfd_split",
-}
 
 
 def check_trl(
@@ -284,9 +193,9 @@ def _check_keys(run: TrlRun) -> None:
                 rule = "is a string in YAML, which requires a dot and a sign in a number with an exponent"
                 fix = f"write {float(number)}e{int(power):+d}"
                 report.error(f"{entry.key}.{part.key}", rule, fix, line=part.line)
-    for key, fix in _DEPRECATED.items():
+    for key, fix in _TEXTS["deprecated"].items():
         if key in run.schema and run.sets(key):
             report.warning(key, "is deprecated; TRL 2.0 removes it", fix)
-    for (key, word), fix in _DEPRECATED_VALUES.items():
-        if key in run.schema and report.value(key) == word:
+    for key, words in _TEXTS["deprecated_values"].items():
+        if key in run.schema and (fix := words.get(str(report.value(key)))):
             report.warning(key, "is deprecated; TRL 2.0 removes it", fix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ..models.families import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import GROUPED_TASKS, TrainingJob
@@ -17,6 +16,7 @@ from ..specs.model import (
     ModelSpec,
     ParameterShape,
     adapted_experts,
+    liger_kernels,
     targeted_linears,
 )
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +10,9 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
-from ..models.families import has_liger_loss
 from ..models.images import image_sizes
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import image_part
+from ..specs.images import ImageSizes, image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
@@ -22,12 +22,16 @@ from ..specs.model import (
     ModelSpec,
     ParameterShape,
     adapted_experts,
+    has_liger_loss,
+    merged,
     stored_facts,
     targeted_linears,
 )
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts"]
+Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts", "frozen_tower", "lora_language"]
+"""What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
+_FULL: tuple[Adapter, ...] = ("none", "frozen_tower")
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 Kernels = Literal["eager", "liger", "compiled"]
 
@@ -203,12 +207,15 @@ def _evaluated(
     def together(of_layer: Mapping[str, int], *, in_tower: bool) -> int:
         return sum(count * of_layer[kind] for kind, count in counts.items() if (kind in tower) == in_tower)
 
+    outside = _largest(table["outside_layers"], point)
+    # What checkpointing changes outside is that of the tower.
+    more = _largest(table.get("checkpointed_outside_layers", table["outside_layers"]), point) - outside
     return ActivationEstimate(
         saved_bytes_per_layer=-(-together(saved, in_tower=False) // layers),
         checkpointed_bytes_per_layer=-(-together(checkpointed, in_tower=False) // layers),
         tower_saved_bytes=together(saved, in_tower=True),
-        tower_checkpointed_bytes=together(checkpointed, in_tower=True),
-        outside_layer_bytes=_largest(table["outside_layers"], point),
+        tower_checkpointed_bytes=together(checkpointed, in_tower=True) + more,
+        outside_layer_bytes=outside,
         backward_transient_bytes=transient("backward_transient", saved),
         recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
         forward_transient_bytes=transient("forward_transient", checkpointed),
@@ -435,7 +442,8 @@ def loss_tiles(model: ModelSpec, tokens: int) -> int:
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
-    return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows)
+    # A frozen tower has no backward pass. Rows of the class that a table is based on end before features of its own.
+    return max((ceil(sum(c * x for c, x in zip(row, point, strict=False))) for row in rows), default=0)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
@@ -543,20 +551,52 @@ def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
 
 
 KINDS_FILE = "kind_activations.json"
-"""Traced `versions` and `families` by model class of a release of Transformers.
+"""Traced `versions` and `families` by model class of a release of Transformers, followed by a word for other settings.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
-once; and `tables` by mode, adapter and attention.
+once; and `tables` by mode, adapter and attention. A table is complete or, with `based_on`, a merge patch (see `merged`)
+of the table of another adapter; tables of a class that is `based_on` another one, with the same layers, are merge
+patches of that one's. `without_images` is the merge patch for a micro-batch of text.
 """
 
 
+def kind_table(
+    families: Mapping[str, Any], name: str, mode: str, adapter: str, attention: str
+) -> dict[str, Any] | None:
+    """Return the complete table of a family; `None` if none is stored."""
+    family = families.get(name, {"tables": {}})
+    table: dict[str, Any] | None = family["tables"].get(mode, {}).get(adapter, {}).get(attention)
+    if table is not None and "based_on" in family:
+        table = merged(kind_table(families, family["based_on"], mode, adapter, attention), table)
+    if table is not None and "based_on" in table:
+        table = merged(family["tables"][mode][table["based_on"]][attention], table)
+    return table
+
+
+_EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
+
+
+def image_factors(*, images: int, patches: int, tokens: int) -> dict[str, int]:
+    """Return the sizes of all images of a micro-batch.
+
+    `patch` counts rows of the tower, and `image_token` tokens of the text. `tower` is 1 if there are images, for what
+    does not depend on their number.
+    """
+    return {"image": images, "patch": patches, "image_token": tokens, "tower": min(1, images)}
+
+
 def feature_factors(
-    model: ModelSpec, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
+    model: ModelSpec,
+    *,
+    micro_batch_size: int,
+    seq_len_tokens: int,
+    lora_rank: int = 0,
+    images: ImageSizes | None = None,
 ) -> dict[str, int]:
     """Return the sizes of a model of several kinds of layers whose products are features, by name.
 
-    These are `size_factors`, the integers of its configuration, and `patches` of an image, with the prefix of a nested
-    vision configuration.
+    These are `size_factors`, `image_factors`, the integers of its configuration, and `patches` of an image, with the
+    prefix of a nested vision configuration.
     """
     integers = {name: value for name, value in model.settings if isinstance(value, int) and not isinstance(value, bool)}
     patches = {
@@ -567,7 +607,19 @@ def feature_factors(
     sizes = size_factors(
         model.dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    return integers | patches | sizes
+    width = integers.get("vision_config.embed_dim") or integers.get("vision_config.hidden_size", 0)
+    heads = integers.get("vision_config.num_heads") or integers.get("vision_config.num_attention_heads", 0)
+    tower = {"vision_config.head_dim": width // heads} if heads else {}
+    # The matrix or convolution that embeds patches has a column for each value of a patch.
+    embeds = (p for p in model.parameters if not p.in_layer and len(p.shape) > 1 and _EMBEDS_PATCHES.search(p.name))
+    tower["patch_pixels"] = max((p.numel // p.shape[0] for p in embeds), default=0)
+    each = images or ImageSizes(images=0, patches=0, tokens=0)
+    of_images = image_factors(
+        images=micro_batch_size * each.images,
+        patches=micro_batch_size * each.patches,
+        tokens=micro_batch_size * each.tokens,
+    )
+    return tower | integers | patches | sizes | of_images
 
 
 def layer_counts(model: ModelSpec, kinds: Mapping[str, str]) -> dict[str, int]:
@@ -596,26 +648,39 @@ def estimate_kinds(
     lora_rank: int,
     attention: str,
     chunked_loss: bool = False,
+    images: ImageSizes | None = None,
 ) -> ActivationEstimate | None:
     """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
 
-    `None` if nothing is stored for the class, mode, adapter or attention, or if it was traced with other settings.
+    Without images, a vision tower does not run. `None` if nothing is stored for the class, mode, adapter or attention,
+    or if it was traced with other settings.
     """
-    family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
-    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+    families, settings = stored_facts(KINDS_FILE, model.release)["families"], dict(model.settings)
+    names = (name for name in families if name.partition(" ")[0] == model.architecture)
+    name = next((name for name in names if families[name]["settings"].items() <= settings.items()), None)
+    if name is None:
         return None
+    family = families[name]
     stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
-    table = stored.get(attention)
+    table = kind_table(families, name, mode, adapter, attention)
     if table is None:
         return None
+    counts = layer_counts(model, family["kinds"])
+    if "without_images" in table and not (images and images.images):
+        *of_tower, _ = counts
+        table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
     factors = feature_factors(
-        model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
+        model,
+        micro_batch_size=micro_batch_size,
+        seq_len_tokens=seq_len_tokens,
+        lora_rank=lora_rank,
+        images=images,
     )
     point = [feature(name, factors) for name in table["features"]]
-    counts, layers = layer_counts(model, family["kinds"]), max(1, model.dimensions.num_layers)
+    layers = max(1, model.dimensions.num_layers)
     tower = {kind for kind, mark in family["kinds"].items() if model.reads_images and image_part(mark)}
     estimate = _evaluated(table, point, counts, layers=layers, interleaved=family["interleaved"], tower=tower)
     if not chunked_loss:
@@ -759,6 +824,7 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
         if any(
             parameter.kind != "experts"
             and (len(parameter.shape) >= 4 or (len(parameter.shape) == 3 and parameter.name.endswith("conv.weight")))
+            and parameter.shape[1] > 1
             for parameter in parameters
         ):
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
@@ -879,7 +945,7 @@ def _of_profile(
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
-        rank = 0 if adapter == "none" else job.lora_rank
+        rank = 0 if adapter in _FULL else job.lora_rank
         # Tables by dimensions are stored for text families, tables by kind of layer for all others.
         has_family = model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
         if not has_family:
@@ -892,6 +958,7 @@ def _of_profile(
                 lora_rank=rank,
                 attention=attention_path(model.dimensions, mode, attention),
                 chunked_loss=job.loss == "chunked",
+                images=image_sizes(model, job),
             )
         traced = estimate_activations(
             family=model.model_type,
@@ -913,10 +980,11 @@ def _of_profile(
 
     # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps. Other
     # targets than those of attention count as all Linear modules.
-    profiles: tuple[Adapter, ...] = ("none",)
+    reads_frozen = model.reads_images and job.vision_tower == job.projector == "frozen"
+    profiles: tuple[Adapter, ...] = ("frozen_tower", "none") if reads_frozen else ("none",)
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     if job.method != "full":
-        profiles = ("lora_all_linear", "none")
+        profiles = ("lora_language", *profiles) if reads_frozen else ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
         elif adapted and not targeted_linears(model, job.lora_targets):
@@ -928,16 +996,16 @@ def _of_profile(
         if adapter == "lora_experts":
             # PEFT casts fp32 adapters itself; the table counts that.
             return replace(traced, autocast_weight_copy_bytes_per_parameter=0)
-        if adapter != "none" and adapted and not adapted_experts(model, (ALL_LINEAR,)):
+        if adapter not in _FULL and adapted and not adapted_experts(model, (ALL_LINEAR,)):
             # Their layers keep the inputs of experts too.
             sizes, element = model.dimensions, 4 if mode == "fp32" else 2
             widths = sum(sizes.expert_intermediate_size if "down" in p.name else sizes.hidden_size for p in adapted)
             routed = micro_batch_size * job.seq_len_tokens * sizes.experts_per_token
             traced = _keeping(traced, element * routed * widths)
-        if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
+        if mode != "bf16_autocast" or (adapter in _FULL) == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
-        copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, stored("bf16", "none")
+        copies, frozen = traced.autocast_weight_copy_bytes_per_parameter, stored("bf16", adapter)
         assert frozen is not None, "every stored family has the tables of 16-bit layers"
         return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)

@@ -1,1 +1,1 @@
-"""From a `config.json` to a `ModelSpec` in closed form, family by family: start with `families.py`."""
+"""From a `config.json` to a `ModelSpec` from stored shapes: start with `stored_shapes.py`."""

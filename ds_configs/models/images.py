@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isqrt, sqrt
+from typing import get_args
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import ImageSizes
+from ..specs.images import ImagePart, ImageSizes
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 
@@ -277,10 +278,16 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
     Raises:
         UsageError: the model has no rule, or its rule cannot read what the job states.
     """
+    errors = [
+        ConfigError(where=part, value="trained", rule=f"is no part of {model.model_type}", fix="omit it")
+        for part in get_args(ImagePart)
+        if not model.reads_images and getattr(job, part) == "trained"
+    ]
+    if errors:
+        raise UsageError(errors)
     if not job.images_per_sample:
         return None
     height, width = job.image_sides
-    errors = []
     if model.model_type not in RULES:
         rule = "has no images" if not model.reads_images else "has no rule for the tokens of an image"
         fix = f"plan without images, or one of {', '.join(sorted(RULES))}"

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..specs.errors import ConfigError, RefusedInputError
 from ..specs.model import Group, ModelConfig, ParameterKind
-from .families import CONFIG_FIELDS, FAST_FAMILIES
 
 LARGEST_CONFIG_BYTES = 4 * 2**20
 """Largest size of a `config.json`; the largest public ones have some hundred kB of label maps."""
@@ -29,6 +28,18 @@ _LIMITS: dict[str, int] = {
     "max_position_embeddings": 1_000_000_000,
 }
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+SIZED_FAMILIES = (
+    *("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe"),
+)
+"""Model types whose files must have these sizes, for which Transformers has the defaults of one model."""
+_GPT2_FIELDS = {
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+}
+"""Names of the standard fields in files of GPT-2."""
 _ZERO_MEANS_NONE = ("num_experts", "num_local_experts", "moe_intermediate_size")
 _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
 """Endings of fields that count modules, which Transformers builds in a loop."""
@@ -87,9 +98,9 @@ def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
                 where=f"{source}: model_type", value=model_type, rule="must be the name of a model type", fix=fix
             )
         ]
-    names = CONFIG_FIELDS.get(model_type, {})
+    names = _GPT2_FIELDS if model_type == "gpt2" else {}
     errors = _kind_errors(config, source)
-    if model_type in FAST_FAMILIES:
+    if model_type in SIZED_FAMILIES:
         required = (*_REQUIRED, *(() if model_type == "gpt2" else ("intermediate_size",)))
         errors += [
             ConfigError(
@@ -98,7 +109,7 @@ def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
             for field in required
             if config.get(names.get(field, field)) is None
         ]
-    errors += _part_errors(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
+    errors += _part_errors(config, names, source, one_per_layer=model_type not in SIZED_FAMILIES)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
             errors += _part_errors(value, {}, f"{source}: {nested}", one_per_layer=True)

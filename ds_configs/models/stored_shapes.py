@@ -10,7 +10,6 @@ from math import ceil
 from typing import Any, Literal
 
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
-from .families import ARCHITECTURES, FAST_FAMILIES, model_spec_from_config
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
@@ -96,6 +95,8 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
             yield from plain_settings(value, f"{prefix}{name}.")
         elif isinstance(value, bool | int | float | str) and not name.endswith(OTHER_SETTINGS):
             yield prefix + name, value
+        elif name == "id2label" and isinstance(value, dict):
+            yield prefix + LABELS, len(value)
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 
@@ -106,6 +107,8 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
     held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
     experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts") or held
     intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
+    # LFM2 rounds the width of its MLP.
+    intermediate = next((p.shape[0] for p in parameters if p.name.endswith("feed_forward.w1.weight")), intermediate)
     has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
     # With `multi_query`, Falcon and GPT-BigCode have one head and ignore other fields. Falcon's newer decoder reads
     # `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).
@@ -158,12 +161,14 @@ NO_SHAPE = re.compile(
 LABELS = "num_labels"
 """Outputs of a classifier, which a `config.json` states by the length of `id2label`."""
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
+_PARTLY_ROTATED = ("phi3",)
+"""Model types whose rotary tables have `int(partial_rotary_factor * head_dim)` angles (Phi-4-mini: 0.75)."""
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
     *(("hidden_size", "num_heads"), ("embed_dim", "num_heads")),
     ("image_size", "patch_size"),
 )
-_FACTOR = re.compile(r"(?P<rounding>ceil |round )?(?P<number>.+?)//(?P<divisor>.+)")
+_FACTOR = re.compile(r"(?P<rounding>ceil |round |min )?(?P<number>.+?)//(?P<divisor>.+)")
 
 
 def load_shapes(release: str) -> Mapping[str, Any]:
@@ -175,6 +180,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `varied`: fields with the kinds of values that were traced
     - `required` fields, `implied` fields (by others, if they are not set), `derived` fields, and `computed` fields
       (which the class never reads)
+    - `layer_types` of some layers, and those that a stack may lack (`sometimes`)
     - `rotary_factor`: the fraction of a head that is rotated
     - `apart`: switches of which at most one may differ from its default
     - `read`: other fields that its code reads
@@ -191,7 +197,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     return stored_facts(SHAPES_FILE, release)
 
 
-def model_spec_from_shapes(
+def model_spec_from_config(
     config: ModelConfig, *, name: str, revision: str | None = None, release: str | None = None
 ) -> ModelSpec | None:
     """Return the `ModelSpec` of a validated `config.json`; `None` if its class is not stored or does not cover it.
@@ -214,8 +220,7 @@ def model_spec_from_shapes(
 def model_type_of(architecture: str, *, release: str) -> str | None:
     """Return the model type of a class of Transformers by its name; `None` for a class that is not stored."""
     stored = {key.partition(" ")[0]: kept["model_type"] for key, kept in load_shapes(release)["classes"].items()}
-    known: str | None = ARCHITECTURES.get(architecture) or stored.get(architecture)
-    return known
+    return stored.get(architecture)
 
 
 def spec_of(
@@ -268,8 +273,10 @@ def spec_of(
     values |= {field: size for field, size in derived.items() if "=" not in field}
     for field in stored["layer_types"]:
         values[field] = [kind for kind in stored["layer_types"][field] for _ in range(sizes.get(f"{field}={kind}", 0))]
-        if len(set(values[field])) < len(stored["layer_types"][field]):
+        counts = {f"{field}={kind}": values[field].count(kind) for kind in stored["layer_types"][field]}
+        if any(not count and name not in stored.get("sometimes", ()) for name, count in counts.items()):
             return None
+        kinds |= {name: value_kind(count) for name, count in counts.items()}
     parameters = tuple(
         ParameterShape(
             name=pattern, shape=tuple(evaluated(size, sizes) for size in shape), count=number, group=group, kind=kind
@@ -296,6 +303,12 @@ def spec_of(
     heads = getattr(fields, "num_attention_heads", 1)
     if not getattr(fields, "head_dim", 0) and getattr(fields, "hidden_size", 0) % heads:
         return None
+    if stored["model_type"] in _PARTLY_ROTATED:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+        head_dim = getattr(fields, "head_dim", None) or fields.hidden_size // heads
+        # Two tables in fp32: the current angles, and the original ones.
+        buffer_bytes = 2 * 4 * ceil(int(factor * head_dim) / 2)
     nested: Values = {}
     for field, value in values.items():
         *parents, leaf = field.split(".")
@@ -330,17 +343,12 @@ def text_spec(texts: Mapping[str, Any], config: ModelConfig, part: str, *, relea
     model_type, architecture, defaults = texts["types"][kind]
     values = {name: value for name, value in defaults.items() if value is not None} | dict(stated)
     values |= {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": False}
-    if model_type not in FAST_FAMILIES:
-        spec = model_spec_from_shapes(values, name="text", release=release)
-        return spec and replace(spec, model_type=kind)
+    # Files of SmolVLM have parts of other models.
+    values = {name: value for name, value in values.items() if not name.endswith("_config")}
     spec = model_spec_from_config(values, name="text", release=release)
-    if spec is None or (spec.sliding_window and "layer_types" in defaults):
-        # Which layers have the window is left to Transformers.
+    if spec is None:
         return None
-    settings = dict(plain_settings(values))
-    settings |= {"head_dim": spec.dimensions.head_dim, "num_key_value_heads": spec.dimensions.num_key_value_heads}
-    if "layer_types" in defaults and "layer_types" not in stated:
-        settings["layer_types=full_attention"] = spec.dimensions.num_layers
+    settings = dict(spec.settings) | {"head_dim": spec.dimensions.head_dim}
     return replace(spec, model_type=kind, settings=tuple(settings.items()))
 
 
@@ -378,7 +386,7 @@ def countable_sizes(values: ModelConfig) -> dict[str, int]:
 def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
     """Return the value of a sum of products, such as `2*head_dim*num_key_value_heads + hidden_size//2`.
 
-    A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer.
+    A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer; `min` is the smaller of both.
     """
     total = 0
     for term in expression.split(" + "):
@@ -387,7 +395,7 @@ def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
             if quotient := _FACTOR.fullmatch(factor):
                 number, divisor = _stored_size(quotient["number"], sizes), _stored_size(quotient["divisor"], sizes)
                 up = {"ceil ": divisor - 1, "round ": divisor // 2}.get(quotient["rounding"], 0)
-                value *= (number + up) // divisor
+                value *= min(number, divisor) if quotient["rounding"] == "min " else (number + up) // divisor
             else:
                 value *= _stored_size(factor, sizes)
         total += value
@@ -423,7 +431,7 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
             if value is None or isinstance(value, bool | int | float | str):
                 stated[own] = value
             continue
-        if part not in parts or own in stated or not _is_covered(own, value, config, stored):
+        if part not in parts or stated.get(own, value) != value or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
             stated[own] = value
@@ -436,11 +444,15 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return True
     if field in stored["varied"]:
         return value_kind(value) in stored["varied"][field] and (value is not None or field not in stored["implied"])
+    if stored["model_type"] in _PARTLY_ROTATED and name in (*_ROTARY_FIELDS, "partial_rotary_factor"):
+        return True
     if name in _ROTARY_FIELDS:
         rotary_factor = value.get("partial_rotary_factor") if isinstance(value, dict) else None
         return rotary_factor in (None, stored["rotary_factor"])
     if name.endswith("layer_types"):
-        known = stored["layer_types"].get(field, [])
+        if field not in stored["layer_types"]:
+            return name not in stored["read"]
+        known = stored["layer_types"][field]
         return value is None or (isinstance(value, list) and len(value) > 0 and set(value) <= set(known))
     if name.endswith(_ACTIVATION_FIELDS) and value in _PLAIN_ACTIVATIONS:
         return True

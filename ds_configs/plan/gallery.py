@@ -11,8 +11,8 @@ from importlib.resources.abc import Traversable
 from typing import Any
 
 from ... import ds_configs
-from ..models.families import model_spec_from_config
 from ..models.model_config import parse_config_json
+from ..models.stored_shapes import model_spec_from_config
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import parse_hardware
 from ..specs.job import TrainingJob
@@ -57,7 +57,7 @@ def packaged_model(name: str, *, release: str) -> ModelSpec:
     """Return a public model of the package by its Hub id."""
     config = parse_config_json(packaged_models()[name].read_bytes(), source=name)
     spec = model_spec_from_config(config, name=name, release=release)
-    assert spec is not None, f"{name} belongs to a family with a closed form"
+    assert spec is not None, f"the class of {name} is stored"
     return spec
 
 

@@ -13,7 +13,6 @@ from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, activations_of
 from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
-from ..models.families import FAST_FAMILIES, family_attention
 from ..models.images import image_tokens
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
@@ -631,8 +630,6 @@ def release_difference(plan: Plan, release: str) -> str | None:
 
 def _class_attention(model: ModelSpec, release: str) -> str | None:
     """Return the default attention of a model class; the model's own if the class is unknown."""
-    if model.model_type in FAST_FAMILIES:
-        return family_attention(model.model_type, release)
     stored = load_shapes(release)["classes"].get(model.architecture)
     attention: str | None = model.attention if stored is None else stored["attention"]
     return attention

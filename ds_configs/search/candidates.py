@@ -12,12 +12,11 @@ from typing import Any
 from ..legality.rules import BATCH_RULES, LAYOUT_RULES, Rule, broken_rules, legality_errors
 from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
-from ..models.families import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import GROUPED_TASKS, LossImplementation, StrategyName, TrainingJob
 from ..specs.layout import Layout, OffloadDevice
-from ..specs.model import ModelSpec
+from ..specs.model import ModelSpec, has_liger_loss
 from ..specs.tasks import TASKS
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.learning import MeasuredStep, corrected_time

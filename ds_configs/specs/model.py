@@ -167,6 +167,30 @@ MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotr
 `_check_lora_target_modules_mamba`): kernels read their weights outside the modules' forward."""
 
 
+LIGER_FILE = "liger_kernels.json"
+FUSED_LOSS = "fused_linear_cross_entropy"
+TEXT_MODEL = "text_model"
+"""The kernels of a nested text model, which its family enables; configurations of the Trainer do not reach them."""
+
+Kernels = Mapping[str, Mapping[str, bool]]
+"""The kernels of liger-kernel's tested release for each model type, with their defaults."""
+
+
+def liger_kernels() -> Kernels:
+    """Return the kernels of each model type; liger-kernel silently ignores other types."""
+    kernels: Kernels = stored_facts(LIGER_FILE, "0")["kernels"]
+    return kernels
+
+
+def has_liger_loss(model_type: str, *, alone: bool) -> bool:
+    """Return whether Liger computes head and loss of a model type together, as it does unless it is disabled.
+
+    `alone` is without its other kernels.
+    """
+    kernels = liger_kernels().get(model_type, {})
+    return kernels.get(FUSED_LOSS, False) and not (alone and TEXT_MODEL in kernels)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
     """One pattern of parameter names, with `*` for the layer index."""
@@ -259,11 +283,11 @@ class ModelSpec:
     """Attention implementation set in `config.json`; `None` for the default of Transformers (sdpa)."""
     release: str = FIRST_RELEASE
     settings: tuple[tuple[str, bool | int | float | str], ...] = ()
-    """Scalar values of the configuration by (dotted) name; empty if a closed form counts the model."""
+    """Scalar values of the configuration by (dotted) name."""
     rope_type: str = ""
     """Scaling of rotary angles in `config.json`; empty for none."""
     source: Literal["config", "meta", "structure"]
-    """`config`: the closed form of a known family; `meta`: built by Transformers on the meta device; `structure`: from
+    """`config`: the stored shapes of a known class; `meta`: built by Transformers on the meta device; `structure`: from
     the files of a model with remote code."""
 
     def __hash__(self) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gathers_worker import CASES, PERSISTENCE, REDUCE_BUCKET
 from shardwright.ds_configs.memory.communication import reduced_buckets, zero3_gathers
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.layout import ZeroOptions
 from warm_ranks import run_ranks
 

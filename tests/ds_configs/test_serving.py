@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import public_config
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.serving import (
     CachedLayer,
     ServedModel,

@@ -17,8 +17,8 @@ from paths import CONFIGS
 from planning import DEEPSEEK_V3, GPT_OSS
 from shardwright.ds_configs.legality.rules import RULES, legality_errors
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.models.model_config import config_errors
+from shardwright.ds_configs.models.model_config import SIZED_FAMILIES, config_errors
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.shrink import (
     Change,
     changes_between,
@@ -125,7 +125,7 @@ def assert_faithful(config: dict[str, Any], layout: Layout, small: dict[str, Any
 
 @st.composite
 def model_configs(draw: st.DrawFn) -> dict[str, Any]:
-    family = draw(st.sampled_from(FAST_FAMILIES))
+    family = draw(st.sampled_from(SIZED_FAMILIES))
     key_value_heads = draw(st.integers(1, 16))
     heads = key_value_heads * draw(st.integers(1, 16))
     head_dim = draw(st.sampled_from((2, 16, 32, 64, 80, 96, 128, 256)))

@@ -97,7 +97,7 @@ def hybrid_config(class_name: str) -> Any:
 def verdict(class_name: str, layout: str) -> tuple[str, ...]:
     """Return what the planner has against a layout of a class; nothing where it is offered."""
     from shardwright.ds_configs.legality.rules import legality_errors
-    from shardwright.ds_configs.models.families import model_spec_from_config
+    from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
     from shardwright.ds_configs.specs.hardware import parse_hardware
     from shardwright.ds_configs.specs.job import TrainingJob
     from shardwright.plugins.releases import transformers_release

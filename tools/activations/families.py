@@ -46,6 +46,9 @@ def _grouped(size: Dimensions) -> dict[str, Any]:
         "num_hidden_layers": size.num_layers,
         "vocab_size": size.vocab_size,
         "max_position_embeddings": 4096,
+        # Dropout masks are a separate coefficient: CPU attention leaves its fused kernel when dropout is on.
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -53,7 +56,6 @@ def _grouped(size: Dimensions) -> dict[str, Any]:
 
 
 def _gpt2(size: Dimensions) -> dict[str, Any]:
-    # Dropout masks are a separate coefficient: CPU attention leaves its fused kernel when dropout is on.
     return {
         "n_embd": size.hidden_size,
         "n_inner": size.intermediate_size,

@@ -165,20 +165,20 @@ def solve(design: NDArray[np.int64], rows: Sequence[Sequence[int]], names: Seque
     residual = np.abs(design @ quarters - 4 * measured).max()
     if residual:
         raise TraceError(f"{what}: not linear in {', '.join(names)}; residual {residual / 4} bytes")
-    return [[_plain(value) for value in column] for column in _undominated(quarters.T)]
+    return undominated(quarters.T)
+
+
+def undominated(quarters: NDArray[np.int64]) -> list[Candidate]:
+    """Return the rows of quarter bytes, in bytes, without those that another row is at least equal to everywhere."""
+    unique = np.unique(quarters, axis=0)
+    kept = []
+    for number, row in enumerate(unique):
+        others = np.delete(unique, number, axis=0)
+        if not (others >= row).all(axis=1).any():
+            kept.append(row)
+    return [[_plain(value) for value in row] for row in kept]
 
 
 def _plain(quarters: np.int64) -> float:
     whole, part = divmod(int(quarters), 4)
     return whole if part == 0 else int(quarters) / 4
-
-
-def _undominated(columns: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Drops columns that another column is at least equal to in every coefficient."""
-    unique = np.unique(columns, axis=0)
-    kept = []
-    for number, column in enumerate(unique):
-        others = np.delete(unique, number, axis=0)
-        if not (others >= column).all(axis=1).any():
-            kept.append(column)
-    return kept

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.ds_configs.memory.activations import Adapter
 
+from .fit import SHALLOW_LAYERS
+from .image_sizes import (
+    Image,
+    draw_glm4v,
+    draw_halved_square,
+    draw_internvl,
+    draw_llava,
+    draw_merged_patches,
+    draw_mistral3,
+    draw_patches,
+    draw_pooled_square,
+    draw_qwen2_5_vl,
+    draw_qwen2_vl,
+    draw_qwen3_vl,
+    draw_scaled_square,
+    draw_smolvlm,
+    draw_square,
+    draw_windows,
+)
 from .kind_sizes import (
     Values,
     draw_bert,
@@ -18,15 +37,21 @@ from .kind_sizes import (
     draw_deepseek,
     draw_deepseek_v3,
     draw_distilbert,
+    draw_electra,
+    draw_ernie_moe,
     draw_falcon,
     draw_gemma3,
     draw_gpt_neox,
     draw_grouped_experts,
+    draw_lfm2,
     draw_llama4,
+    draw_modernbert,
     draw_opt,
+    draw_shared_experts,
     draw_t5,
     draw_vit,
     draw_whisper,
+    labelled,
 )
 
 
@@ -42,6 +67,8 @@ class KindFamily:
     """What a token keeps a multiple of."""
     more: tuple[str, ...] = ()
     """Features that are not a token times a width."""
+    based_on: str = ""
+    """A class with the same layers; what differs from its coefficients is stored."""
     depth: Callable[[Values, Mapping[str, int]], Values]
     """The configuration with a number of layers of each kind."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +79,19 @@ class KindFamily:
     settings: tuple[str, ...] = ()
     """Values of the configuration that change which operators run: others than the traced ones have the bound."""
     inputs: str = "text"
-    """What the model reads: `text`, `text pair`, `image`, `image and text`, `image in text`, `sound`."""
+    """What the model reads: `text`, `text pair`, `image`, `image and text`, `sound`; or, in a text, `images`,
+    `padded images`, `sized images`, `patches`."""
+    labels: str = "text"
+    """What has a label: the next or masked words of a `text`, a `sequence`, or a `token`."""
+    image: Callable[[random.Random, Values], Image] | None = None
+    """Draws an image of a model that reads images in a text. As some operators run for each image, every traced shape
+    has two equal ones."""
+    image_mask: str = ""
+    """Name of the input that has 1 for each token of an image."""
+    loops_over_sequences: tuple[str, ...] = ()
+    """Functions that run operators for each sequence: traces meter what they return, but not what they free."""
+    shallow_layers: int = SHALLOW_LAYERS
+    """Layers of each kind in the shallow models."""
     attentions: tuple[str, ...] = ("fused", "eager")
     adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
     """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
@@ -78,6 +117,65 @@ def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
 
 
+_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
+
+
+def _layer_types(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = taking_turns(depths)
+    return values | {"num_hidden_layers": len(kinds), "layer_types": [_TYPES.get(kind, kind) for kind in kinds]}
+
+
+def _encoders() -> dict[str, KindFamily]:
+    """Return encoders with a head for masked tokens, for classes of sequences and for those of tokens."""
+    bert = _encoder("bert", "bert.encoder.layer")
+    masked = {
+        "Bert": bert,
+        "Roberta": _encoder("roberta", "roberta.encoder.layer", based_on="BertForMaskedLM"),
+        "XLMRoberta": _encoder("xlm-roberta", "roberta.encoder.layer", based_on="RobertaForMaskedLM"),
+        "Electra": _encoder(
+            "electra",
+            "electra.encoder.layer",
+            sizes=draw_electra,
+            more=(*bert.more, "token*embedding_size"),
+            based_on="BertForMaskedLM",
+        ),
+        "DistilBert": _encoder(
+            "distilbert",
+            "distilbert",
+            sizes=draw_distilbert,
+            widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
+            depth=_one_stack("n_layers"),
+            kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
+            settings=("activation",),
+        ),
+        "DebertaV2": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+        "ModernBert": _encoder(
+            "modernbert",
+            "model",
+            sizes=draw_modernbert,
+            more=(*bert.more, "position*head_dim"),
+            depth=_layer_types,
+            kinds={"full": "layer_types=full_attention", "sliding": "layer_types=sliding_attention"},
+            interleaved=True,
+            settings=("hidden_activation", "sparse_prediction", "classifier_pooling", "classifier_activation"),
+            attentions=("masked",),
+        ),
+    }
+    families: dict[str, KindFamily] = {}
+    for name, family in masked.items():
+        families[f"{name}ForMaskedLM"] = family
+        for head in ("sequence", "token"):
+            families[f"{name}For{head.title()}Classification"] = replace(
+                family,
+                based_on=family.based_on or f"{name}ForMaskedLM",
+                sizes=labelled(family.sizes),
+                more=(*family.more, "sequence*hidden_size", f"{head}*num_labels"),
+                labels=head,
+                attentions=family.attentions[:1],
+            )
+    return families
+
+
 def _towers(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {
         "text_config": values["text_config"] | {"num_hidden_layers": depths["text"]},
@@ -87,6 +185,11 @@ def _towers(values: Values, depths: Mapping[str, int]) -> Values:
 
 def _dense_then_routed(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {"first_k_dense_replace": depths["dense"], "num_hidden_layers": depths["dense"] + depths["routed"]}
+
+
+def _dense_then_sparse(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = ["dense"] * depths["dense"] + ["sparse"] * depths["routed"]
+    return values | {"num_hidden_layers": len(kinds), "mlp_layer_types": kinds}
 
 
 def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
@@ -111,6 +214,26 @@ def _gemma3(values: Values, depths: Mapping[str, int]) -> Values:
     return found | {"text_config": found["text_config"] | {"layer_types": kinds}}
 
 
+def _qwen_vl(values: Values, depths: Mapping[str, int]) -> Values:
+    text, vision = (values[part] for part in ("text_config", "vision_config"))
+    return values | {
+        "text_config": text | {"num_hidden_layers": depths["text"]},
+        "vision_config": vision | {"depth": depths["vision"]},
+    }
+
+
+def _qwen3_vl(values: Values, depths: Mapping[str, int]) -> Values:
+    found = _qwen_vl(values, depths)
+    return found | {"vision_config": found["vision_config"] | {"deepstack_visual_indexes": [0, 1, 2]}}
+
+
+def _qwen2_5_vl(values: Values, depths: Mapping[str, int]) -> Values:
+    found = _qwen_vl(values, depths)
+    # The last layer reads all patches of an image, as in published models, and windows take turns with it.
+    whole = [number for number in range(depths["vision"]) if (depths["vision"] - number) % 2]
+    return found | {"vision_config": found["vision_config"] | {"fullatt_block_indexes": whole}}
+
+
 def taking_turns(depths: Mapping[str, int]) -> list[str]:
     """Return kinds of layers in turns, the last ones one of each in the order of the mapping.
 
@@ -132,6 +255,12 @@ _ROUTED = (
     ),
     *("token*experts_per_token*expert_intermediate_size", "token*experts_per_token*experts"),
 )
+_IMAGE_TEXT: dict[str, Any] = {"attentions": ("fused", "math"), "adapters": ("none", "frozen_tower", "lora_language")}
+_QWEN_VL: dict[str, Any] = _IMAGE_TEXT | {
+    "inputs": "patches",
+    "image_mask": "mm_token_type_ids",
+    "loops_over_sequences": ("get_rope_index",),
+}
 _GROUPED_WIDTHS = ("hidden_size", "query_size", "key_value_size", "attention_heads", "key_value_heads", "vocab_size")
 _LATENT: dict[str, Any] = {
     "widths": (
@@ -149,6 +278,15 @@ _LATENT: dict[str, Any] = {
     "attentions": ("fused",),
 }
 """Latent attention, its first layers dense (DeepSeek)."""
+_SHARED_EXPERTS: dict[str, Any] = {
+    "widths": (*_GROUPED_WIDTHS, "intermediate_size", "n_shared_experts*expert_intermediate_size"),
+    "more": (*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+    "depth": _dense_then_routed,
+    "kinds": _LATENT["kinds"],
+    "attentions": ("fused", "math"),
+    "adapters": ("none",),
+}
+"""Grouped heads, its first layers dense (GLM-4.5)."""
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 _TOWER = (
@@ -157,22 +295,44 @@ _TOWER = (
     *(_VISION, f"{_VISION}*vision_config.patches*vision_config.num_attention_heads", "vision_config.patches"),
     "sequence*vision_config.image_size*vision_config.image_size",
 )
-_POOLED = tuple(f"sequence*mm_tokens_per_image{width}" for width in ("", "*hidden_size", "*vision_config.hidden_size"))
+
+
+def _image_text(*widths: str, classes: bool = False) -> tuple[str, ...]:
+    """Return the features of text, of a vision tower with widths in `vision_config`, and of the tokens of images.
+
+    With `classes`, each image has a further row in the tower.
+    """
+    tower = [f"patch*vision_config.{width}" for width in widths]
+    further = ["image", *(f"image*vision_config.{width}" for width in widths)] if classes else []
+    return (
+        *(*_TEXT, "token*position*attention_heads", "position*head_dim", "patch", "patch*patch_pixels", *tower),
+        *(*further, "image_token", "image_token*hidden_size", "image_token*vision_config.hidden_size"),
+    )
+
+
 _FRAMES = "sequence*max_source_positions"
 
+
+def _smolvlm(model_type: str) -> KindFamily:
+    return KindFamily(
+        model_type=model_type,
+        sizes=draw_smolvlm,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
+        depth=_towers,
+        kinds={
+            "vision": "model.vision_model.encoder.layers.*.mlp.fc2.weight",
+            "text": "model.text_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=("text_config.model_type", "text_config.hidden_act", "vision_config.hidden_act"),
+        inputs="padded images",
+        image=draw_scaled_square,
+        **_IMAGE_TEXT,
+    )
+
+
 KIND_FAMILIES: Mapping[str, KindFamily] = {
-    "BertForMaskedLM": _encoder("bert", "bert.encoder.layer"),
-    "RobertaForMaskedLM": _encoder("roberta", "roberta.encoder.layer"),
-    "DistilBertForMaskedLM": _encoder(
-        "distilbert",
-        "distilbert",
-        sizes=draw_distilbert,
-        widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
-        depth=_one_stack("n_layers"),
-        kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
-        settings=("activation",),
-    ),
-    "DebertaV2ForMaskedLM": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    **_encoders(),
     "OPTForCausalLM": _encoder(
         "opt",
         "opt",
@@ -218,6 +378,17 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         settings=("hidden_act", "use_qk_norm"),
         attentions=("fused", "eager", "math"),
     ),
+    "Lfm2ForCausalLM": KindFamily(
+        model_type="lfm2",
+        sizes=draw_lfm2,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "sequence*hidden_size"),
+        depth=_layer_types,
+        kinds={"conv": "model.layers.*.conv.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
+        interleaved=True,
+        settings=("conv_L_cache",),
+        attentions=("fused", "math"),
+    ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",
         sizes=draw_vit,
@@ -254,6 +425,52 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "model.layers.*.mlp.router.weight"},
         settings=("attention_bias", "output_router_logits"),
         attentions=("eager",),
+    ),
+    "Glm4MoeLiteForCausalLM": KindFamily(
+        model_type="glm4_moe_lite",
+        sizes=draw_deepseek,
+        settings=("hidden_act", "norm_topk_prob", "n_group", "topk_group"),
+        **(_LATENT | {"depth": _dense_then_sparse, "adapters": ("none",)}),
+    ),
+    "Glm4MoeForCausalLM": KindFamily(
+        model_type="glm4_moe",
+        sizes=draw_shared_experts,
+        settings=("hidden_act", "use_qk_norm", "norm_topk_prob", "n_group", "topk_group"),
+        **_SHARED_EXPERTS,
+    ),
+    "Glm4MoeForCausalLM use_qk_norm": KindFamily(
+        model_type="glm4_moe",
+        sizes=lambda choose: draw_shared_experts(choose) | {"use_qk_norm": True},
+        settings=("hidden_act", "use_qk_norm", "norm_topk_prob", "n_group", "topk_group"),
+        **_SHARED_EXPERTS,
+    ),
+    "Ernie4_5_MoeForCausalLM": KindFamily(
+        model_type="ernie4_5_moe",
+        sizes=draw_ernie_moe,
+        settings=("hidden_act", "output_router_logits"),
+        **(
+            _SHARED_EXPERTS
+            | {
+                "widths": (
+                    *(*_GROUPED_WIDTHS, "intermediate_size"),
+                    "moe_num_shared_experts*expert_intermediate_size",
+                ),
+                "depth": lambda values, depths: (
+                    values | {"moe_layer_start_index": depths["dense"], "num_hidden_layers": sum(depths.values())}
+                ),
+            }
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": KindFamily(
+        model_type="minimax_m2",
+        sizes=draw_grouped_experts,
+        widths=_GROUPED_WIDTHS,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+        depth=_one_stack("num_hidden_layers"),
+        kinds={"layer": "model.layers.*.mlp.gate.weight"},
+        settings=("hidden_act", "output_router_logits", "router_jitter_noise"),
+        attentions=("fused", "math"),
+        adapters=("none",),
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",
@@ -334,7 +551,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         model_type="gemma3",
         sizes=draw_gemma3,
         widths=(*_GROUPED_WIDTHS, "intermediate_size"),
-        more=(*_TEXT, "position*head_dim", *_TOWER, "vision_config.patches*vision_config.hidden_size", *_POOLED),
+        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
         depth=_gemma3,
         kinds={
             "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
@@ -344,8 +561,141 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
             *("text_config.hidden_activation", "text_config.use_bidirectional_attention", "text_config.model_type"),
             *("vision_config.hidden_act", "vision_config.num_channels", "vision_config.model_type"),
         ),
-        inputs="image in text",
+        inputs="images",
+        image=draw_pooled_square,
+        image_mask="token_type_ids",
         attentions=("masked",),
+        adapters=("none", "frozen_tower", "lora_language", "lora_all_linear"),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": KindFamily(
+        model_type="qwen2_5_vl",
+        sizes=draw_qwen2_5_vl,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim"),
+        more=_image_text("hidden_size", "intermediate_size", "num_heads", "head_dim"),
+        depth=_qwen2_5_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.down_proj.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=("text_config.hidden_act", "text_config.use_sliding_window", "vision_config.hidden_act"),
+        image=draw_windows,
+        **_QWEN_VL,
+    ),
+    "Qwen2VLForConditionalGeneration": KindFamily(
+        model_type="qwen2_vl",
+        sizes=draw_qwen2_vl,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim"),
+        more=_image_text("embed_dim", "num_heads", "head_dim"),
+        depth=_qwen_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.hidden_act", "text_config.use_sliding_window", "vision_config.hidden_act"),
+            "vision_config.mlp_ratio",
+        ),
+        image=draw_patches,
+        **_QWEN_VL,
+    ),
+    "Qwen3VLForConditionalGeneration": KindFamily(
+        model_type="qwen3_vl",
+        sizes=draw_qwen3_vl,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim"),
+        more=_image_text("hidden_size", "intermediate_size", "num_heads", "head_dim"),
+        depth=_qwen3_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.linear_fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=("text_config.hidden_act", "vision_config.hidden_act"),
+        image=draw_patches,
+        # Three layers of the tower feed as many layers of the text.
+        shallow_layers=3,
+        **_QWEN_VL,
+    ),
+    "Glm4vForConditionalGeneration": KindFamily(
+        model_type="glm4v",
+        sizes=draw_glm4v,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim"),
+        more=(
+            *_image_text("hidden_size", "out_hidden_size", "num_heads", "head_dim"),
+            *("image_token*vision_config.intermediate_size", "tower*vision_config.patches*vision_config.hidden_size"),
+        ),
+        depth=_qwen_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.down_proj.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=("text_config.hidden_act", "vision_config.hidden_act", "vision_config.attention_bias"),
+        image=draw_patches,
+        **_QWEN_VL,
+    ),
+    "InternVLForConditionalGeneration": KindFamily(
+        model_type="internvl",
+        sizes=draw_internvl,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads", classes=True),
+        depth=_towers,
+        kinds={
+            "vision": "model.vision_tower.encoder.layer.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.model_type", "text_config.hidden_act", "text_config.use_sliding_window"),
+            *("vision_config.model_type", "vision_config.hidden_act", "vision_config.use_qk_norm"),
+            *("vision_config.norm_type", "vision_config.use_absolute_position_embeddings", "downsample_ratio"),
+            *("vision_config.use_mean_pooling", "vision_feature_layer", "vision_feature_select_strategy"),
+            "projector_hidden_act",
+        ),
+        inputs="images",
+        image=draw_halved_square,
+        **_IMAGE_TEXT,
+    ),
+    "SmolVLMForConditionalGeneration": _smolvlm("smolvlm"),
+    "Idefics3ForConditionalGeneration": _smolvlm("idefics3"),
+    "Mistral3ForConditionalGeneration": KindFamily(
+        model_type="mistral3",
+        sizes=draw_mistral3,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(
+            *_image_text("hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+            # The mask that separates the images of a micro-batch.
+            *("patch*patch", "patch*patch*vision_config.num_attention_heads"),
+        ),
+        depth=_towers,
+        kinds={
+            "vision": "model.vision_tower.transformer.layers.*.feed_forward.down_proj.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.model_type", "text_config.hidden_act", "vision_config.model_type"),
+            *("vision_config.hidden_act", "projector_hidden_act", "vision_feature_layer"),
+        ),
+        inputs="sized images",
+        image=draw_merged_patches,
+        **_IMAGE_TEXT,
+    ),
+    "LlavaForConditionalGeneration": KindFamily(
+        model_type="llava",
+        sizes=draw_llava,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads", classes=True),
+        depth=_towers,
+        kinds={
+            "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.model_type", "text_config.hidden_act", "vision_config.model_type"),
+            *("vision_config.hidden_act", "projector_hidden_act", "vision_feature_layer"),
+            "vision_feature_select_strategy",
+        ),
+        inputs="images",
+        image=draw_square,
+        # The last layer of the tower has no gradient.
+        shallow_layers=3,
+        **(_IMAGE_TEXT | {"attentions": ("fused",)}),
     ),
 }
 """By the class that is traced."""

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
-from shardwright.ds_configs.memory.activations import Adapter, Mode
+from shardwright.ds_configs.memory.activations import Adapter, Mode, feature_factors, image_factors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .families import attention_kernel
-from .fit import SHALLOW_LAYERS
+from .image_sizes import SPECIAL_TOKENS, Image
 from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_sizes import Values
 from .run import TracedStep, enable_checkpointing, trace_training_step
 
+_LORA: tuple[Adapter, ...] = ("lora_all_linear", "lora_language")
 # No batch size: an adapter's matrix would look like one vector of each sequence.
 _LORA_RANKS = (4, 8, 12, 16)
 
@@ -36,12 +40,28 @@ class KindShape:
     """Tokens of each text."""
     lora_rank: int
     """Rank of the adapters; 0 without."""
+    images: tuple[tuple[Image, ...], ...] = ()
+    """Images of each sequence; empty for text alone."""
+
+    @property
+    def factors(self) -> dict[str, int]:
+        """Factors of the images of the micro-batch."""
+        images = [image for sequence in self.images for image in sequence]
+        return image_factors(
+            images=len(images),
+            patches=sum(image.rows * image.columns for image in images),
+            tokens=sum(image.tokens for image in images),
+        )
 
 
 def config_at(architecture: str, values: Values, depths: Mapping[str, int]) -> dict[str, Any]:
     """Return a `config.json` of the family with layers of each kind."""
     family = KIND_FAMILIES[architecture]
-    return {"model_type": family.model_type, "architectures": [architecture], **family.depth(values, depths)}
+    return {
+        "model_type": family.model_type,
+        "architectures": [architecture.partition(" ")[0]],
+        **family.depth(values, depths),
+    }
 
 
 def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int = 20) -> list[KindShape]:
@@ -53,8 +73,11 @@ def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int =
             values=family.sizes(choose),
             micro_batch_size=choose.choice([2, 3, 5, 6]),
             seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
-            lora_rank=0 if adapter == "none" else choose.choice(_LORA_RANKS),
+            lora_rank=0 if adapter in ("none", "frozen_tower") else choose.choice(_LORA_RANKS),
         )
+        if family.image:
+            image, places = family.image(choose, shape.values), choose.choices(range(shape.micro_batch_size), k=2)
+            shape = with_images(shape, [[image] * places.count(place) for place in range(shape.micro_batch_size)])
         tokens = shape.micro_batch_size * shape.seq_len_tokens
         # What routed tokens keep must not look like a weight's gradient either.
         if not {tokens, tokens * shape.values.get("num_experts_per_tok", 1)} & _integers(shape.values):
@@ -62,13 +85,33 @@ def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int =
     return shapes
 
 
+def with_images(shape: KindShape, images: Sequence[Sequence[Image]]) -> KindShape:
+    """Return a shape with images in each sequence, whose tokens are added to those of the text."""
+    tokens = max(sum(image.tokens + 1 for image in sequence) for sequence in images)
+    # Still no multiple of 8.
+    length = shape.seq_len_tokens + tokens + tokens % 2
+    return replace(shape, images=tuple(tuple(sequence) for sequence in images), seq_len_tokens=length)
+
+
+def shape_factors(architecture: str, shape: KindShape) -> dict[str, int]:
+    """Return the sizes of a shape whose products are features."""
+    factors = feature_factors(
+        specification(architecture, shape),
+        micro_batch_size=shape.micro_batch_size,
+        seq_len_tokens=shape.seq_len_tokens,
+        lora_rank=shape.lora_rank,
+    )
+    return factors | shape.factors
+
+
 def _integers(values: Values) -> set[int]:
     return {value for value in values.values() if isinstance(value, int)}
 
 
 def specification(architecture: str, shape: KindShape) -> ModelSpec:
-    """Return what a plan knows of a shape, two layers of each kind deep."""
-    depths = dict.fromkeys(KIND_FAMILIES[architecture].kinds, SHALLOW_LAYERS)
+    """Return what a plan knows of a shape with few layers of each kind."""
+    family = KIND_FAMILIES[architecture]
+    depths = dict.fromkeys(family.kinds, family.shallow_layers)
     return model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
 
 
@@ -87,22 +130,43 @@ def build_model(
     built = transformers.AutoConfig.for_model(**config)
     built.use_cache = False
     built._attn_implementation = "eager" if attention == "eager" else "sdpa"
-    model: Any = getattr(transformers, architecture)(built)
-    if adapter != "none":
+    # What the weights of a dense model are changes no bytes.
+    with no_init_weights() if KIND_FAMILIES[architecture].image else nullcontext():
+        model: Any = getattr(transformers, config["architectures"][0])(built)
+    language = list(KIND_FAMILIES[architecture].kinds.values())[-1].split(".layers.")[0]
+    if adapter == "frozen_tower":
+        head = set(model.get_output_embeddings().parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(language) or parameter in head)
+    if adapter in _LORA:
         from peft import LoraConfig, get_peft_model
+
+        linear = [
+            name
+            for name, module in model.named_modules()
+            if name.startswith(language) and isinstance(module, torch.nn.Linear)
+        ]
 
         # As in `families.py`: PEFT holds adapters in float32 where the base is 16-bit under autocast.
         rank = shape.lora_rank
         model = get_peft_model(
             model.to(torch.bfloat16),
             # A scale of one would skip an operator.
-            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0),
+            LoraConfig(
+                r=rank,
+                lora_alpha=2 * rank,
+                target_modules=linear if adapter == "lora_language" else "all-linear",
+                lora_dropout=0.0,
+            ),
         )
-    if adapter == "none" or mode != "bf16_autocast":
+    if adapter not in _LORA or mode != "bf16_autocast":
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
     model.train()
     if checkpointing:
         enable_checkpointing(model)
+        if adapter == "lora_language":
+            # As TRL and PEFT do. It also hooks the embedding of patches, so that a frozen tower keeps its checkpoints.
+            model.enable_input_require_grads()
     return model
 
 
@@ -112,26 +176,59 @@ def model_inputs(architecture: str, shape: KindShape, model: Any) -> dict[str, t
     batch = shape.micro_batch_size
     found: dict[str, Any] = {}
     element = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    if "text" in family.inputs:
-        words = config.get_text_config().vocab_size
-        found["input_ids"] = torch.randint(3, words - 1, (batch, shape.seq_len_tokens))
-    if "image" in family.inputs:
+    if family.image or "text" in family.inputs:
+        words = config.get_text_config().vocab_size - SPECIAL_TOKENS
+        found["input_ids"] = torch.randint(3, words, (batch, shape.seq_len_tokens))
+    if family.image:
+        types = _token_types(shape)
+        found["input_ids"][types == 1] = config.image_token_id
+        found |= _pixels(family, config.vision_config, shape.images)
+        if family.image_mask:
+            found[family.image_mask] = types
+    elif family.inputs in ("image", "image and text"):
         vision = getattr(config, "vision_config", config)
         found["pixel_values"] = torch.randn(batch, vision.num_channels, vision.image_size, vision.image_size)
     if family.inputs == "sound":
         found["input_features"] = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
-    if family.inputs == "image in text":
-        found["token_type_ids"] = torch.zeros_like(found["input_ids"])
-        image = slice(config.mm_tokens_per_image)
-        found["input_ids"][:, image], found["token_type_ids"][:, image] = config.image_token_id, 1
     found = {name: value.to(element) if value.is_floating_point() else value for name, value in found.items()}
-    if family.inputs == "image":
-        found["labels"] = torch.randint(0, config.num_labels, (batch,))
+    if family.inputs == "image" or family.labels != "text":
+        sizes = (batch, shape.seq_len_tokens) if family.labels == "token" else (batch,)
+        found["labels"] = torch.randint(0, config.num_labels, sizes)
     elif family.inputs == "image and text":
         found["return_loss"] = True
     else:
         found["labels"] = torch.randint(3, config.get_text_config().vocab_size - 1, (batch, shape.seq_len_tokens))
     return found
+
+
+def _token_types(shape: KindShape) -> torch.Tensor:
+    """Return 1 for each token of an image, 0 for text, of which a token separates images."""
+    types = torch.zeros(shape.micro_batch_size, shape.seq_len_tokens, dtype=torch.int64)
+    for row, images in zip(types, shape.images, strict=False):
+        start = 1
+        for image in images:
+            row[start : start + image.tokens] = 1
+            start += image.tokens + 1
+    return types
+
+
+def _pixels(family: KindFamily, vision: Any, by_sequence: Sequence[Sequence[Image]]) -> dict[str, torch.Tensor]:
+    images = [image for sequence in by_sequence for image in sequence]
+    if not images:
+        return {}
+    if family.inputs == "patches":
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            "pixel_values": torch.randn(sum(image.rows * image.columns for image in images), width),
+            "image_grid_thw": torch.tensor([(1, image.rows, image.columns) for image in images]),
+        }
+    side = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    sizes = torch.tensor([(side * image.rows, side * image.columns) for image in images])
+    pixels = torch.randn(len(images), vision.num_channels, *sizes.max(0).values.tolist())
+    if family.inputs == "padded images":
+        of_sequences = pixels.split([len(sequence) for sequence in by_sequence])
+        pixels = torch.nn.utils.rnn.pad_sequence(list(of_sequences), batch_first=True)
+    return {"pixel_values": pixels} | ({"image_sizes": sizes} if family.inputs == "sized images" else {})
 
 
 def run_shape(
@@ -143,22 +240,36 @@ def run_shape(
     adapter: Adapter,
     attention: str,
     checkpointing: bool,
+    whole: bool = True,
 ) -> TracedStep:
-    """Meter one training step of one shape."""
+    """Meter one training step of one shape; without `whole`, what loops over sequences free is not metered."""
     model = build_model(
         architecture, shape, depths, mode=mode, adapter=adapter, checkpointing=checkpointing, attention=attention
     )
-    base = model.get_base_model() if adapter != "none" else model
+    base = model.get_base_model() if adapter in _LORA else model
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
-    layers = _layers_as_they_run(base, KIND_FAMILIES[architecture], depths)
+    family = KIND_FAMILIES[architecture]
+    runs_tower = not family.image or any(shape.images)
+    layers = _layers_as_they_run(base, family, runs_tower=runs_tower)
+    if family.image and runs_tower and attention == "math":
+        # A tower has as many heads of keys as of queries, and keeps its fused kernel.
+        for layer in layers[: -depths[list(depths)[-1]]]:
+            layer.forward = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])(layer.forward)
     with attention_kernel(attention):
-        return trace_training_step(model, model_inputs(architecture, shape, base), mode=mode, layers=layers, head=head)
+        return trace_training_step(
+            model,
+            model_inputs(architecture, shape, base),
+            mode=mode,
+            layers=layers,
+            head=head,
+            unmetered=[] if whole else [(base.base_model, name) for name in family.loops_over_sequences],
+        )
 
 
-def _layers_as_they_run(model: Any, family: KindFamily, depths: Mapping[str, int]) -> list[torch.nn.Module]:
+def _layers_as_they_run(model: Any, family: KindFamily, *, runs_tower: bool) -> list[torch.nn.Module]:
     """Return the layers in the order of execution; stacks of a model may stand in another one."""
     layers = {n: module for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
     if family.interleaved or len(family.kinds) == 1:
         return list(layers.values())
-    stacks = [parameter.split(".*.")[0] + "." for parameter in family.kinds.values()]
+    stacks = [parameter.split(".*.")[0] + "." for parameter in family.kinds.values()][0 if runs_tower else -1 :]
     return [layers[name] for stack in dict.fromkeys(stacks) for name in layers if name.startswith(stack)]

@@ -4,70 +4,168 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import combinations
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, feature_factors, layer_counts
+from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, kind_table, layer_counts
 
-from .fit import DEEP_LAYERS, SHALLOW_LAYERS, SPARE_SHAPES, Candidate, TraceError, above_head, solve
+from .fit import Candidate, TraceError, undominated
 from .kind_families import KIND_FAMILIES, KindFamily
-from .kind_models import KindShape, drawn_shapes, run_shape, specification
-from .run import Phases, TracedStep
+from .kind_models import KindShape, drawn_shapes, run_shape, shape_factors, specification
+from .run import LayerPhases, Phases, TracedStep
 
-_DRAWN_SHAPES = 64
+_DRAWN_SHAPES, _TRACED_SHAPES = 48, 8
+"""Shapes that show which features are independent, and those that run: many more than features in the largest sum."""
+_MOST_UNKNOWN = 64
+_MOST_FEATURES = 3
+"""Features in the size of one tensor: a tower with a class has one more row for each image than patches."""
 _COUNTS = frozenset(
-    ["token", "sequence", "sequence*patches", "sequence*max_source_positions", "sequence*vision_config.patches"]
+    [
+        *("token", "sequence", "sequence*patches", "sequence*max_source_positions", "sequence*vision_config.patches"),
+        *("patch", "image_token"),
+    ]
 )
+_IMAGE_FEATURES = frozenset(["image", "patch", "image_token"])
+_OF_SCORES = frozenset(["position*position", "token*position", "token*position*attention_heads"])
+_FURTHER_LAYERS = 2
+"""Layers of the deep models besides those of the shallow ones."""
 _ADAPTED_EXPERTS = ("experts", "hidden_size", "experts*hidden_size", "experts*expert_intermediate_size")
 
 
+Quarters = NDArray[np.int64]
+"""Quarter bytes for each unit of each feature, and tensors whose sizes are no sums of features."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
-    per_layer: dict[str, int]
+class _Traced:
+    """Coefficients of one kind of run."""
+
+    per_layer: Mapping[str, Quarters]
     shallow: Phases
+    layers: dict[str, list[LayerPhases]]
+    """Layers of each kind in the shallow model, in the order in which they run."""
 
     @property
-    def outside(self) -> int:
-        return self.shallow.head_start - SHALLOW_LAYERS * sum(self.per_layer.values())
-
-    def last_layers(self, kinds: Sequence[str], *, interleaved: bool) -> dict[str, Any]:
-        """The last layer of each kind, in the order in which layers run."""
-        layers = self.shallow.by_layer
-        places = {
-            kind: len(layers) - len(kinds) + number if interleaved else SHALLOW_LAYERS * (number + 1) - 1
-            for number, kind in enumerate(kinds)
-        }
-        return {kind: layers[place] for kind, place in places.items()}
+    def outside(self) -> Quarters:
+        kept = [self.per_layer[kind] * len(layers) for kind, layers in self.layers.items()]
+        difference: Quarters = self.shallow.head_start - sum(kept)
+        return difference
 
 
-def _measure(architecture: str, shapes: Sequence[KindShape], **how: Any) -> list[_Measured]:
-    kinds = KIND_FAMILIES[architecture].kinds
-    shallow = dict.fromkeys(kinds, SHALLOW_LAYERS)
-    base = _phases([run_shape(architecture, shape, shallow, **how) for shape in shapes], architecture)
-    per_layer: list[dict[str, int]] = [{} for _ in shapes]
-    for kind in kinds:
-        depths = shallow | {kind: DEEP_LAYERS}
-        deep = _phases([run_shape(architecture, shape, depths, **how) for shape in shapes], architecture)
-        for found, less, more in zip(per_layer, base, deep, strict=True):
-            found[kind], rest = divmod(more.head_start - less.head_start, DEEP_LAYERS - SHALLOW_LAYERS)
-            if rest:
-                raise TraceError(f"{architecture}: layers of kind {kind} keep different numbers of bytes")
-    return [_Measured(per_layer=found, shallow=less) for found, less in zip(per_layer, base, strict=True)]
+def _traced(
+    architecture: str,
+    shapes: Sequence[KindShape],
+    kinds: Sequence[str],
+    solver: _Solver,
+    known: Mapping[str, Quarters] | None,
+    **how: Any,
+) -> _Traced:
+    """Run shallow models, and deep ones too if what layers keep is not `known`."""
+    family = KIND_FAMILIES[architecture]
+    shallow = dict.fromkeys(family.kinds, family.shallow_layers)
+
+    def run(depths: Mapping[str, int]) -> Phases:
+        return solver.phases([run_shape(architecture, shape, depths, whole=False, **how) for shape in shapes])
+
+    base, per_layer = run(shallow), dict(known or {})
+    for kind in [] if known else kinds:
+        deep = run(shallow | {kind: family.shallow_layers + _FURTHER_LAYERS})
+        per_layer[kind], rest = divmod(deep.head_start - base.head_start, _FURTHER_LAYERS)
+        if np.any(rest):
+            raise TraceError(f"{architecture}: layers of kind {kind} keep different numbers of bytes")
+    each = len(base.by_layer) // len(kinds)
+    by_kind = {
+        kind: base.by_layer[number :: len(kinds)]
+        if family.interleaved
+        else base.by_layer[number * each : (number + 1) * each]
+        for number, kind in enumerate(kinds)
+    }
+    return _Traced(per_layer=per_layer, shallow=base, layers=by_kind)
 
 
-def _phases(steps: Sequence[TracedStep], what: str) -> list[Phases]:
-    """Cut steps of one model in many sizes: an activation looks like a weight in a few of them, a gradient in all."""
-    if len({len(step.recording.shapes) for step in steps}) > 1:
-        raise TraceError(f"{what}: shapes make different numbers of tensors")
-    weight_shaped = frozenset.intersection(*(step.weight_shaped for step in steps))
-    return [step.phases(weight_shaped) for step in steps]
+class _Solver:
+    """Finds the coefficients of each tensor's size from the same tensor in several shapes."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[Mapping[str, int]], what: str) -> None:
+        self.names, self.what = names, what
+        self._design = np.array([[row[name] for name in names] for row in rows], dtype=np.int64)
+        self._known: dict[tuple[int, ...], Quarters] = {}
+        self._unknown: list[tuple[int, ...]] = []
+        scaled = self._design.astype(np.float64)
+        self._sums = []
+        for count in range(1, _MOST_FEATURES + 1):
+            chosen = np.array(list(combinations(range(len(names)), count)))
+            self._sums.append((chosen, np.linalg.pinv(scaled[:, chosen].transpose(1, 0, 2), rcond=1e-12)))
+
+    def phases(self, steps: Sequence[TracedStep]) -> Phases:
+        """Return the coefficients of live bytes by phase.
+
+        An activation is shaped like a weight in a few shapes, and a gradient in all.
+
+        Raises:
+            TraceError: shapes ran different operators.
+        """
+        weight_shaped = frozenset.intersection(*(step.weight_shaped for step in steps))
+        ignored = weight_shaped | steps[0].gradients
+        orders = [
+            # Autocast frees its copies of weights in any order.
+            [(number, value > 0) for number, value in step.recording.steps if number not in ignored]
+            for step in steps
+        ]
+        if any(order != orders[0] for order in orders):
+            raise TraceError(f"{self.what}: shapes run different operators")
+        zero = np.zeros(len(self.names) + _MOST_UNKNOWN, dtype=np.int64)
+        sizes = [
+            zero if number in ignored else self._coefficients(each)
+            for number, each in enumerate(zip(*(step.recording.bytes for step in steps), strict=True))
+        ]
+        return steps[0].phases(weight_shaped, sizes)
+
+    def _coefficients(self, sizes: tuple[int, ...]) -> Quarters:
+        if sizes in self._known:
+            return self._known[sizes]
+        found = np.zeros(len(self.names) + _MOST_UNKNOWN, dtype=np.int64)
+        quarters = 4 * np.array(sizes, dtype=np.int64)
+        for chosen, inverses in self._sums:
+            solutions = np.rint(inverses @ quarters).astype(np.int64)
+            exact = (np.einsum("skc,sc->sk", self._design[:, chosen].transpose(1, 0, 2), solutions) == quarters).all(1)
+            if exact.any():
+                break
+        if exact.sum() == 1:
+            (number,) = np.flatnonzero(exact)
+            found[chosen[number]] = solutions[number]
+        else:
+            # Most such tensors are freed before a moment that counts.
+            found[len(self.names) + len(self._unknown)] = 1
+            self._unknown.append(sizes)
+        self._known[sizes] = found
+        return found
+
+    def rows(self, quarters: Sequence[Quarters]) -> list[Candidate]:
+        """Return the largest rows in bytes.
+
+        Raises:
+            TraceError: the size of a tensor that they contain is not a sum of few features.
+        """
+        if not quarters:
+            return []
+        rows = np.array([np.broadcast_to(row, len(self.names) + _MOST_UNKNOWN) for row in quarters])
+        for number in np.flatnonzero(rows[:, len(self.names) :].any(0)):
+            raise TraceError(
+                f"{self.what}: a tensor of {self._unknown[number]} bytes is no sum of few of {', '.join(self.names)}"
+            )
+        return undominated(rows[:, : len(self.names)])
 
 
-def candidate_features(family: KindFamily, adapter: Adapter) -> list[str]:
+def candidate_features(family: KindFamily, adapter: Adapter, attention: str) -> list[str]:
     """Return the names of all features that the family's bytes may depend on."""
     names = [*family.more, *(f"token*{width}" for width in family.widths)]
+    if family.image and attention == "fused":
+        names = [name for name in names if name not in _OF_SCORES]
     if adapter != "none":
         names += [f"{name}*lora_rank" for name in names if name in _COUNTS]
         names += [f"{name}*lora_rank" for name in _ADAPTED_EXPERTS if "experts" in names]
@@ -85,84 +183,185 @@ def independent_features(names: Sequence[str], rows: Sequence[Mapping[str, int]]
     return kept
 
 
-def derive_kind_table(architecture: str, *, mode: Mode, adapter: Adapter, attention: str) -> dict[str, Any]:
+def _has_multiples(names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> bool:
+    columns = np.array([[row[name] for row in rows] for name in names], dtype=np.float64)
+    columns /= np.linalg.norm(columns, axis=1, keepdims=True)
+    return bool((np.triu(columns @ columns.T, 1) > 1 - 1e-9).any())
+
+
+@cache
+def _drawn(architecture: str, adapter: Adapter) -> tuple[list[KindShape], list[dict[str, int]]]:
+    shapes = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter)
+    return shapes, [shape_factors(architecture, shape) for shape in shapes]
+
+
+def derive_kind_table(
+    architecture: str,
+    *,
+    mode: Mode,
+    adapter: Adapter,
+    attention: str,
+    trained: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Trace enough shapes to solve for every coefficient, with spare shapes that must come out to the byte.
+
+    Args:
+        trained: Table of a model whose tower is trained: with a frozen one, layers of the language model keep the same.
+        base: Table of a class with the same layers.
 
     Raises:
         TraceError: the bytes are not linear in the features.
     """
-    family = KIND_FAMILIES[architecture]
-    shapes = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter)
-    candidates = candidate_features(family, adapter)
-    rows = []
-    for shape in shapes:
-        factors = feature_factors(
-            specification(architecture, shape),
-            micro_batch_size=shape.micro_batch_size,
-            seq_len_tokens=shape.seq_len_tokens,
-            lora_rank=shape.lora_rank,
-        )
-        rows.append({name: feature(name, factors) for name in candidates})
-    names = independent_features(candidates, rows)
-    count = len(names) + SPARE_SHAPES
-    shapes, rows = shapes[:count], rows[:count]
-    design = np.array([[row[name] for name in names] for row in rows], dtype=np.int64)
-    how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
-    plain = _measure(architecture, shapes, checkpointing=False, **how)
-    checkpointed = _measure(architecture, shapes, checkpointing=True, **how)
-    return {"features": names, **_solved(family, design, names, plain, checkpointed, f"{architecture} {how}")} | {
-        "weight_copy_bytes_per_parameter": 2
-        if mode == "bf16_autocast" and all(case.shallow.weight_copy_bytes > 0 for case in plain)
-        else 0
-    }
+    family, how = KIND_FAMILIES[architecture], {"mode": mode, "adapter": adapter, "attention": attention}
+    (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
+    if trained and adapter == "frozen_tower":
+        kept = {name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")}
+        table = _table(architecture, shapes, factors, kinds, how, like={"features": trained["features"], **kept})
+        if set(table["features"]) <= set(trained["features"]):
+            return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
+        return table
+    table = _table(architecture, shapes, factors, kinds, how, like=base)
+    if not family.image:
+        return table
+    texts = [replace(shape, images=()) for shape in shapes]
+    of_texts = [known | text.factors for known, text in zip(factors, texts, strict=True)]
+    text = _table(architecture, texts, of_texts, kinds[-1:], how, like=table)
+    table = with_features(table, list(dict.fromkeys([*table["features"], *text["features"]])))
+    return table | {"without_images": differing(with_features(text, table["features"]), _of_text(table))}
 
 
-def _solved(
-    family: KindFamily,
-    design: NDArray[np.int64],
-    names: Sequence[str],
-    plain: Sequence[_Measured],
-    checkpointed: Sequence[_Measured],
-    what: str,
+def _of_text(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a table comes to without images, whose features are zero then."""
+    of_images = {place for place, name in enumerate(table["features"]) if _IMAGE_FEATURES & set(name.split("*"))}
+
+    def without(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: without(rows) for name, rows in value.items()}
+        if not isinstance(value, list):
+            return value
+        rows = [[0 if place in of_images else int(4 * cell) for place, cell in enumerate(row)] for row in value]
+        return undominated(np.array(rows)) if rows else rows
+
+    return {name: value if name == "features" else without(value) for name, value in table.items()}
+
+
+def with_features(table: Mapping[str, Any], features: Sequence[str]) -> dict[str, Any]:
+    """Return a table with its columns in the order of `features`, of which others are zero.
+
+    Raises:
+        ValueError: a feature of the table is missing.
+    """
+    if missing := set(table["features"]) - set(features):
+        raise ValueError(f"features {', '.join(sorted(missing))} are missing")
+    places = {name: place for place, name in enumerate(table["features"])}
+
+    def reordered(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: reordered(rows) for name, rows in value.items()}
+        if not isinstance(value, list):
+            return value
+        return [
+            [row[places[name]] if places.get(name, len(row)) < len(row) else 0 for name in features] for row in value
+        ]
+
+    return {name: list(features) if name == "features" else reordered(value) for name, value in table.items()}
+
+
+def differing(table: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the merge patch that makes `table` of `base`, which keeps what `table` has no value of."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            if difference := differing(value, base.get(name, {})):
+                found[name] = difference
+        elif name not in base or base[name] != value:
+            found[name] = value
+    return found
+
+
+def _without_zeros(table: Mapping[str, Any]) -> dict[str, Any]:
+    quantities = [value for name, value in table.items() if name != "features" and isinstance(value, Mapping | list)]
+    rows = [
+        row
+        for value in quantities
+        for rows in (value.values() if isinstance(value, Mapping) else [value])
+        for row in rows
+    ]
+    used = [name for place, name in enumerate(table["features"]) if any(row[place] for row in rows)]
+    places = [table["features"].index(name) for name in used]
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: kept(rows) for name, rows in value.items()}
+        return [[row[place] for place in places] for row in value] if isinstance(value, list) else value
+
+    return {name: used if name == "features" else kept(value) for name, value in table.items()}
+
+
+def _table(
+    architecture: str,
+    shapes: Sequence[KindShape],
+    factors: Sequence[Mapping[str, int]],
+    kinds: Sequence[str],
+    how: Mapping[str, Any],
+    *,
+    like: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    kinds = list(family.kinds)
-    last = kinds[-1]
+    """Trace one table; with `like`, layers keep the same as in that table, and those of kinds without rows nothing."""
+    family = KIND_FAMILIES[architecture]
+    candidates = candidate_features(family, how["adapter"], how["attention"])
+    rows = [{name: feature(name, each) for name in candidates} for each in factors]
+    names = independent_features(candidates, rows)
+    # Shapes in which no feature is a multiple of another.
+    start = next(n for n in range(len(rows)) if not _has_multiples(names, rows[n : n + _TRACED_SHAPES]))
+    shapes = shapes[start : start + _TRACED_SHAPES]
+    solver = _Solver(names, rows[start : start + _TRACED_SHAPES], f"{architecture} {how}")
 
-    def solved(name: str, rows: Sequence[Sequence[int]]) -> list[Candidate]:
-        return solve(design, rows, names, f"{what} {name}")
+    def known(name: str) -> dict[str, Quarters] | None:
+        if like is None:
+            return None
+        found = {}
+        for kind in kinds:
+            found[kind] = np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64)
+            for row in like[name].get(kind, []):
+                kept = dict(zip(like["features"], row, strict=False))
+                found[kind][: len(names)] = [int(4 * kept.get(feature_name, 0)) for feature_name in names]
+        return found
 
-    def backward(case: _Measured, kind: str) -> list[int]:
-        layer = case.last_layers(kinds, interleaved=family.interleaved)[kind]
+    plain, checkpointed = (
+        _traced(architecture, shapes, kinds, solver, known(name), checkpointing=checkpointing, **how)
+        for name, checkpointing in (("saved_per_layer", False), ("checkpointed_per_layer", True))
+    )
+    runs, last = (plain.shallow, checkpointed.shallow), kinds[-1]
+
+    def backward(traced: _Traced, kind: str) -> list[Candidate]:
+        # The last layer may have no gradient, as no layer of a frozen tower has.
+        layer = next((layer for layer in reversed(traced.layers[kind]) if layer.backward), None)
+        if layer is None:
+            return []
         # The last layer's is counted from the head's start, as everything else; the others' from their own end.
-        return [live - (case.shallow.head_start if kind == last else layer.end) for live in layer.backward]
+        start = traced.shallow.head_start if kind == last else layer.end
+        return solver.rows([live - start for live in layer.backward])
 
-    def forward(case: _Measured, kind: str) -> list[int]:
-        return list(case.last_layers(kinds, interleaved=family.interleaved)[kind].forward)
-
-    runs = [case.shallow for case in plain]
-    pairs = list(zip(plain, checkpointed, strict=True))
-    return {
-        "saved_per_layer": {
-            kind: solved(f"{kind} saved", [[case.per_layer[kind]] for case in plain]) for kind in kinds
-        },
-        "checkpointed_per_layer": {
-            kind: solved(f"{kind} checkpointed", [[case.per_layer[kind]] for case in checkpointed]) for kind in kinds
-        },
-        # Checkpointing keeps position numbers and masks for its recomputation; both cases are candidates.
-        "outside_layers": solved("outside", [[case.outside for case in pair] for pair in pairs]),
-        "backward_transient": {
-            kind: solved(f"{kind} backward", [backward(case, kind) for case in plain]) for kind in kinds
-        },
-        "recompute_backward_transient": {
-            kind: solved(f"{kind} recompute", [backward(case, kind) for case in checkpointed]) for kind in kinds
-        },
-        "forward_transient": {
-            kind: solved(f"{kind} forward", [forward(case, kind) for case in checkpointed]) for kind in kinds
-        },
-        "loss_forward_peak": solved("loss forward", [above_head(run, run.loss_forward) for run in runs]),
-        "loss_kept": solved("loss kept", [[run.kept - run.head_start] for run in runs]),
-        "loss_backward_peak": solved("loss backward", [above_head(run, run.loss_backward) for run in runs]),
+    table = {
+        "features": names,
+        "saved_per_layer": {kind: solver.rows([plain.per_layer[kind]]) for kind in kinds},
+        "checkpointed_per_layer": {kind: solver.rows([checkpointed.per_layer[kind]]) for kind in kinds},
+        # Layers that differ from others of their kind, as the first one may, and those of a tower that nothing reads,
+        # or that no gradient reaches, count as outside. Checkpointing keeps position numbers and masks there.
+        "outside_layers": solver.rows([plain.outside]),
+        "checkpointed_outside_layers": solver.rows([checkpointed.outside]),
+        "backward_transient": {kind: backward(plain, kind) for kind in kinds},
+        "recompute_backward_transient": {kind: backward(checkpointed, kind) for kind in kinds},
+        "forward_transient": {kind: solver.rows(checkpointed.layers[kind][-1].forward) for kind in kinds},
+        # A cache of keys and values that dies before the backward pass exists without checkpointing only.
+        "loss_forward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_forward]),
+        "loss_kept": solver.rows([run.kept - run.head_start for run in runs]),
+        "loss_backward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_backward]),
     }
+    copies = how["mode"] == "bf16_autocast" and plain.shallow.weight_copy_bytes > 0
+    return _without_zeros(table) | {"weight_copy_bytes_per_parameter": 2 if copies else 0}
 
 
 def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
@@ -172,16 +371,18 @@ def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
         for mode in get_args(Mode)
         for adapter in family.adapters
         for attention in family.attentions
-        if (adapter == "none" or (mode == "bf16" and attention == family.attentions[0]))
+        if (adapter in ("none", "frozen_tower") or (mode == "bf16" and attention == family.attentions[0]))
         and (attention != "math" or mode == "fp32")
+        # Models that read images have grouped heads, which in fp32 have the math kernel alone.
+        and not (family.image and mode == "fp32" and attention == "fused" and "math" in family.attentions)
     ]
 
 
-def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Trace one family, and yield what `kind_activations.json` holds of it whenever a table more is solved.
 
     Args:
-        stored: What the file holds of the family already; its tables are kept.
+        families: What the file holds; tables of the family are kept.
 
     Raises:
         TraceError: its bytes are not linear in its sizes.
@@ -189,16 +390,31 @@ def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator
     family = KIND_FAMILIES[architecture]
     spec = specification(architecture, drawn_shapes(architecture, 1, adapter="none")[0])
     counts = layer_counts(spec, family.kinds)
-    if wrong := {kind: count for kind, count in counts.items() if count != SHALLOW_LAYERS}:
-        raise TraceError(f"{architecture}: layers by kind are {wrong}, {SHALLOW_LAYERS} were built of each")
+    if wrong := {kind: count for kind, count in counts.items() if count != family.shallow_layers}:
+        raise TraceError(f"{architecture}: layers by kind are {wrong}, {family.shallow_layers} were built of each")
     stated = dict(spec.settings)
-    tables: dict[str, Any] = copy.deepcopy(stored.get("tables", {}))
+    tables: dict[str, Any] = copy.deepcopy(families.get(architecture, {}).get("tables", {}))
     for mode, adapter, attention in kind_table_names(family):
         known = tables.setdefault(mode, {}).setdefault(adapter, {})
         if attention in known:
             continue
-        known[attention] = derive_kind_table(architecture, mode=mode, adapter=adapter, attention=attention)
+        base = kind_table(families, family.based_on, mode, adapter, attention)
+        table = derive_kind_table(
+            architecture,
+            mode=mode,
+            adapter=adapter,
+            attention=attention,
+            trained=tables[mode].get("none", {}).get(attention),
+            base=base,
+        )
+        if base is not None:
+            # Features of its own follow those of the base, whose rows are shorter.
+            features = list(dict.fromkeys([*base["features"], *table["features"]]))
+            aligned = with_features(base, features) | {"features": base["features"]}
+            table = differing(with_features(table, features), aligned)
+        known[attention] = table
         yield {
+            **({"based_on": family.based_on} if family.based_on else {}),
             "settings": {name: stated[name] for name in family.settings if name in stated},
             "kinds": dict(family.kinds),
             "interleaved": family.interleaved,

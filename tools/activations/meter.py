@@ -8,7 +8,7 @@ which is why a dispatch mode is used.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ class Recording:
 
     steps: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of storage number (or `SAMPLE`, `MARK`) and byte change (or index of the mark's name)."""
+    bytes: list[int] = field(default_factory=list)
+    """Size of each storage."""
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     """Shape of the first tensor seen on each storage."""
     dtypes: list[torch.dtype] = field(default_factory=list)
@@ -36,17 +38,20 @@ class Recording:
     operators: list[str] = field(default_factory=list)
     """Name of the operator before each sample."""
 
-    def replay(self, ignored: Iterable[int]) -> Iterator[tuple[str, int]]:
-        """Yields `(mark name or "", live bytes)` for every mark and sample, without the ignored storages."""
+    def replay(self, ignored: Iterable[int], sizes: Sequence[Any] | None = None) -> Iterator[tuple[str, Any]]:
+        """Yields `(mark name or "", live bytes)` for every mark and sample, without the ignored storages.
+
+        With `sizes` of storages, which may be arrays, yields sums of these instead of bytes.
+        """
         dropped = set(ignored)
-        live = 0
+        live: Any = 0
         for number, value in self.steps:
             if number == SAMPLE:
                 yield "", live
             elif number == MARK:
                 yield self.mark_names[value], live
             elif number not in dropped:
-                live += value
+                live = live + (value if sizes is None else sizes[number] if value > 0 else -sizes[number])
 
     def weight_shaped(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Storages shaped like a parameter: weight gradients and weight copies in another element type."""
@@ -77,6 +82,7 @@ class StorageMeter(TorchDispatchMode):
         self.recording = Recording()
         self._numbers: dict[int, int] = {}
         self._watchers: dict[int, weakref.ref[Any]] = {}
+        self._is_paused = False
         self._foreign = {tensor.untyped_storage()._cdata for tensor in known}
 
     def mark(self, name: str) -> None:
@@ -89,6 +95,26 @@ class StorageMeter(TorchDispatchMode):
         keys = (tensor.untyped_storage()._cdata for tensor in tensors)
         return {self._numbers[key] for key in keys if key in self._numbers}
 
+    def pausing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of which only the results are metered."""
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            self._is_paused = True
+            try:
+                results = function(*args, **kwargs)
+            finally:
+                self._is_paused = False
+            self._sample(results)
+            return results
+
+        return paused
+
+    def _sample(self, results: Any) -> None:
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self._watch(leaf)
+        self.recording.steps.append((SAMPLE, 0))
+
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -97,6 +123,7 @@ class StorageMeter(TorchDispatchMode):
         number, size = len(self.recording.shapes), storage.nbytes()
         self.recording.shapes.append(tuple(tensor.shape))
         self.recording.dtypes.append(tensor.dtype)
+        self.recording.bytes.append(size)
         self.recording.steps.append((number, size))
         self._numbers[key] = number
 
@@ -110,9 +137,7 @@ class StorageMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operator, then counts the storages of its results."""
         results = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, torch.Tensor):
-                self._watch(leaf)
-        self.recording.steps.append((SAMPLE, 0))
-        self.recording.operators.append(str(func))
+        if not self._is_paused:
+            self._sample(results)
+            self.recording.operators.append(str(func))
         return results

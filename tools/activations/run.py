@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -138,14 +138,16 @@ class TracedStep:
     gradients: frozenset[int]
     """Storages of what ended as a parameter's gradient."""
 
-    def phases(self, weight_shaped: Set[int] | None = None) -> Phases:
+    def phases(self, weight_shaped: Set[int] | None = None, sizes: Sequence[Any] | None = None) -> Phases:
         """Return the live activation bytes by phase.
 
         Args:
             weight_shaped: Storages that are shaped like a parameter whatever the sizes, where several traces of the
                 same operators have told; by default those of this trace.
+            sizes: Size of each storage, which may be an array; by default its bytes.
         """
-        return _cut(self.recording, self.weight_shaped if weight_shaped is None else weight_shaped, self.gradients)
+        ignored = self.weight_shaped if weight_shaped is None else weight_shaped
+        return _cut(self.recording, ignored, self.gradients, sizes)
 
 
 def run_training_step(
@@ -167,16 +169,19 @@ def trace_training_step(
     mode: Mode,
     layers: list[torch.nn.Module],
     head: torch.nn.Module | None,
+    unmetered: Iterable[tuple[torch.nn.Module, str]] = (),
 ) -> TracedStep:
     """Meters forward, loss and backward of `model` in training mode.
 
     `layers` are the transformer layers in the order of execution; `head` is the output projection, or `None` when
-    everything after the last layer counts as loss.
+    everything after the last layer counts as loss. Of `unmetered` methods, only results are metered.
     """
     parameters = list(model.parameters())
     tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
     meter = StorageMeter([*parameters, *model.buffers(), *tensors])
     in_forward = [True]
+    for module, name in unmetered:
+        setattr(module, name, meter.pausing(getattr(module, name)))
     hooks = _place_marks(meter, layers, head, in_forward)
     # Gradients of earlier steps would be added in place instead of being moved into `.grad`.
     model.zero_grad(set_to_none=True)
@@ -236,18 +241,23 @@ def _place_marks(
     return handles
 
 
-def _cut(recording: Recording, weight_like: Set[int], gradients: Set[int]) -> Phases:
+def _cut(
+    recording: Recording, weight_like: Set[int], gradients: Set[int], sizes: Sequence[Any] | None = None
+) -> Phases:
     spans: dict[str, list[int]] = {"": []}
     marks: dict[str, int] = {}
     current = ""
-    for name, live in recording.replay(weight_like | gradients):
+    for name, live in recording.replay(weight_like | gradients, sizes):
         if name:
             current = name
             marks[name] = live
             spans[name] = []
         else:
             spans[current].append(live)
-    copies = dict(entry for entry in recording.replay(gradients) if entry[0])
+    with_copies, without = (
+        dict(entry for entry in recording.replay(ignored) if entry[0])
+        for ignored in (gradients, weight_like | gradients)
+    )
     names = list(spans)
     by_layer = [
         LayerPhases(
@@ -270,6 +280,6 @@ def _cut(recording: Recording, weight_like: Set[int], gradients: Set[int]) -> Ph
         loss_backward=spans["kept"],
         layer_backward=spans[names[first_gradient]],
         backward=[live for name in names[first_gradient:] for live in spans[name]],
-        weight_copy_bytes=copies[head] - marks[head],
+        weight_copy_bytes=with_copies[head] - without[head],
         by_layer=by_layer,
     )

@@ -116,7 +116,11 @@ def image_inputs(processor: Any, rows: Sequence[Sequence[Part]]) -> dict[str, An
     if not images:
         return {}
     with _read_by(processor, "image"):
-        made = processor.image_processor(images=images, return_tensors="pt", **_settings(processor))
+        tokenizer_settings = processor.tokenizer.init_kwargs
+        merged = processor._merge_kwargs(processor.valid_processor_kwargs, tokenizer_init_kwargs=tokenizer_settings)
+        settings = merged["images_kwargs"] | {"return_tensors": "pt"}
+        # What `ProcessorMixin.__call__` does with images (transformers 5.17.0).
+        made, _ = processor._process_images(processor.prepare_inputs_layout(images=images)[0], **settings)
     return {name: made[name] for name in processor.model_input_names if name in made}
 
 
@@ -135,12 +139,6 @@ def check_image_inputs(processor: Any, part: Part, where: str) -> None:
     if own.keys() != made.keys() - text_names or not all(torch.equal(own[name], made[name]) for name in own):
         rule, fix = "computes inputs of images from the text", "train it with your own script"
         raise UsageError(ConfigError(where="processor", value=type(processor).__name__, rule=rule, fix=fix))
-
-
-def _settings(processor: Any) -> dict[str, Any]:
-    """Return the arguments that the processor passes to its image processor."""
-    defaults: dict[str, Any] = getattr(processor.valid_processor_kwargs, "_defaults", {})
-    return dict(defaults.get("images_kwargs", {}))
 
 
 @contextmanager

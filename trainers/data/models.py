@@ -209,12 +209,13 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
         rule = "is not supported: it does not replace a token by those of an image"
         fix = "train with your own script: shardwright launch"
         raise UsageError(ConfigError(where="processor", value=kind, rule=rule, fix=fix))
-    images, vision = processor.image_processor, config.vision_config
+    images, vision = processor.image_processor, getattr(config, "vision_config", None)
     if max_pixels is not None and "max_pixels" not in images.valid_kwargs.__annotations__:
         rule = f"is not an argument of {type(images).__name__}, which resizes images to its own sizes"
         errors.append(ConfigError(where="max_pixels", value=max_pixels, rule=rule, fix="omit it"))
-    tokens = (processor.image_token_id, getattr(config, "image_token_id", None))
-    pairs = {"the token of an image": tokens}
+    token, pairs = getattr(config, "image_token_id", None), {}
+    if token not in (None, *processor.image_token_ids):
+        pairs["the token of an image"] = (processor.image_token_ids[0], token)
     for name, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         read = getattr(processor, name, None) or getattr(images, name, None)
         pairs[name] = (read, getattr(vision, own, None))

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-    from .config import DistillationConfig, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
+    from .settings import DistillationConfig, SelfTeacher
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
 
 _MODULES = {
     ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
-    ".config": ("DistillationConfig", "SelfTeacher"),
+    ".settings": ("DistillationConfig", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
     ".trainer": ("DistillationTrainer",),
 }

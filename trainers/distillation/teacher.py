@@ -17,7 +17,7 @@ from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
 from ..losses.fused_loss import accepted_inputs, captured_head_input
-from .config import DistillationConfig
+from .settings import DistillationConfig
 from .teacher_cache import TeacherCache
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from ..counting.counts import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks
-from .config import DistillationConfig
 from .feature_matching import FeatureMatching, load_projectors, save_projectors
+from .settings import DistillationConfig
 from .teacher import (
     SHIFT_LABELS,
     TEACHER_ROWS,

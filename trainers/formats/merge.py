@@ -164,7 +164,7 @@ def merge(
                 rounding = f"Rounding to {report.dtype} changed the merged matrices by {rounding_error:.1e} (relative)."
                 card = card_text(
                     f"{title_of(report.base)} with {title_of(name)}",
-                    [f"{lead} {rounding}", usage()],
+                    [f"{lead} {rounding}", usage(images="vision_config" in source.config)],
                     f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
                     base=report.base,
                     relation="finetune",

@@ -294,8 +294,24 @@ def code(value: object) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def usage(*, adapter: bool = False) -> str:
-    """Return a Python example that loads the model of a card, which is complete or a PEFT adapter."""
+_ASK_ABOUT_IMAGE = """\
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model = AutoModelForImageTextToText.from_pretrained(".")
+processor = AutoProcessor.from_pretrained(".")
+question = [{"type": "image", "path": "image.png"}, {"type": "text", "text": "What does the image show?"}]
+inputs = processor.apply_chat_template(
+    [{"role": "user", "content": question}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
+).to(model.device)
+print(processor.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))"""
+
+
+def usage(*, adapter: bool = False, images: bool = False) -> str:
+    """Return a Python example that loads the model of a card: complete or a PEFT adapter, of text or also of images."""
     auto_class = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     if adapter:
@@ -308,6 +324,8 @@ def usage(*, adapter: bool = False) -> str:
         'inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)',
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))",
     ]
+    if images:
+        lines = _ASK_ABOUT_IMAGE.splitlines()
     intro = 'Run this in the directory of this card, or replace `"."` with the model\'s id on the Hub:'
     return "\n".join([intro, "", "```python", *lines, "```"])
 

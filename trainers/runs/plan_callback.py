@@ -28,6 +28,7 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys, task_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
+from ...ds_configs.specs.images import IMAGE_PARTS, image_part
 from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
@@ -338,6 +339,11 @@ def argument_differences(
         "method": (stated.get("method"), plan.job.method),
         "model_type": (model_type, plan.model.model_type),
     } | {name: (getattr(args, name, None), planned) for name, planned in task_arguments(plan).items()}
+    named = list(model.named_parameters()) if hasattr(model, "named_parameters") else []
+    for part in IMAGE_PARTS:
+        if trains := [weight.requires_grad for name, weight in named if image_part(name) == part]:
+            facts[part] = ("trained" if any(trains) else "frozen", getattr(plan.job, part))
+            fixes[part, "frozen"] = ": call requires_grad_(False) on it, or plan with it trained"
     return [
         f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"
         for name, (ran, planned) in facts.items()

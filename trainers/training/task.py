@@ -120,7 +120,7 @@ class TrainOutcome(LaunchedOutcome):
         lead = f"{code(shown_name(model))} trained on {code(source)}{method}: {measured}."
         return card_text(
             f"{title_of(model)}, trained on {source}",
-            [lead, usage(adapter=adapter), *self.card_results()],
+            [lead, usage(adapter=adapter, images=self.plan.model.reads_images), *self.card_results()],
             f"{license_line(model)} The terms of the data may also apply to this model. "
             "Read both before you publish it.",
             base=model,
@@ -288,6 +288,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
         job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
         plan = select_plan(loaded, hardware, job, notify=logger.info)
+    if statistics.images_per_sample > plan.job.images_per_sample:
+        logger.info(
+            f"a row has {statistics.images_per_sample} images, and the plan counts {plan.job.images_per_sample} of a "
+            "sequence: a step may need more memory and time than predicted"
+        )
     settings = settings.with_optimizer(plan.job)
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
     errors += planned_argument_errors(settings, plan)
@@ -320,7 +325,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def image_layout_errors(layout: Layout) -> list[ConfigError]:
     """Return the errors of parallel axes with which images do not train as in one process."""
-    rule, fix = "does not support images", "use data parallelism: ddp, zero1 to zero3, or fsdp2"
+    rule, fix = "is not supported with images", "use data parallelism: ddp, zero1 to zero3, or fsdp2"
     return [
         ConfigError(where=field, value=layout.axes[axis], rule=rule, fix=fix)
         for field, axis in AXIS_FIELDS.items()

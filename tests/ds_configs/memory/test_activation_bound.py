@@ -16,7 +16,7 @@ from shardwright.ds_configs.memory.activations import (
     bounded_activations,
     estimate_activations,
 )
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob

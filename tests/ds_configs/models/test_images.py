@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import RELEASE
 from shardwright.ds_configs.models.images import RULES, image_sizes, image_tokens
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_shapes
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob, job_errors
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -145,7 +145,7 @@ def test_llama4() -> None:
         assert found.tiles == rows * columns + (rows * columns > 1), (height, width)
 
 
-MODEL = model_spec_from_shapes(
+MODEL = model_spec_from_config(
     {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, name="vl", release=RELEASE
 )
 
@@ -166,6 +166,8 @@ def test_errors_of_images() -> None:
     text = replace(MODEL, model_type="llama", settings=())
     with pytest.raises(UsageError, match="has no images"):
         image_tokens(text, job)
+    with pytest.raises(UsageError, match="vision_tower = 'trained': is no part of llama"):
+        image_tokens(text, TrainingJob(vision_tower="trained"))
     assert [error.where for error in job_errors(TrainingJob(image_size="1x", frames=4))] == [
         "image_size",
         "image_size",

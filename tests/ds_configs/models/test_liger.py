@@ -9,18 +9,17 @@ from dataclasses import replace
 
 import pytest
 from planning import public_model
-from shardwright.ds_configs.models import families
-from shardwright.ds_configs.models.families import has_liger_loss
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY, planned_training_arguments
+from shardwright.ds_configs.specs import model as facts
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.model import stored_facts
+from shardwright.ds_configs.specs.model import has_liger_loss, stored_facts
 from shardwright.tools.liger_kernels import SOURCE_FILE, kernels_in
 
 LLAMA = public_model("meta-llama/Llama-3.1-8B")
 NODE = parse_hardware("8xH200")
-STORED = stored_facts(families.LIGER_FILE, "0")
+STORED = stored_facts(facts.LIGER_FILE, "0")
 
 
 @pytest.mark.install
@@ -33,10 +32,10 @@ def test_stored_kernels_are_those_of_the_tested_release(tmp_path):
 
 
 def test_every_kernel_can_be_disabled_beside_the_fused_loss():
-    names = {name for kernels in STORED["kernels"].values() for name in kernels} - {families.TEXT_MODEL}
+    names = {name for kernels in STORED["kernels"].values() for name in kernels} - {facts.TEXT_MODEL}
     assert names == set(FUSED_LOSS_ONLY)
     # The kernels of a text model would come too.
-    seeing = [name for name, kernels in STORED["kernels"].items() if families.TEXT_MODEL in kernels]
+    seeing = [name for name, kernels in STORED["kernels"].items() if facts.TEXT_MODEL in kernels]
     assert seeing and not any(has_liger_loss(name, alone=True) for name in seeing)
     assert has_liger_loss("llama", alone=True) and not has_liger_loss("other", alone=False)
 

@@ -1,4 +1,4 @@
-"""Parameter counts: public models, the closed form against the meta device, and LoRA against PEFT."""
+"""Parameter counts: public models, stored shapes against the meta device, and LoRA against PEFT."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from paths import CONFIGS
 from planning import RELEASE
-from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.models.model_config import config_errors
+from shardwright.ds_configs.models.model_config import SIZED_FAMILIES, config_errors
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import (
     MAMBA_TYPES,
@@ -94,13 +94,13 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"layer_types": ["sliding_attention", "full_attention"]},
     {"n_inner": 48},
     {"n_inner": None},
+    {"add_cross_attention": True},
 )
 ONLY_TRANSFORMERS_KNOWS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"head_dim": None}),
     ("mixtral", {"num_key_value_heads": None}),
     ("qwen3_moe", {"mlp_only_layers": [0]}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
-    ("gpt2", {"add_cross_attention": True}),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]}),
 )
 
@@ -128,8 +128,8 @@ def test_public_models_have_their_counts_without_the_meta_device(name: str) -> N
     assert sum(spec.group_counts().values()) == spec.parameter_count
 
 
-@pytest.mark.parametrize("model_type", FAST_FAMILIES)
-def test_closed_form_equals_the_meta_device(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", SIZED_FAMILIES)
+def test_families_equal_the_meta_device(model_type: str) -> None:
     for variant in VARIANTS:
         if model_type == "phi3" and "rope_scaling" in variant:
             continue  # Phi-3 knows no other rotary scaling than longrope.
@@ -141,7 +141,7 @@ def test_closed_form_equals_the_meta_device(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "change"), ONLY_TRANSFORMERS_KNOWS)
-def test_closed_form_declines_configs_that_only_transformers_knows(model_type: str, change: dict[str, Any]) -> None:
+def test_families_decline_configs_that_only_transformers_knows(model_type: str, change: dict[str, Any]) -> None:
     assert model_spec_from_config(small(model_type) | change, name="m") is None
 
 

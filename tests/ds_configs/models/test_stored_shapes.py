@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from planning import RELEASE
 from shardwright.ds_configs.memory.activations import KINDS_FILE, load_coefficients
-from shardwright.ds_configs.models.families import FAST_FAMILIES
-from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_shapes
+from shardwright.ds_configs.models.model_config import SIZED_FAMILIES
+from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_config
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, stored_facts
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.tools.class_on_meta import TEXT_SIZES
@@ -64,20 +64,20 @@ def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_stored_shapes_match_the_meta_device(architecture: str) -> None:
     configs = (drawn_config(architecture, seed) for seed in range(40))
-    covered = ((config, model_spec_from_shapes(config, name="m", release=RELEASE)) for config in configs)
+    covered = ((config, model_spec_from_config(config, name="m", release=RELEASE)) for config in configs)
     config, found = next((config, found) for config, found in covered if found is not None)
     assert differences(found, model_spec_from_meta(config, name="m")) == [], config
 
 
 def test_every_family_with_activation_coefficients_has_its_shapes() -> None:
-    types = {stored["model_type"] for stored in CLASSES.values()} | set(FAST_FAMILIES)
+    types = {stored["model_type"] for stored in CLASSES.values()} | set(SIZED_FAMILIES)
     assert set(load_coefficients(RELEASE)["tables"]) <= types
     # Other releases may leave a class to Transformers.
     assert set(stored_facts(KINDS_FILE, RELEASE)["families"]) <= set(load_shapes(FIRST_RELEASE)["classes"])
 
 
 def test_published_config_is_counted_exactly() -> None:
-    found = model_spec_from_shapes(QWEN3_NEXT, name="m", release=RELEASE)
+    found = model_spec_from_config(QWEN3_NEXT, name="m", release=RELEASE)
     assert found is not None and found.parameter_count == 79_674_391_296
     assert differences(found, model_spec_from_meta(QWEN3_NEXT, name="m")) == []
 
@@ -125,7 +125,7 @@ DEBERTA_XXLARGE = DEBERTA_V3 | {
     ids=["labels", "one label", "default labels", "no architectures", "kinds as a list", "convolution", "masked lm"],
 )
 def test_published_encoders_and_classifiers_are_counted_exactly(config: dict[str, Any]) -> None:
-    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    found = model_spec_from_config(config, name="m", release=RELEASE)
     assert found is not None
     assert differences(found, model_spec_from_meta(config, name="m")) == []
 
@@ -139,7 +139,7 @@ def test_listed_moe_layers_are_those_of_the_step_or_declined(moe_layers: list[in
         **{"num_hidden_layers": 4, "interleave_moe_layer_step": step, "moe_layers": moe_layers},
         "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
     }
-    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    found = model_spec_from_config(config, name="m", release=RELEASE)
     # Every other layer is left to Transformers.
     assert (found is not None) == (step == 1 and len(moe_layers) == 4)
     assert found is None or differences(found, model_spec_from_meta(config, name="m")) == []
@@ -147,7 +147,7 @@ def test_listed_moe_layers_are_those_of_the_step_or_declined(moe_layers: list[in
 
 @pytest.mark.parametrize("change", [{"share_att_key": False}, {"attention_head_size": 32}, {"norm_rel_ebd": "none"}])
 def test_a_variant_declines_configs_it_does_not_cover(change: dict[str, Any]) -> None:
-    assert model_spec_from_shapes(DEBERTA_V3 | change, name="m", release=RELEASE) is None
+    assert model_spec_from_config(DEBERTA_V3 | change, name="m", release=RELEASE) is None
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ def test_a_variant_declines_configs_it_does_not_cover(change: dict[str, Any]) ->
     ],
 )
 def test_stored_class_declines_configs_it_does_not_cover(change: dict[str, Any]) -> None:
-    assert model_spec_from_shapes(QWEN3_NEXT | change, name="m") is None
+    assert model_spec_from_config(QWEN3_NEXT | change, name="m") is None
 
 
 def test_expressions_are_sums_of_products_and_quotients() -> None:
     sizes = {"heads": 3, "width": 10}
     assert evaluated("2*heads*width + -1*heads + 4", sizes) == 61
-    assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ")] == [3, 4, 3]
+    assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ", "min ")] == [3, 4, 3, 3]
 
 
 def test_planning_a_stored_class_does_not_import_torch(tmp_path: Path) -> None:
@@ -198,13 +198,13 @@ def test_published_llava_is_counted_exactly_and_with_other_text_models_declined(
         "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "vocab_size": 32000},
         "vision_feature_layer": -2,
     }
-    stored = model_spec_from_shapes(config, name="llava", release=RELEASE)
+    stored = model_spec_from_config(config, name="llava", release=RELEASE)
     assert stored is not None
     built = model_spec_from_meta(config, name="llava")
     assert (stored.parameters, stored.buffer_bytes) == (built.parameters, built.buffer_bytes)
     for part, other in (("text_config", "bloom"), ("vision_config", "siglip_vision_model")):
         changed = config | {part: config[part] | {"model_type": other}}
-        assert model_spec_from_shapes(changed, name="llava", release=RELEASE) is None
+        assert model_spec_from_config(changed, name="llava", release=RELEASE) is None
 
 
 def seeing(model_type: str, name: str, vision: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
@@ -267,7 +267,7 @@ CLIP |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 
 def test_vision_language_models_combine_their_text_class(config: dict[str, Any], billions: float) -> None:
     if not config["text_config"]:
         del config["text_config"]
-    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    found = model_spec_from_config(config, name="m", release=RELEASE)
     # Other releases may leave a class to Transformers.
     assert (found is None) == (config["architectures"][0] not in CLASSES)
     if found is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan, make_plan, release_difference
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.hardware import parse_hardware

@@ -11,7 +11,7 @@ import pytest
 import small_models
 import torch
 from shardwright.ds_configs.memory import activations
-from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers import attention

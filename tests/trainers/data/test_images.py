@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from image_models import COLOURS, FAMILIES, VOCAB_SIZE, processor, save_image_model
+from image_models import COLOURS, FAMILIES, QWEN_TEMPLATE, VOCAB_SIZE, processor, save_image_model
 from PIL import Image
 from shardwright.ds_configs.specs.errors import InputError, RefusedInputError, UsageError
 from shardwright.trainers.data.chat import set_chat_template
@@ -115,6 +116,57 @@ def test_a_batch_has_the_images_of_its_rows_and_none_without_images(family: str,
     assert len(images) == 3 and "pixel_values" not in without
     model = FAMILIES[family]().eval()
     assert torch.isfinite(model(**batch).loss) and torch.isfinite(model(**without).loss)
+
+
+def other_processor(family: str) -> Any:
+    """Return the processor of a family whose images become other texts: tiles, rows, or several tokens."""
+    import transformers
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    tokens = {
+        "Gemma3": ["<start>", "<soft>", "<end>"],
+        "LlavaNext": ["<image>"],
+        "Idefics3": ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", *rows],
+    }[family]
+    tokenizer = byte_tokenizer(300)
+    tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token, "additional_special_tokens": tokens})
+    for name, token in zip(("boi", "image", "eoi"), tokens, strict=False) if family == "Gemma3" else ():
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    side = {"height": 16, "width": 16}
+    image_settings: dict[str, Any] = {
+        "Gemma3": {"size": side, "image_seq_length": 4},
+        "LlavaNext": {"size": {"shortest_edge": 16}, "crop_size": side, "image_grid_pinpoints": [[16, 32], [32, 32]]},
+        "Idefics3": {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    }[family]
+    settings: dict[str, Any] = {
+        "Gemma3": {"image_seq_length": 4},
+        "LlavaNext": {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "Idefics3": {"image_seq_len": 4},
+    }[family]
+    template = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", tokens[0])
+    name = "llava_next" if family == "LlavaNext" else family.lower()
+    file = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    images = getattr(file, f"{family}ImageProcessorPil")(**image_settings)
+    made = getattr(transformers, f"{family}Processor")(images, tokenizer, **settings, chat_template=template)
+    made.tokenizer.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "LlavaNext", "Idefics3"])
+def test_processors_that_write_more_than_one_token_for_an_image_label_the_answer_alone(
+    family: str, directory: Path
+) -> None:
+    made = other_processor(family)
+    pair = question(*({"type": "image", "path": f"{name}.png"} for name in ("red", "blue")))
+    text = {"messages": [{"role": "user", "content": "Hi"}, ANSWER]}
+    found = samples(directory, pair, text, question({"type": "image", "path": "red.png"}), made=made, seq_len=256)
+    for sample in found.train:
+        assert made.tokenizer.decode([label for label in sample["labels"] if label != -100]) == "red<|im_end|>"
+    batch = collate(found.train, processor=made)
+    assert ("token_type_ids" in batch) == (family == "Gemma3") and len(batch["input_ids"]) == 3
+    assert len(batch["pixel_values"]) == (2 if family == "Idefics3" else 3)
 
 
 def bad_image(directory: Path, kind: str) -> Path:

@@ -43,6 +43,12 @@ def test_usage_loads_the_model_or_its_adapter(adapter, line):
     compile(example, "card", "exec")
 
 
+def test_usage_of_a_model_of_images_asks_about_one():
+    example = usage(images=True).split("```python\n")[1].split("```")[0]
+    assert "AutoModelForImageTextToText" in example and "AutoProcessor" in example
+    compile(example, "card", "exec")
+
+
 @given(st.lists(st.text(max_size=12), min_size=2, max_size=2))
 def test_cells_stay_cells(cells):
     lines = table(("a", "b"), [cells]).split("\n")

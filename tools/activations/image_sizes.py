@@ -1,0 +1,194 @@
+"""Sizes of small models that read images in a text, and of the images."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from .kind_sizes import Values, draw_cohere, draw_vit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """One image, in patches of the tower."""
+
+    rows: int
+    columns: int
+    tokens: int
+    """Tokens of the text that it becomes."""
+
+
+SPECIAL_TOKENS = 8
+"""The last ones of the vocabulary stand for images and videos; random text has none of them."""
+
+
+def _text(choose: random.Random) -> Values:
+    """Draw a language model with grouped heads, the residual stream of another width than the queries."""
+    drawn = draw_cohere(choose) | {"pad_token_id": 0}
+    return drawn | {"hidden_size": 8 * drawn["num_attention_heads"] * choose.randint(1, 4)}
+
+
+def _with_head_dim(text: Values, choose: random.Random) -> Values:
+    return text | {"head_dim": choose.choice([8, 16, 24, 32])}
+
+
+def draw_square(choose: random.Random, values: Values) -> Image:
+    """Return the image that a tower with a table of positions reads, a token for each patch."""
+    side = values["vision_config"]["image_size"] // values["vision_config"]["patch_size"]
+    return Image(rows=side, columns=side, tokens=side**2)
+
+
+def draw_llava(choose: random.Random) -> Values:
+    """Draw sizes of LLaVA: Llama, and the tower of CLIP."""
+    text, vision = _with_head_dim(_text(choose), choose), draw_vit(choose)
+    del vision["num_labels"]
+    return {
+        "text_config": text | {"model_type": "llama"},
+        "vision_config": vision | {"model_type": "clip_vision_model", "projection_dim": 8},
+        "image_token_index": text["vocab_size"] - 1,
+    }
+
+
+def _tower_of_patches(choose: random.Random) -> Values:
+    heads, head_dim = choose.choice([2, 3, 4, 6, 9]), choose.choice([8, 16, 24, 32])
+    return {
+        "hidden_size": heads * head_dim,
+        "intermediate_size": 8 * choose.randint(12, 50),
+        "num_heads": heads,
+        "patch_size": choose.choice([2, 4, 6]),
+        "spatial_merge_size": choose.choice([2, 3]),
+    }
+
+
+def _text_of_axes(text: Values) -> Values:
+    """Return a language model whose rotary angles have three axes."""
+    half = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
+    axes = [half // 4, half // 4, half - 2 * (half // 4)]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": axes}
+    return text | {"rope_parameters": rope, "pad_token_id": 0}
+
+
+def _special_tokens(text: Values) -> Values:
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return {name: text["vocab_size"] - number for number, name in enumerate(names, 1)}
+
+
+def draw_qwen2_vl(choose: random.Random) -> Values:
+    """Draw sizes of Qwen2-VL, whose tower has the width of the text only after its merger."""
+    text, vision = _text_of_axes(draw_cohere(choose)), _tower_of_patches(choose)
+    width, _ = vision.pop("hidden_size"), vision.pop("intermediate_size")
+    return {
+        "text_config": text,
+        "vision_config": vision | {"embed_dim": width, "hidden_size": text["hidden_size"]},
+        **_special_tokens(text),
+    }
+
+
+def draw_patches(choose: random.Random, values: Values) -> Image:
+    """Return an image of several merged patches."""
+    side, rows, columns = values["vision_config"]["spatial_merge_size"], *choose.choices([2, 3, 4], k=2)
+    return Image(rows=side * rows, columns=side * columns, tokens=rows * columns)
+
+
+def draw_glm4v(choose: random.Random) -> Values:
+    """Draw sizes of GLM-4V, of whose head dimensions half are rotated."""
+    text, vision = draw_cohere(choose) | {"pad_token_id": 0}, _tower_of_patches(choose)
+    quarter = text["hidden_size"] // text["num_attention_heads"] // 4
+    axes = [quarter // 2, quarter // 2 - quarter // 4, quarter - 2 * (quarter // 2) + quarter // 4]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": axes}
+    position_table = {"image_size": vision["patch_size"] * choose.choice([3, 5, 7])}
+    return {
+        "text_config": text | {"rope_parameters": rope},
+        "vision_config": vision | position_table | {"out_hidden_size": text["hidden_size"]},
+        **{name.replace("vision", "image"): token for name, token in _special_tokens(text).items()},
+    }
+
+
+def draw_qwen3_vl(choose: random.Random) -> Values:
+    """Draw sizes of Qwen3-VL."""
+    text, vision = _with_head_dim(_text(choose), choose), _tower_of_patches(choose)
+    return {
+        "text_config": _text_of_axes(text),
+        "vision_config": vision | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 25},
+        **_special_tokens(text),
+    }
+
+
+def draw_internvl(choose: random.Random) -> Values:
+    """Draw sizes of InternVL: Qwen2, and a tower with a table of positions."""
+    text, vision = draw_cohere(choose) | {"pad_token_id": 0}, draw_vit(choose)
+    del vision["num_labels"]
+    size = vision["patch_size"] * choose.choice([4, 6, 8])
+    return {
+        "text_config": text | {"model_type": "qwen2"},
+        "vision_config": vision | {"image_size": [size, size], "patch_size": [vision["patch_size"]] * 2},
+        "image_token_id": text["vocab_size"] - 1,
+    }
+
+
+def draw_halved_square(choose: random.Random, values: Values) -> Image:
+    """Return the image of a tower with a table of positions, of whose patches 2 x 2 become a token."""
+    side = values["vision_config"]["image_size"][0] // values["vision_config"]["patch_size"][0]
+    return Image(rows=side, columns=side, tokens=(side // 2) ** 2)
+
+
+def draw_smolvlm(choose: random.Random) -> Values:
+    """Draw sizes of SmolVLM: Llama, and a tower of whose patches a square becomes a token."""
+    text, vision = _with_head_dim(_text(choose), choose), draw_vit(choose)
+    del vision["num_labels"]
+    scale = choose.choice([2, 3])
+    return {
+        "text_config": text | {"model_type": "llama"},
+        "vision_config": vision | {"image_size": vision["patch_size"] * scale * choose.choice([2, 3])},
+        "scale_factor": scale,
+        "image_token_id": text["vocab_size"] - 1,
+        "pad_token_id": 0,
+    }
+
+
+def draw_scaled_square(choose: random.Random, values: Values) -> Image:
+    """Return the image of SmolVLM's tower."""
+    side = values["vision_config"]["image_size"] // values["vision_config"]["patch_size"]
+    return Image(rows=side, columns=side, tokens=(side // values["scale_factor"]) ** 2)
+
+
+def draw_pooled_square(choose: random.Random, values: Values) -> Image:
+    """Return the image of Gemma 3's tower."""
+    side = values["vision_config"]["image_size"] // values["vision_config"]["patch_size"]
+    return Image(rows=side, columns=side, tokens=values["mm_tokens_per_image"])
+
+
+def draw_mistral3(choose: random.Random) -> Values:
+    """Draw sizes of Mistral 3: Mistral, and the tower of Pixtral."""
+    text, tower = _with_head_dim(_text(choose), choose), _tower_of_patches(choose)
+    heads, merged = tower.pop("num_heads"), tower.pop("spatial_merge_size")
+    return {
+        "text_config": text | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": tower | {"model_type": "pixtral", "num_attention_heads": heads, "image_size": 96},
+        "spatial_merge_size": merged,
+        "image_token_index": text["vocab_size"] - 1,
+    }
+
+
+def draw_merged_patches(choose: random.Random, values: Values) -> Image:
+    """Return an image of Mistral 3, which merges patches after the tower."""
+    side, rows, columns = values["spatial_merge_size"], *choose.choices([2, 3], k=2)
+    return Image(rows=side * rows, columns=side * columns, tokens=rows * columns)
+
+
+def draw_qwen2_5_vl(choose: random.Random) -> Values:
+    """Draw sizes of Qwen2.5-VL, whose windows have 4 or 9 tokens."""
+    text, vision = _text_of_axes(draw_cohere(choose)), _tower_of_patches(choose)
+    window = vision["patch_size"] * vision["spatial_merge_size"] * choose.choice([2, 3])
+    return {
+        "text_config": text,
+        "vision_config": vision | {"out_hidden_size": text["hidden_size"], "window_size": window},
+        **_special_tokens(text),
+    }
+
+
+def draw_windows(choose: random.Random, values: Values) -> Image:
+    """Return an image of two windows."""
+    vision = values["vision_config"]
+    side = vision["window_size"] // vision["patch_size"]
+    return Image(rows=side, columns=2 * side, tokens=2 * (side // vision["spatial_merge_size"]) ** 2)
