@@ -223,8 +223,8 @@ class ParameterShape:
 
     @property
     def in_layer(self) -> bool:
-        """Whether the parameter is in a layer."""
-        return ".*." in self.name
+        """Whether the parameter is in a layer; the mergers of Qwen3-VL's tower are several, but no layers."""
+        return ".*." in self.name and "deepstack_merger_list" not in self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
