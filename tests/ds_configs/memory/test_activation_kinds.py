@@ -157,6 +157,24 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
 
 
+def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:
+    spec = asked("LlavaForConditionalGeneration", {"vision": 8, "text": 4})
+    text = TrainingJob(seq_len_tokens=512)
+    frozen = replace(text, images_per_sample=2, vision_tower="frozen", projector="frozen")
+    trained = replace(frozen, vision_tower="trained", projector="trained")
+    adapted = replace(frozen, method="lora")
+
+    def kept(job: TrainingJob) -> int:
+        traced = activations_of(spec, job, 1, "bf16")
+        assert not traced.is_bound
+        layers = traced.saved_bytes_per_layer * spec.dimensions.num_layers
+        return layers + traced.outside_layer_bytes + traced.tower_saved_bytes
+
+    assert kept(text) < kept(frozen) < kept(trained)
+    assert activations_of(spec, frozen, 1, "bf16").tower_saved_bytes == 0
+    assert kept(adapted) < kept(frozen)
+
+
 def test_untraced_operators_use_the_upper_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
     assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
