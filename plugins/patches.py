@@ -108,6 +108,8 @@ _STEP_METHODS = (
     "_prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)",
     "create_optimizer(self)",
     "create_scheduler(self, num_training_steps)",
+    "_load_from_checkpoint(self, resume_from_checkpoint)",
+    "_load_best_model(self)",
     "get_batch_samples(self, epoch_iterator, num_batches, device)",
     "_get_num_items_in_batch(self, batch_samples, device)",
     "training_step(self)",
@@ -186,6 +188,8 @@ PATCHES: tuple[Patch, ...] = (
         for kind, module in (
             ("AutoConfig", "transformers.models.auto.configuration_auto"),
             ("AutoTokenizer", "transformers.models.auto.tokenization_auto"),
+            ("AutoProcessor", "transformers.models.auto.processing_auto"),
+            ("ProcessorMixin", "transformers.processing_utils"),
             ("PreTrainedModel", "transformers.modeling_utils"),
             ("PreTrainedTokenizerBase", "transformers.tokenization_utils_base"),
             ("PreTrainedConfig", "transformers.configuration_utils"),

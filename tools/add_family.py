@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -61,8 +62,8 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
 
     logging.set_verbosity_error()
     loaded = load_model_spec(config)
-    if loaded.spec.architecture in KIND_FAMILIES:
-        _add_kinds(loaded.spec.architecture, kinds_data)
+    if names := [name for name in KIND_FAMILIES if name.partition(" ")[0] == loaded.spec.architecture]:
+        _add_kinds(names, kinds_data)
         return loaded.spec.model_type
     stored = json.loads(data.read_text(encoding="utf-8"))
     if errors := family_errors(loaded, stored):
@@ -73,8 +74,8 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
     return family
 
 
-def _add_kinds(architecture: str, path: Path) -> None:
-    """Derive the tables that a family has none of yet, each written when it is solved: a family takes minutes."""
+def _add_kinds(names: list[str], path: Path) -> None:
+    """Derive the tables that a class has none of yet, each written when it is solved: a family takes minutes."""
     from shardwright.tools.activations.kinds import derive_kind_family
 
     def stored() -> dict[str, Any]:
@@ -82,14 +83,15 @@ def _add_kinds(architecture: str, path: Path) -> None:
         return found
 
     found = False
-    for family in derive_kind_family(architecture, stored()["families"].get(architecture, {})):
-        document = stored()
-        found, document["families"][architecture] = True, family
-        document["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
-        _write(path, document)
-        print(f"{architecture}: a table more is written", file=sys.stderr, flush=True)
+    for name in names:
+        for family in derive_kind_family(name, stored()["families"]):
+            document = stored()
+            found, document["families"][name] = True, family
+            document["versions"] = {package: version(package) for package in VERSIONED_PACKAGES}
+            _write(path, document)
+            print(f"{name}: a table more is written", file=sys.stderr, flush=True)
     if not found:
-        raise UsageError([ConfigError(where="architectures", value=architecture, **ALREADY_STORED)])
+        raise UsageError([ConfigError(where="architectures", value=names[0], **ALREADY_STORED)])
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -101,6 +103,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Add the family of one configuration."""
     parser = argparse.ArgumentParser(prog="add_family", description=__doc__)
+    # Functions that DeBERTa scripts run other operators the first times.
+    os.environ["PYTORCH_JIT"] = "0"
     parser.add_argument("config", help="config.json, directory or Hub id of a model of the family")
     try:
         family = add_family(parser.parse_args(arguments).config)

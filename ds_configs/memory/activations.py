@@ -17,6 +17,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
     ALL_LINEAR,
+    CONV1D_FAMILIES,
     Dimensions,
     ModelSpec,
     ParameterShape,
@@ -24,10 +25,11 @@ from ..specs.model import (
     has_liger_loss,
     merged,
     stored_facts,
+    targeted_linears,
 )
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention", "frozen_tower", "lora_language"]
+Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts", "frozen_tower", "lora_language"]
 """What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
 _FULL: tuple[Adapter, ...] = ("none", "frozen_tower")
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
@@ -440,8 +442,8 @@ def loss_tiles(model: ModelSpec, tokens: int) -> int:
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
-    # A frozen tower has no backward pass.
-    return max((ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows), default=0)
+    # A frozen tower has no backward pass. Rows of the class that a table is based on end before features of its own.
+    return max((ceil(sum(c * x for c, x in zip(row, point, strict=False))) for row in rows), default=0)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
@@ -549,12 +551,26 @@ def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
 
 
 KINDS_FILE = "kind_activations.json"
-"""Traced `versions` and `families` by model class of a release of Transformers.
+"""Traced `versions` and `families` by model class of a release of Transformers, followed by a word for other settings.
 
 A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer has
 once; and `tables` by mode, adapter and attention. A table is complete or, with `based_on`, a merge patch (see `merged`)
-of the table of another adapter. `without_images` is the merge patch for a micro-batch of text.
+of the table of another adapter; tables of a class that is `based_on` another one, with the same layers, are merge
+patches of that one's. `without_images` is the merge patch for a micro-batch of text.
 """
+
+
+def kind_table(
+    families: Mapping[str, Any], name: str, mode: str, adapter: str, attention: str
+) -> dict[str, Any] | None:
+    """Return the complete table of a family; `None` if none is stored."""
+    family = families.get(name, {"tables": {}})
+    table: dict[str, Any] | None = family["tables"].get(mode, {}).get(adapter, {}).get(attention)
+    if table is not None and "based_on" in family:
+        table = merged(kind_table(families, family["based_on"], mode, adapter, attention), table)
+    if table is not None and "based_on" in table:
+        table = merged(family["tables"][mode][table["based_on"]][attention], table)
+    return table
 
 
 _EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
@@ -639,18 +655,19 @@ def estimate_kinds(
     Without images, a vision tower does not run. `None` if nothing is stored for the class, mode, adapter or attention,
     or if it was traced with other settings.
     """
-    family, settings = stored_facts(KINDS_FILE, model.release)["families"].get(model.architecture), dict(model.settings)
-    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+    families, settings = stored_facts(KINDS_FILE, model.release)["families"], dict(model.settings)
+    names = (name for name in families if name.partition(" ")[0] == model.architecture)
+    name = next((name for name in names if families[name]["settings"].items() <= settings.items()), None)
+    if name is None:
         return None
+    family = families[name]
     stored = family["tables"].get(mode, {}).get(adapter, {})
     if attention != "eager" and "fused" not in stored and "masked" in stored:
         # With images in the text, every batch has a mask.
         attention = "masked"
-    table = stored.get(attention)
+    table = kind_table(families, name, mode, adapter, attention)
     if table is None:
         return None
-    if "based_on" in table:
-        table = merged(family["tables"][mode][table["based_on"]][attention], table)
     counts = layer_counts(model, family["kinds"])
     if "without_images" in table and not (images and images.images):
         *of_tower, _ = counts
@@ -807,6 +824,7 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
         if any(
             parameter.kind != "experts"
             and (len(parameter.shape) >= 4 or (len(parameter.shape) == 3 and parameter.name.endswith("conv.weight")))
+            and parameter.shape[1] > 1
             for parameter in parameters
         ):
             raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
@@ -911,6 +929,19 @@ def activations_of(
 
     `unmasked` is the attention kernel without a mask.
     """
+    traced = _of_profile(model, job, micro_batch_size, mode, unmasked)
+    if job.method == "full" or job.lora_variant != "dora":
+        return traced
+    # The gradients of DoRA's norms need the outputs of the weight and of its adapters.
+    axis = -1 if model.model_type in CONV1D_FAMILIES else 0
+    widths = sum(p.count * p.shape[axis] for p in targeted_linears(model, job.lora_targets))
+    element, tokens = 4 if mode == "fp32" else 2, micro_batch_size * job.seq_len_tokens
+    return _keeping(traced, 2 * element * tokens * widths // max(1, model.dimensions.num_layers))
+
+
+def _of_profile(
+    model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode, unmasked: Attention
+) -> ActivationEstimate:
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
@@ -951,17 +982,26 @@ def activations_of(
     # targets than those of attention count as all Linear modules.
     reads_frozen = model.reads_images and job.vision_tower == job.projector == "frozen"
     profiles: tuple[Adapter, ...] = ("frozen_tower", "none") if reads_frozen else ("none",)
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     if job.method != "full":
         profiles = ("lora_language", *profiles) if reads_frozen else ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
-        elif adapted_experts(model, job.lora_targets) and not adapted_experts(model, (ALL_LINEAR,)):
-            # Frozen experts keep no input.
-            profiles = ("none",)
+        elif adapted and not targeted_linears(model, job.lora_targets):
+            profiles = ("lora_experts", *profiles)
     for adapter in profiles:
         traced = stored(mode, adapter)
         if traced is None:
             continue
+        if adapter == "lora_experts":
+            # PEFT casts fp32 adapters itself; the table counts that.
+            return replace(traced, autocast_weight_copy_bytes_per_parameter=0)
+        if adapter not in _FULL and adapted and not adapted_experts(model, (ALL_LINEAR,)):
+            # Their layers keep the inputs of experts too.
+            sizes, element = model.dimensions, 4 if mode == "fp32" else 2
+            widths = sum(sizes.expert_intermediate_size if "down" in p.name else sizes.hidden_size for p in adapted)
+            routed = micro_batch_size * job.seq_len_tokens * sizes.experts_per_token
+            traced = _keeping(traced, element * routed * widths)
         if mode != "bf16_autocast" or (adapter in _FULL) == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
@@ -969,6 +1009,15 @@ def activations_of(
         assert frozen is not None, "every stored family has the tables of 16-bit layers"
         return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
+
+
+def _keeping(traced: ActivationEstimate, more: int) -> ActivationEstimate:
+    """Return the bytes if each layer keeps `more` until its backward pass."""
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + more,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + more,
+    )
 
 
 SMALLEST_MASK_TOKENS = 2**13

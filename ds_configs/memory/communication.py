@@ -12,6 +12,7 @@ from itertools import accumulate
 from math import ceil
 from typing import Literal, NamedTuple
 
+from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Engine, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
@@ -280,18 +281,21 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters)
     """
     width, full = job.compute_bytes, job.method == "full"
     model = engine_parameters(model, job)
-    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters
+    # What is in no other unit, of a vision tower and its projector, stays gathered in that of the whole model.
+    root = [p for p in model.parameters if model.reads_images and not p.in_layer and image_part(p.name)]
+    kept, root_gradient = (width * sum(p.total for p in part) for part in (root, [p for p in root if not p.frozen]))
+    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters - kept
     embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
     layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
     if not full:
         layer_gradient = width * parameters.trainable // parameters.layers
-        tail_gradient = embedding_gradient = 0
+        tail_gradient = embedding_gradient = root_gradient = 0
     tied_tail = tail if model.tied_embeddings else 0
     tied_gradient = tail_gradient if model.tied_embeddings else 0
     latest = layer if model.tied_embeddings else tail
 
     def held(gathered: int, gradients: int) -> Terms:
-        return {"gathered_parameters": gathered, "unit_gradients": gradients}
+        return {"gathered_parameters": kept + gathered, "unit_gradients": gradients}
 
     before = layer_gradient if model.tied_embeddings else tail_gradient
     return at_moments(
@@ -305,7 +309,9 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters)
         after_last_layer=held(tied_tail + layer, tied_gradient + 2 * layer_gradient),
         first_layer_backward=held(tied_tail + layer + embedding, tied_gradient + layer_gradient),
         after_first_layer=held(tied_tail + embedding, tied_gradient + 2 * layer_gradient),
-        embedding_backward=held(tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient),
+        embedding_backward=held(
+            tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient + root_gradient
+        ),
     )
 
 
@@ -447,7 +453,7 @@ def reduced_buckets(model: ModelSpec, bucket_elements: int) -> int:
     A bucket is reduced before a gradient that exceeds it (deepspeed 0.19.8, stage3.py:1583).
     """
     inside = [parameter for parameter in reversed(model.parameters) if parameter.in_layer]
-    sizes = [parameter.numel for parameter in model.parameters if not parameter.in_layer]
+    sizes = [p.numel for p in model.parameters if not p.in_layer for _ in range(p.count)]
     for layer in range(model.dimensions.num_layers):
         sizes += [parameter.numel for parameter in inside if layer < parameter.count]
     calls, filled = 0, 0

@@ -98,7 +98,7 @@ def _sizes_in_order(tensors: Sequence[ParameterShape], layers: int) -> list[int]
     sizes = [tensor.numel for tensor in tensors[:first]]
     for index in range(layers):
         sizes += [numel for numel, count in inside if index < count]
-    return sizes + [tensor.numel for tensor in tensors[first:] if not tensor.in_layer]
+    return sizes + [tensor.numel for tensor in tensors[first:] if not tensor.in_layer for _ in range(tensor.count)]
 
 
 def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:

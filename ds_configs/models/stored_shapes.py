@@ -95,6 +95,8 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
             yield from plain_settings(value, f"{prefix}{name}.")
         elif isinstance(value, bool | int | float | str) and not name.endswith(OTHER_SETTINGS):
             yield prefix + name, value
+        elif name == "id2label" and isinstance(value, dict):
+            yield prefix + LABELS, len(value)
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 
@@ -105,6 +107,8 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
     held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
     experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts") or held
     intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
+    # LFM2 rounds the width of its MLP.
+    intermediate = next((p.shape[0] for p in parameters if p.name.endswith("feed_forward.w1.weight")), intermediate)
     has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
     # With `multi_query`, Falcon and GPT-BigCode have one head and ignore other fields. Falcon's newer decoder reads
     # `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import shardwright
+from image_models import save_image_model
 from session import warm_command, warm_path
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -298,3 +299,37 @@ def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: P
     shown = ran(*rehearse[:-2], "--force", model, tmp_path / "other.json", cwd=tmp_path, code=1)
     assert "error: script: per_device_train_batch_size is 3, but the plan has 4" in shown
     assert "Not rehearsed: liger-kernel, which use_liger_kernel needs on GPUs" in shown
+
+
+IMAGE_SCRIPT = """
+import json, sys
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
+
+model, processor = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForImageTextToText, AutoProcessor))
+arguments = json.load(open(sys.argv[2])) | {"output_dir": "out", "remove_unused_columns": False}
+PARTS = [{"type": "image"}, {"type": "text", "text": "Colour?"}]
+CHAT = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
+
+
+def collate(rows):
+    chats = [processor.apply_chat_template(CHAT if row["has_image"] else CHAT[1:]) for row in rows]
+    images = [[Image.new("RGB", (20, 20), "red")] for row in rows if row["has_image"]]
+    batch = dict(processor(text=chats, images=images or None, padding=True, return_tensors="pt"))
+    return batch | {"labels": batch["input_ids"].clone()}
+
+
+rows = [{"has_image": index // 2 % 2 == 0} for index in range(64)]
+Trainer(model, TrainingArguments(**arguments), train_dataset=rows, data_collator=collate).train()
+"""
+
+
+def test_a_script_with_a_processor_of_images_is_rehearsed(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
+    model, plan, script = save_image_model(tmp_path / "llava"), tmp_path / "plan", tmp_path / "images.py"
+    script.write_text(IMAGE_SCRIPT)
+    words: dict[str, Any] = {"vision_tower": "trained", "projector": "trained", "images_per_sample": 1}
+    shardwright.plan(str(model), "4xA100-80GB", seq_len=64, strategy="zero3", micro_batch_size=4, **words).write(plan)
+    rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", script, "--format", "json"]
+    found = json.loads(ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path).splitlines()[0])
+    checks = {check["name"]: check["detail"] for check in found["checks"]}
+    assert checks["launch"] == "2 ranks ran images.py to its end" and len(found["losses"]) == 4

@@ -406,7 +406,7 @@ def test_upstream_calls_the_methods_of_the_exact_trainer() -> None:
         assert all(f"def {word}(" in files for word in words), (name, words)
 
 
-HELPERS = ("_label_share", "_loss_of_user", "_gathering_losses", "_predicted")
+HELPERS = ("_restore", "_label_share", "_loss_of_user", "_gathering_losses", "_predicted")
 """Methods of `ExactTrainer` that the Trainer does not have."""
 
 

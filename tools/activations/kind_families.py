@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.ds_configs.memory.activations import Adapter
@@ -37,15 +37,21 @@ from .kind_sizes import (
     draw_deepseek,
     draw_deepseek_v3,
     draw_distilbert,
+    draw_electra,
+    draw_ernie_moe,
     draw_falcon,
     draw_gemma3,
     draw_gpt_neox,
     draw_grouped_experts,
+    draw_lfm2,
     draw_llama4,
+    draw_modernbert,
     draw_opt,
+    draw_shared_experts,
     draw_t5,
     draw_vit,
     draw_whisper,
+    labelled,
 )
 
 
@@ -61,6 +67,8 @@ class KindFamily:
     """What a token keeps a multiple of."""
     more: tuple[str, ...] = ()
     """Features that are not a token times a width."""
+    based_on: str = ""
+    """A class with the same layers; what differs from its coefficients is stored."""
     depth: Callable[[Values, Mapping[str, int]], Values]
     """The configuration with a number of layers of each kind."""
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +81,8 @@ class KindFamily:
     inputs: str = "text"
     """What the model reads: `text`, `text pair`, `image`, `image and text`, `sound`; or, in a text, `images`,
     `padded images`, `sized images`, `patches`."""
+    labels: str = "text"
+    """What has a label: the next or masked words of a `text`, a `sequence`, or a `token`."""
     image: Callable[[random.Random, Values], Image] | None = None
     """Draws an image of a model that reads images in a text. As some operators run for each image, every traced shape
     has two equal ones."""
@@ -107,6 +117,65 @@ def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
 
 
+_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
+
+
+def _layer_types(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = taking_turns(depths)
+    return values | {"num_hidden_layers": len(kinds), "layer_types": [_TYPES.get(kind, kind) for kind in kinds]}
+
+
+def _encoders() -> dict[str, KindFamily]:
+    """Return encoders with a head for masked tokens, for classes of sequences and for those of tokens."""
+    bert = _encoder("bert", "bert.encoder.layer")
+    masked = {
+        "Bert": bert,
+        "Roberta": _encoder("roberta", "roberta.encoder.layer", based_on="BertForMaskedLM"),
+        "XLMRoberta": _encoder("xlm-roberta", "roberta.encoder.layer", based_on="RobertaForMaskedLM"),
+        "Electra": _encoder(
+            "electra",
+            "electra.encoder.layer",
+            sizes=draw_electra,
+            more=(*bert.more, "token*embedding_size"),
+            based_on="BertForMaskedLM",
+        ),
+        "DistilBert": _encoder(
+            "distilbert",
+            "distilbert",
+            sizes=draw_distilbert,
+            widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
+            depth=_one_stack("n_layers"),
+            kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
+            settings=("activation",),
+        ),
+        "DebertaV2": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+        "ModernBert": _encoder(
+            "modernbert",
+            "model",
+            sizes=draw_modernbert,
+            more=(*bert.more, "position*head_dim"),
+            depth=_layer_types,
+            kinds={"full": "layer_types=full_attention", "sliding": "layer_types=sliding_attention"},
+            interleaved=True,
+            settings=("hidden_activation", "sparse_prediction", "classifier_pooling", "classifier_activation"),
+            attentions=("masked",),
+        ),
+    }
+    families: dict[str, KindFamily] = {}
+    for name, family in masked.items():
+        families[f"{name}ForMaskedLM"] = family
+        for head in ("sequence", "token"):
+            families[f"{name}For{head.title()}Classification"] = replace(
+                family,
+                based_on=family.based_on or f"{name}ForMaskedLM",
+                sizes=labelled(family.sizes),
+                more=(*family.more, "sequence*hidden_size", f"{head}*num_labels"),
+                labels=head,
+                attentions=family.attentions[:1],
+            )
+    return families
+
+
 def _towers(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {
         "text_config": values["text_config"] | {"num_hidden_layers": depths["text"]},
@@ -116,6 +185,11 @@ def _towers(values: Values, depths: Mapping[str, int]) -> Values:
 
 def _dense_then_routed(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {"first_k_dense_replace": depths["dense"], "num_hidden_layers": depths["dense"] + depths["routed"]}
+
+
+def _dense_then_sparse(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = ["dense"] * depths["dense"] + ["sparse"] * depths["routed"]
+    return values | {"num_hidden_layers": len(kinds), "mlp_layer_types": kinds}
 
 
 def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
@@ -204,6 +278,15 @@ _LATENT: dict[str, Any] = {
     "attentions": ("fused",),
 }
 """Latent attention, its first layers dense (DeepSeek)."""
+_SHARED_EXPERTS: dict[str, Any] = {
+    "widths": (*_GROUPED_WIDTHS, "intermediate_size", "n_shared_experts*expert_intermediate_size"),
+    "more": (*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+    "depth": _dense_then_routed,
+    "kinds": _LATENT["kinds"],
+    "attentions": ("fused", "math"),
+    "adapters": ("none",),
+}
+"""Grouped heads, its first layers dense (GLM-4.5)."""
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 _TOWER = (
@@ -249,18 +332,7 @@ def _smolvlm(model_type: str) -> KindFamily:
 
 
 KIND_FAMILIES: Mapping[str, KindFamily] = {
-    "BertForMaskedLM": _encoder("bert", "bert.encoder.layer"),
-    "RobertaForMaskedLM": _encoder("roberta", "roberta.encoder.layer"),
-    "DistilBertForMaskedLM": _encoder(
-        "distilbert",
-        "distilbert",
-        sizes=draw_distilbert,
-        widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
-        depth=_one_stack("n_layers"),
-        kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
-        settings=("activation",),
-    ),
-    "DebertaV2ForMaskedLM": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    **_encoders(),
     "OPTForCausalLM": _encoder(
         "opt",
         "opt",
@@ -306,6 +378,17 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         settings=("hidden_act", "use_qk_norm"),
         attentions=("fused", "eager", "math"),
     ),
+    "Lfm2ForCausalLM": KindFamily(
+        model_type="lfm2",
+        sizes=draw_lfm2,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "sequence*hidden_size"),
+        depth=_layer_types,
+        kinds={"conv": "model.layers.*.conv.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
+        interleaved=True,
+        settings=("conv_L_cache",),
+        attentions=("fused", "math"),
+    ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",
         sizes=draw_vit,
@@ -342,6 +425,52 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "model.layers.*.mlp.router.weight"},
         settings=("attention_bias", "output_router_logits"),
         attentions=("eager",),
+    ),
+    "Glm4MoeLiteForCausalLM": KindFamily(
+        model_type="glm4_moe_lite",
+        sizes=draw_deepseek,
+        settings=("hidden_act", "norm_topk_prob", "n_group", "topk_group"),
+        **(_LATENT | {"depth": _dense_then_sparse, "adapters": ("none",)}),
+    ),
+    "Glm4MoeForCausalLM": KindFamily(
+        model_type="glm4_moe",
+        sizes=draw_shared_experts,
+        settings=("hidden_act", "use_qk_norm", "norm_topk_prob", "n_group", "topk_group"),
+        **_SHARED_EXPERTS,
+    ),
+    "Glm4MoeForCausalLM use_qk_norm": KindFamily(
+        model_type="glm4_moe",
+        sizes=lambda choose: draw_shared_experts(choose) | {"use_qk_norm": True},
+        settings=("hidden_act", "use_qk_norm", "norm_topk_prob", "n_group", "topk_group"),
+        **_SHARED_EXPERTS,
+    ),
+    "Ernie4_5_MoeForCausalLM": KindFamily(
+        model_type="ernie4_5_moe",
+        sizes=draw_ernie_moe,
+        settings=("hidden_act", "output_router_logits"),
+        **(
+            _SHARED_EXPERTS
+            | {
+                "widths": (
+                    *(*_GROUPED_WIDTHS, "intermediate_size"),
+                    "moe_num_shared_experts*expert_intermediate_size",
+                ),
+                "depth": lambda values, depths: (
+                    values | {"moe_layer_start_index": depths["dense"], "num_hidden_layers": sum(depths.values())}
+                ),
+            }
+        ),
+    ),
+    "MiniMaxM2ForCausalLM": KindFamily(
+        model_type="minimax_m2",
+        sizes=draw_grouped_experts,
+        widths=_GROUPED_WIDTHS,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+        depth=_one_stack("num_hidden_layers"),
+        kinds={"layer": "model.layers.*.mlp.gate.weight"},
+        settings=("hidden_act", "output_router_logits", "router_jitter_noise"),
+        attentions=("fused", "math"),
+        adapters=("none",),
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",

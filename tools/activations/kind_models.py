@@ -59,7 +59,11 @@ class KindShape:
 def config_at(architecture: str, values: Values, depths: Mapping[str, int]) -> dict[str, Any]:
     """Return a `config.json` of the family with layers of each kind."""
     family = KIND_FAMILIES[architecture]
-    return {"model_type": family.model_type, "architectures": [architecture], **family.depth(values, depths)}
+    return {
+        "model_type": family.model_type,
+        "architectures": [architecture.partition(" ")[0]],
+        **family.depth(values, depths),
+    }
 
 
 def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int = 20) -> list[KindShape]:
@@ -135,7 +139,7 @@ def build_model(
     built._attn_implementation = "eager" if attention == "eager" else "sdpa"
     # What the weights of a dense model are changes no bytes.
     with no_init_weights() if KIND_FAMILIES[architecture].image else nullcontext():
-        model: Any = getattr(transformers, architecture)(built)
+        model: Any = getattr(transformers, config["architectures"][0])(built)
     language = list(KIND_FAMILIES[architecture].kinds.values())[-1].split(".layers.")[0]
     if adapter == "frozen_tower":
         head = set(model.get_output_embeddings().parameters())
@@ -194,8 +198,9 @@ def model_inputs(architecture: str, shape: KindShape, model: Any) -> dict[str, t
     if family.inputs == "sound":
         found["input_features"] = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
     found = {name: value.to(element) if value.is_floating_point() else value for name, value in found.items()}
-    if family.inputs == "image":
-        found["labels"] = torch.randint(0, config.num_labels, (batch,))
+    if family.inputs == "image" or family.labels != "text":
+        sizes = (batch, shape.seq_len_tokens) if family.labels == "token" else (batch,)
+        found["labels"] = torch.randint(0, config.num_labels, sizes)
     elif family.inputs == "image and text":
         found["return_loss"] = True
     else:

@@ -43,6 +43,22 @@ def draw_distilbert(choose: random.Random) -> Values:
     return drawn | {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 4104, "pad_token_id": 0}
 
 
+def labelled(draw: Callable[[random.Random], Values]) -> Callable[[random.Random], Values]:
+    """Draw what `draw` does, and a number of labels."""
+    return lambda choose: draw(choose) | {"num_labels": choose.choice([4, 7, 9, 11])}
+
+
+def draw_electra(choose: random.Random) -> Values:
+    """Draw sizes of ELECTRA, whose embeddings are narrower or wider than its layers."""
+    return draw_bert(choose) | {"embedding_size": 8 * choose.randint(3, 9)}
+
+
+def draw_modernbert(choose: random.Random) -> Values:
+    """Draw sizes of ModernBERT, its window shorter than each sequence and pooling as published."""
+    drawn = _multi_head("num_attention_heads", "hidden_size", "intermediate_size")(choose)
+    return drawn | {"local_attention": 8, "classifier_pooling": "mean", "pad_token_id": 0}
+
+
 def draw_opt(choose: random.Random) -> Values:
     """Draw sizes of OPT."""
     drawn = _multi_head("num_attention_heads", "hidden_size", "ffn_dim")(choose)
@@ -82,6 +98,11 @@ def draw_cohere(choose: random.Random) -> Values:
         "intermediate_size": 8 * choose.randint(12, 50),
         **_vocabulary(choose),
     }
+
+
+def draw_lfm2(choose: random.Random) -> Values:
+    """Draw sizes of LFM2, whose MLP is narrower than its configuration's and rounded up."""
+    return draw_cohere(choose) | {"block_multiple_of": 8}
 
 
 def draw_vit(choose: random.Random) -> Values:
@@ -199,6 +220,20 @@ def draw_grouped_experts(choose: random.Random) -> Values:
         "hidden_size": 24 * choose.randint(3, 10),
         **_experts(choose, count="num_local_experts"),
     }
+
+
+def draw_shared_experts(choose: random.Random) -> Values:
+    """Draw sizes of mixtures with grouped heads, dense layers and experts that every token passes through."""
+    drawn = draw_grouped_experts(choose)
+    drawn["n_routed_experts"] = drawn.pop("num_local_experts")
+    return drawn | {"moe_intermediate_size": 8 * choose.randint(6, 30), "n_shared_experts": choose.choice([1, 2, 3])}
+
+
+def draw_ernie_moe(choose: random.Random) -> Values:
+    """Draw sizes of ERNIE 4.5, whose heads divide its hidden size."""
+    drawn = draw_cohere(choose) | _experts(choose, count="num_experts")
+    experts = {"moe_intermediate_size": 8 * choose.randint(6, 30), "moe_num_shared_experts": choose.choice([1, 2, 3])}
+    return drawn | experts
 
 
 def draw_llama4(choose: random.Random) -> Values:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, layer_counts
+from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, kind_table, layer_counts
 
 from .fit import Candidate, TraceError, undominated
 from .kind_families import KIND_FAMILIES, KindFamily
@@ -188,27 +189,39 @@ def _has_multiples(names: Sequence[str], rows: Sequence[Mapping[str, int]]) -> b
     return bool((np.triu(columns @ columns.T, 1) > 1 - 1e-9).any())
 
 
+@cache
+def _drawn(architecture: str, adapter: Adapter) -> tuple[list[KindShape], list[dict[str, int]]]:
+    shapes = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter)
+    return shapes, [shape_factors(architecture, shape) for shape in shapes]
+
+
 def derive_kind_table(
-    architecture: str, *, mode: Mode, adapter: Adapter, attention: str, trained: Mapping[str, Any] | None = None
+    architecture: str,
+    *,
+    mode: Mode,
+    adapter: Adapter,
+    attention: str,
+    trained: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trace enough shapes to solve for every coefficient, with spare shapes that must come out to the byte.
 
     Args:
         trained: Table of a model whose tower is trained: with a frozen one, layers of the language model keep the same.
+        base: Table of a class with the same layers.
 
     Raises:
         TraceError: the bytes are not linear in the features.
     """
     family, how = KIND_FAMILIES[architecture], {"mode": mode, "adapter": adapter, "attention": attention}
-    shapes, kinds = drawn_shapes(architecture, _DRAWN_SHAPES, adapter=adapter), list(family.kinds)
-    factors = [shape_factors(architecture, shape) for shape in shapes]
+    (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
     if trained and adapter == "frozen_tower":
         kept = {name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")}
         table = _table(architecture, shapes, factors, kinds, how, like={"features": trained["features"], **kept})
         if set(table["features"]) <= set(trained["features"]):
             return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
         return table
-    table = _table(architecture, shapes, factors, kinds, how)
+    table = _table(architecture, shapes, factors, kinds, how, like=base)
     if not family.image:
         return table
     texts = [replace(shape, images=()) for shape in shapes]
@@ -248,7 +261,9 @@ def with_features(table: Mapping[str, Any], features: Sequence[str]) -> dict[str
             return {name: reordered(rows) for name, rows in value.items()}
         if not isinstance(value, list):
             return value
-        return [[row[places[name]] if name in places else 0 for name in features] for row in value]
+        return [
+            [row[places[name]] if places.get(name, len(row)) < len(row) else 0 for name in features] for row in value
+        ]
 
     return {name: list(features) if name == "features" else reordered(value) for name, value in table.items()}
 
@@ -310,7 +325,7 @@ def _table(
         for kind in kinds:
             found[kind] = np.zeros(len(names) + _MOST_UNKNOWN, dtype=np.int64)
             for row in like[name].get(kind, []):
-                kept = dict(zip(like["features"], row, strict=True))
+                kept = dict(zip(like["features"], row, strict=False))
                 found[kind][: len(names)] = [int(4 * kept.get(feature_name, 0)) for feature_name in names]
         return found
 
@@ -333,8 +348,10 @@ def _table(
         "features": names,
         "saved_per_layer": {kind: solver.rows([plain.per_layer[kind]]) for kind in kinds},
         "checkpointed_per_layer": {kind: solver.rows([checkpointed.per_layer[kind]]) for kind in kinds},
-        # Checkpointing keeps position numbers and masks for its recomputation; both cases are candidates.
-        "outside_layers": solver.rows([plain.outside, *([] if family.image else [checkpointed.outside])]),
+        # Layers that differ from others of their kind, as the first one may, and those of a tower that nothing reads,
+        # or that no gradient reaches, count as outside. Checkpointing keeps position numbers and masks there.
+        "outside_layers": solver.rows([plain.outside]),
+        "checkpointed_outside_layers": solver.rows([checkpointed.outside]),
         "backward_transient": {kind: backward(plain, kind) for kind in kinds},
         "recompute_backward_transient": {kind: backward(checkpointed, kind) for kind in kinds},
         "forward_transient": {kind: solver.rows(checkpointed.layers[kind][-1].forward) for kind in kinds},
@@ -343,9 +360,6 @@ def _table(
         "loss_kept": solver.rows([run.kept - run.head_start for run in runs]),
         "loss_backward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_backward]),
     }
-    if family.image:
-        # Layers of a tower that nothing reads, or that no gradient reaches, count as outside.
-        table["checkpointed_outside_layers"] = solver.rows([checkpointed.outside])
     copies = how["mode"] == "bf16_autocast" and plain.shallow.weight_copy_bytes > 0
     return _without_zeros(table) | {"weight_copy_bytes_per_parameter": 2 if copies else 0}
 
@@ -364,11 +378,11 @@ def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
     ]
 
 
-def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Trace one family, and yield what `kind_activations.json` holds of it whenever a table more is solved.
 
     Args:
-        stored: What the file holds of the family already; its tables are kept.
+        families: What the file holds; tables of the family are kept.
 
     Raises:
         TraceError: its bytes are not linear in its sizes.
@@ -379,19 +393,28 @@ def derive_kind_family(architecture: str, stored: Mapping[str, Any]) -> Iterator
     if wrong := {kind: count for kind, count in counts.items() if count != family.shallow_layers}:
         raise TraceError(f"{architecture}: layers by kind are {wrong}, {family.shallow_layers} were built of each")
     stated = dict(spec.settings)
-    tables: dict[str, Any] = copy.deepcopy(stored.get("tables", {}))
+    tables: dict[str, Any] = copy.deepcopy(families.get(architecture, {}).get("tables", {}))
     for mode, adapter, attention in kind_table_names(family):
         known = tables.setdefault(mode, {}).setdefault(adapter, {})
         if attention in known:
             continue
-        known[attention] = derive_kind_table(
+        base = kind_table(families, family.based_on, mode, adapter, attention)
+        table = derive_kind_table(
             architecture,
             mode=mode,
             adapter=adapter,
             attention=attention,
             trained=tables[mode].get("none", {}).get(attention),
+            base=base,
         )
+        if base is not None:
+            # Features of its own follow those of the base, whose rows are shorter.
+            features = list(dict.fromkeys([*base["features"], *table["features"]]))
+            aligned = with_features(base, features) | {"features": base["features"]}
+            table = differing(with_features(table, features), aligned)
+        known[attention] = table
         yield {
+            **({"based_on": family.based_on} if family.based_on else {}),
             "settings": {name: stated[name] for name in family.settings if name in stated},
             "kinds": dict(family.kinds),
             "interleaved": family.interleaved,

@@ -14,7 +14,7 @@ import json
 import logging
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +24,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink import shrink_model_config
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.layout import Layout
+from ...plugins.launching.messages import log_progress
 from .chat import (
     IGNORED_LABEL,
     encode_chat,
@@ -331,7 +332,7 @@ def split_rows(
 
 
 def _made_samples(
-    rows: Iterable[_NumberedRow],
+    rows: Sequence[_NumberedRow],
     tokenizer: Any,
     seq_len: int,
     *,
@@ -363,7 +364,7 @@ def _made_samples(
     samples: list[Sample] = []
     errors: list[ConfigError] = []
     is_checked = False
-    for index, row in rows:
+    for number, (index, row) in enumerate(rows):
         where = f"{source}[{index}]"
         if kind == "messages":
             turns, first_labelled = _messages(row), 0
@@ -420,6 +421,8 @@ def _made_samples(
                 with collecting(errors):
                     chat = rendered_chat(tokenizer, turns, counts=chats, image_token=processor.image_token, **settings)
                     sample = encode_images(processor, chat, images, where)
+                if number and number % _PROGRESS_ROWS == 0:
+                    log_progress("reading rows with images", number, len(rows))
                 if not sample:
                     continue
                 if images and not is_checked:
@@ -447,6 +450,8 @@ def _made_samples(
 _OF_ROWS = ("images", "sizes", "image_tokens")
 """Columns that have no value for each token."""
 _SHOWN_ERRORS = 3
+_PROGRESS_ROWS = 1000
+"""Rows between two lines of progress: a processor reads tens to hundreds in a second."""
 
 
 _FLASH = "flash"

@@ -18,12 +18,13 @@ from typing import Any, Literal
 from ...ds_configs.memory.estimate import cpu_rank_terms
 from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
+from ...ds_configs.specs.errors import ConfigError, InputError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.step_time.estimate import TERMS
 from ...plugins.planning import installed_release_difference, installed_versions
 from ...plugins.transformers.training_arguments import byte_tokenizer
+from ..data.models import StartingModel, load_config, load_processor, load_tokenizer
 from ..training.script import script_errors, with_plan_flags
 from .checks import (
     OFFLOADED,
@@ -59,6 +60,8 @@ from .files import (
 
 logger = logging.getLogger(__name__)
 
+_OF_TEXTS = ("bos", "eos", "pad")
+"""Tokens that texts of every model have."""
 MOST_FILES, MOST_BYTES = 20_000, 4 * 2**30
 """Maximum of a copied directory."""
 _LARGEST_WEIGHTS_BYTES = 64 * 2**20
@@ -86,12 +89,13 @@ def rehearse_script(
     dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
     if rehearsed.plan.chosen.layout.engine == "deepspeed":
         dtype = torch.bfloat16 if rehearsed.plan.job.precision == "bf16" else torch.float32
-    make_model(work, saved=True, dtype=dtype)
     tokenizer = byte_tokenizer(rehearsed.plan.model.dimensions.vocab_size)
     tokenizer.chat_template = _CHAT_TEMPLATE
     # Collators of scripts pad.
     tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.save_pretrained(work / "model")
+    _write_processor(plan, work / "model", tokenizer)
+    make_model(work, saved=True, dtype=dtype)
     (work / "training_arguments.json").write_text(json.dumps(files.arguments), encoding="utf-8")
     # The script reads the rehearsal's files and model in place of the plan's.
     exchanged = {file: work / file.name for file in settings.directory.absolute().iterdir()}
@@ -135,6 +139,35 @@ def rehearse_script(
     else:
         checks.append(failed("loss_finite", f"losses: {', '.join(f'{loss:.3f}' for loss in losses) or 'none'}"))
     return checks, tuple(losses)
+
+
+def _write_processor(plan: Plan, directory: Path, tokenizer: Any) -> None:
+    """Write the processor of the plan's model, if it reads images, with a small tokenizer.
+
+    The small tokenizer gets the tokens of images, and the small model's configuration their ids.
+    """
+    if not plan.model.reads_images:
+        return
+    source = StartingModel(model=plan.model.name, revision=plan.model.revision)
+    config = load_config(source)
+    try:
+        original = load_tokenizer(source, config.get_text_config().vocab_size)
+        processor = load_processor(source, config, original)
+    except InputError as error:
+        logger.info(f"the script gets no processor: {error}")
+        return
+    if processor is None:
+        return
+    file = directory / "config.json"
+    small = json.loads(file.read_bytes())
+    names = [name for name in small if name.endswith(("_token_id", "_token_index")) and name[:3] not in _OF_TEXTS]
+    ids = {name: getattr(config, name, None) for name in names}
+    tokens = {name: original.convert_ids_to_tokens(value) for name, value in ids.items() if isinstance(value, int)}
+    tokenizer.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(tokens.values()))})
+    small |= {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+    file.write_text(json.dumps(small, indent=1), encoding="utf-8")
+    processor.tokenizer = tokenizer
+    processor.save_pretrained(directory)
 
 
 def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, apart: Path) -> None:

@@ -275,3 +275,22 @@ def test_a_processor_is_loaded_with_its_template_and_must_belong_to_the_model(tm
         loaded(tmp_path)
     (tmp_path / "processor_config.json").unlink()
     assert loaded(tmp_path) is None
+
+
+def test_a_template_of_parts_that_marks_no_answers_gives_the_same_labels(directory: Path) -> None:
+    row = question({"type": "image", "path": "red.png"})
+    marked = tokens(samples(directory, row))
+    made = made_of("llava")
+    for mark in ("{% generation %}", "{% endgeneration %}"):
+        made.tokenizer.chat_template = made.tokenizer.chat_template.replace(mark, "")
+    assert tokens(samples(directory, row, made=made)) == marked
+
+
+def test_parts_of_text_are_joined_for_a_template_of_texts(directory: Path) -> None:
+    parts = [{"type": "text", "text": "Which "}, {"type": "text", "text": "colour?"}]
+    made = made_of("llava")
+    set_chat_template(made.tokenizer, "chatml")
+    rows = ({"messages": [{"role": "user", "content": content}, ANSWER]} for content in (parts, "Which colour?"))
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = load_samples(str(directory / "rows.jsonl"), made.tokenizer, seq_len=128, evaluation_fraction=0)
+    assert found.train[0] == found.train[1]
