@@ -134,6 +134,9 @@ def build_model(
 ) -> Any:
     """Build one randomly initialised model in training mode, with adapters and checkpointing as asked."""
     config = config_at(architecture, shape.values, depths)
+    if attention == "masked" and "sliding" in KIND_FAMILIES[architecture].kinds:
+        # Shorter than every sequence.
+        config["sliding_window"] = 4
     built = transformers.AutoConfig.for_model(**config)
     built.use_cache = False
     built._attn_implementation = "eager" if attention == "eager" else "sdpa"
