@@ -85,7 +85,13 @@ def train_metered(
             if layout.engine == "fsdp2":
                 _as_stored(model)
         if job.method != "full":
-            model = add_lora(model, rank=job.lora_rank, targets=",".join(job.lora_targets), fp32_adapters=not deepspeed)
+            model = add_lora(
+                model,
+                rank=job.lora_rank,
+                targets=",".join(job.lora_targets),
+                variant=job.lora_variant,
+                fp32_adapters=not deepspeed,
+            )
         trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
         del model
         for callback in callbacks:

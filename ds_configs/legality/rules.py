@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
@@ -237,6 +238,22 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def lora_variants_are_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """DoRA and PiSSA read the weights of Linear modules, PiSSA those that are not in 4 bit.
+
+    PEFT 0.21 rejects DoRA in the wrappers of parameters, and looks there for a module's weight (`pissa_init`).
+    """
+    if job.method == "full" or job.lora_variant not in ("dora", "pissa"):
+        return
+    error = partial(ConfigError, where="lora_variant", value=job.lora_variant)
+    if adapted_experts(model, job.lora_targets):
+        fix = "use lora or rslora, or --lora-targets with names of Linear modules"
+        yield error(rule="is not supported for the router and fused experts, which PEFT adapts as parameters", fix=fix)
+    if job.lora_variant == "pissa" and job.method == "qlora":
+        rule = "computes singular vectors of the weights, which QLoRA loads in 4 bit"
+        yield error(rule=rule, fix="use --method lora, or --lora-variant lora")
 
 
 def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -586,6 +603,7 @@ RULES: tuple[Rule, ...] = (
     tiled_mlp_is_supported,
     offloaded_checkpoints_are_recomputed,
     lora_targets_can_be_adapted,
+    lora_variants_are_supported,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,

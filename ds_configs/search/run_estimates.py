@@ -111,6 +111,12 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
         )
     if model.dimensions.num_experts:
         sentences.append("predictions were not checked on mixtures of experts")
+    experts = sum(parameter.total for parameter in model.parameters if parameter.kind == "experts")
+    if experts and job.method == "qlora":
+        sentences.append(
+            f"the fused experts ({experts / model.parameter_count:.0%} of the parameters) stay in 16 bit: bitsandbytes "
+            "0.50 packs Linear modules only"
+        )
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,

@@ -8,13 +8,13 @@ from functools import lru_cache
 from math import ceil, gcd, prod
 
 from ..memory.activations import chunked_loss_tokens
-from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
+from ..memory.rank_parameters import expert_parallel_share, tensor_parallel_share
 from ..models.images import image_sizes
 from ..specs.hardware import HardwareSpec
 from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec
+from ..specs.model import CONV1D_FAMILIES, Dimensions, ModelSpec
 from .rates import GpuConstants, Software
 
 

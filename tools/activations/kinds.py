@@ -18,7 +18,7 @@ from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_models import KindShape, drawn_shapes, run_shape, shape_factors, specification
 from .run import LayerPhases, Phases, TracedStep
 
-_DRAWN_SHAPES, _TRACED_SHAPES = 48, 8
+_DRAWN_SHAPES, _TRACED_SHAPES = 48, 6
 """Shapes that show which features are independent, and those that run: many more than features in the largest sum."""
 _MOST_UNKNOWN = 64
 _MOST_FEATURES = 3
