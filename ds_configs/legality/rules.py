@@ -223,7 +223,8 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     experts = sorted({p.name.rpartition(".*.")[2] for p in model.parameters if p.kind == "experts"})
     matched = {target: targeted_linears(model, (target,)) or adapted_experts(model, (target,)) for target in targets}
     if missing := [target for target, matrices in matched.items() if not matrices]:
-        rule = "match no Linear module" + (" that PEFT adapts and no fused experts" if experts else "")
+        where = " outside of frozen parts for images" if model.trained_part != model else ""
+        rule = f"match no Linear module{where}" + (" that PEFT adapts and no fused experts" if experts else "")
         fix = f"use all-linear, or names from {names}" if names else "use --method full"
         fix += f", or experts ({', '.join(experts)})" if experts else ""
         yield ConfigError(where="lora_targets", value=",".join(missing), rule=rule, fix=fix)

@@ -672,6 +672,10 @@ def estimate_kinds(
     if "without_images" in table and not (images and images.images):
         *of_tower, _ = counts
         table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
+    if adapter == "none":
+        # Of a frozen tower before a trained projector.
+        frozen = {parameter.name for parameter in model.parameters if parameter.frozen}
+        counts = {kind: 0 if family["kinds"][kind] in frozen else count for kind, count in counts.items()}
     factors = feature_factors(
         model,
         micro_batch_size=micro_batch_size,

@@ -470,6 +470,13 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
     if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", job.image_size):
         rule = "must be width and height in pixels"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
+    if job.task != "sft" or job.teacher is not None:
+        trained = [part for part in get_args(ImagePart) if getattr(job, part) == "trained"]
+        rule = "is supported for supervised fine-tuning only"
+        errors += [
+            ConfigError(where=name, value=getattr(job, name), rule=rule, fix="omit it")
+            for name in (*(["images_per_sample"] if job.images_per_sample else []), *trained)
+        ]
     stated = [name for name in ("image_size", "max_pixels", "frames") if getattr(job, name) != getattr(usual, name)]
     if not job.images_per_sample:
         errors += [
@@ -481,9 +488,6 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
             )
             for name in stated
         ]
-    elif job.task != "sft" or job.teacher is not None:
-        rule = "is supported for supervised fine-tuning only"
-        errors.append(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix="omit it"))
     return errors
 
 

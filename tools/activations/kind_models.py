@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,9 +112,14 @@ def _integers(values: Values) -> set[int]:
 
 def specification(architecture: str, shape: KindShape) -> ModelSpec:
     """Return what a plan knows of a shape with few layers of each kind."""
+    return _specification(architecture, json.dumps(shape.values))
+
+
+@cache
+def _specification(architecture: str, values: str) -> ModelSpec:
     family = KIND_FAMILIES[architecture]
     depths = dict.fromkeys(family.kinds, family.shallow_layers)
-    return model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
+    return model_spec_from_meta(config_at(architecture, json.loads(values), depths), name=architecture)
 
 
 def build_model(

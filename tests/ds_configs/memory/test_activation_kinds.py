@@ -162,6 +162,24 @@ def test_sliding_windows_shorter_than_a_sequence_match_estimate() -> None:
     assert_run_matches("Olmo3ForCausalLM", "bf16", "none", checkpointing=False, attention="masked")
 
 
+def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:
+    spec = asked("LlavaForConditionalGeneration", {"vision": 8, "text": 4})
+    text = TrainingJob(seq_len_tokens=512)
+    frozen = replace(text, images_per_sample=2, vision_tower="frozen", projector="frozen")
+    trained = replace(frozen, vision_tower="trained", projector="trained")
+    adapted = replace(frozen, method="lora")
+
+    def kept(job: TrainingJob) -> int:
+        traced = activations_of(spec, job, 1, "bf16")
+        assert not traced.is_bound
+        layers = traced.saved_bytes_per_layer * spec.dimensions.num_layers
+        return layers + traced.outside_layer_bytes + traced.tower_saved_bytes
+
+    assert kept(text) < kept(frozen) < kept(trained)
+    assert activations_of(spec, frozen, 1, "bf16").tower_saved_bytes == 0
+    assert kept(adapted) < kept(frozen)
+
+
 def test_labels_of_a_saved_configuration_count() -> None:
     job, depths = TrainingJob(seq_len_tokens=48), {"layer": 3}
     drawn = asked("BertForTokenClassification", depths, num_labels=40)
