@@ -406,7 +406,8 @@ def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterat
             adapter=adapter,
             attention=attention,
             trained=tables[mode].get("none", {}).get(attention),
-            base=base,
+            # Under autocast, what a layer keeps also depends on the type of what reads its output.
+            base=None if mode == "bf16_autocast" else base,
         )
         if base is not None:
             # Features of its own follow those of the base, whose rows are shorter.
