@@ -157,6 +157,11 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
 
 
+@pytest.mark.trace
+def test_sliding_windows_shorter_than_a_sequence_match_estimate() -> None:
+    assert_run_matches("Olmo3ForCausalLM", "bf16", "none", checkpointing=False, attention="masked")
+
+
 def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:
     spec = asked("LlavaForConditionalGeneration", {"vision": 8, "text": 4})
     text = TrainingJob(seq_len_tokens=512)
