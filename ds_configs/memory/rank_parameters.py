@@ -9,6 +9,7 @@ from math import ceil
 from typing import Literal, cast
 
 from ..specs.errors import ConfigError, UsageError
+from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import CONV1D_FAMILIES, ModelSpec, ParameterShape, adapters, lora_parameter_count
@@ -481,12 +482,16 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
         trained = model.trained_part
+        # Gradients of a vision tower come after those of all layers of the text.
+        of_images = [p for p in trained.parameters if model.reads_images and image_part(p.name)]
+        in_tower = sum(p.total for p in of_images if p.in_layer)
+        outside = sum(p.total for p in of_images) - in_tower
         return RankParameters(
             trainable=trained.parameter_count,
             frozen_bytes=(total - trained.parameter_count) * job.compute_bytes,
             largest_trainable=trained.largest_parameter,
-            trainable_tail=trained.tail_parameters,
-            trainable_outside_layers=trained.parameters_outside_layers,
+            trainable_tail=trained.tail_parameters - outside,
+            trainable_outside_layers=trained.parameters_outside_layers + in_tower,
             layers=layers,
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
