@@ -125,6 +125,7 @@ class Case:
             method=self.method,  # type: ignore[arg-type]
             lora_rank=LORA_RANK,
             lora_targets=tuple(self.lora_targets.split(",")),
+            lora_variant=self.lora_variant,  # type: ignore[arg-type]
         )
 
     def full_layout(self) -> Layout:
@@ -197,18 +198,22 @@ def _adapted(
 
 
 ADAPTED = (
-    _adapted("qwen3_moe", "ddp", "fp32", "experts"),
+    _adapted("qwen3_moe", "ddp", "fp32", "experts", checkpointing=True),
     _adapted("qwen3_moe", "zero2", "bf16", "q_proj,v_proj,experts", checkpointing=True),
     _adapted("qwen3_moe", "zero3", "bf16", "experts", checkpointing=True),
-    _adapted("qwen3_moe", "fsdp2", "bf16", "experts"),
+    _adapted("qwen3_moe", "fsdp2", "bf16", "q_proj,k_proj,v_proj,o_proj,experts"),
     _adapted("mixtral", "ddp", "bf16", "experts", checkpointing=True),
-    _adapted("mixtral", "zero1", "bf16", "experts.down_proj"),
+    _adapted("mixtral", "zero1", "bf16", "experts.down_proj", checkpointing=True),
     _adapted("mixtral", "zero3", "fp32", "experts", checkpointing=True),
-    _adapted("gpt_oss", "ddp", "bf16", "experts"),
     _adapted("gpt_oss", "zero2", "bf16", "all-linear,experts"),
-    _adapted("gpt_oss", "zero3", "bf16", "experts"),
+    _adapted("gpt_oss", "zero3", "bf16", "experts", checkpointing=True),
+    _adapted("llama", "ddp", "bf16", "all-linear", variant="dora"),
+    _adapted("llama", "zero2", "bf16", "all-linear", variant="dora", checkpointing=True),
+    _adapted("qwen3", "zero3", "bf16", "all-linear", variant="dora", checkpointing=True),
+    _adapted("qwen3", "fsdp2", "fp32", "all-linear", variant="dora"),
+    _adapted("llama", "fsdp2", "bf16", "all-linear", variant="pissa"),
 )
-"""LoRA with other targets than all Linear modules."""
+"""LoRA with other targets than all Linear modules, and other variants."""
 
 
 @cache
@@ -231,7 +236,7 @@ def grid() -> list[Case]:
     while len(chosen) < LEAST_CASES:
         rest = [case for case in legal if case not in chosen]
         chosen.append(min(rest, key=lambda case: _repeats(case, chosen)))
-    return sorted(chosen, key=lambda case: case.name)
+    return sorted([*chosen, *ADAPTED], key=lambda case: case.name)
 
 
 def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:

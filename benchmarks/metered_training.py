@@ -22,10 +22,11 @@ from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
 )
-from shardwright.plugins.transformers.loading import auto_class, freeze_parts
+from shardwright.plugins.transformers.loading import auto_class
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from shardwright.trainers.parallel.planned import attach_long_sequences
+from shardwright.trainers.runs.ranks import freeze, frozen_parts
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -79,9 +80,18 @@ def train_metered(
                 model = auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=False)
         if batch is not None and deepspeed:
             set_hf_deepspeed_config(arguments.hf_deepspeed_config)
-        freeze_parts(model, job)
+        if plan.model.reads_images:
+            freeze(model, frozen_parts(job))
+            if layout.engine == "fsdp2":
+                _as_stored(model)
         if job.method != "full":
-            model = add_lora(model, rank=job.lora_rank, targets=",".join(job.lora_targets), fp32_adapters=not deepspeed)
+            model = add_lora(
+                model,
+                rank=job.lora_rank,
+                targets=",".join(job.lora_targets),
+                variant=job.lora_variant,
+                fp32_adapters=not deepspeed,
+            )
         trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
         del model
         for callback in callbacks:
@@ -94,6 +104,13 @@ def train_metered(
         trainer.train()
         reading = meter.reading()
     return reading
+
+
+def _as_stored(model: Any) -> None:
+    """Convert frozen weights to the 16 bit of a checkpoint, in which FSDP2 keeps them."""
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.to(torch.bfloat16)
 
 
 class _FirstLayers(TrainerCallback):

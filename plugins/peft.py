@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ..ds_configs.specs.images import ImagePart, names_of_parts
+from ..ds_configs.specs.job import LoraVariant
 from ..ds_configs.specs.model import ALL_LINEAR, EXPERT_MODULES, EXPERTS, adapted_mixtures
 from ..ds_configs.specs.texts import strict_json
 from .releases import transformers_release
@@ -39,14 +40,19 @@ def add_lora(
     targets: str | None,
     fp32_adapters: bool,
     alpha: float | None = None,
+    variant: LoraVariant = "lora",
+    plus_ratio: float | None = None,
     dropout: float = 0.0,
     frozen: Collection[ImagePart] = (),
 ) -> Any:
     """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
-    The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` are the `lora_targets` of a job,
-    separated by commas. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
-    optimizer. `frozen` parts for images get no adapters.
+    The scale is `alpha` / `rank`, and `alpha` / sqrt(`rank`) with rsLoRA (arXiv:2312.03732); `alpha` is twice the rank
+    by default. DoRA (arXiv:2402.09353) also trains the norm of each row of a weight. PiSSA (arXiv:2404.02948) starts
+    with the largest singular vectors of a weight and subtracts them from it. `plus_ratio` is the learning rate of B
+    over that of A (LoRA+, arXiv:2402.12354), which `raise_rates_of_b` applies. `targets` are the `lora_targets` of a
+    job, separated by commas. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one
+    in its optimizer. `frozen` parts for images get no adapters.
 
     Raises:
         UsageError: no module has one of the names, or experts are adapted with dropout.
@@ -67,19 +73,37 @@ def add_lora(
         r=chosen_rank,
         lora_alpha=2 * chosen_rank if alpha is None else alpha,
         lora_dropout=dropout,
+        use_rslora=variant == "rslora",
+        use_dora=variant == "dora",
+        init_lora_weights="pissa" if variant == "pissa" else True,
         exclude_modules=names_of_parts(frozen) if frozen and hasattr(model.config, "vision_config") else None,
         target_modules=modules,
         target_parameters=parameters or None,
         task_type=task,
     )
     try:
-        return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
     except ValueError as error:
         known = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ == "Linear"}
         if modules == ALL_LINEAR or parameters or known & set(modules):
             raise
         rule, fix = "is not a module of the model", f"use {', '.join(sorted(known))}, or {ALL_LINEAR}"
         raise UsageError(ConfigError(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
+    adapted.lora_plus_ratio = plus_ratio
+    return adapted
+
+
+def raise_rates_of_b(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Move the B matrices of LoRA+ adapters to groups of their own, with their learning rate."""
+    ratio = getattr(model, "lora_plus_ratio", None)
+    if ratio is None:
+        return
+    raised = {id(weight) for name, weight in model.named_parameters() if ".lora_B." in name}
+    for group in list(optimizer.param_groups):
+        matrices = [weight for weight in group["params"] if id(weight) in raised]
+        if matrices:
+            group["params"] = [weight for weight in group["params"] if id(weight) not in raised]
+            optimizer.add_param_group({**group, "params": matrices, "lr": ratio * group["lr"]})
 
 
 def dropout_error(dropout: float) -> ConfigError:

@@ -207,7 +207,7 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
     return made
 
 
-_UNPLANNED = ("lora_alpha", "lora_dropout")
+_UNPLANNED = ("lora_alpha", "lora_dropout", "lora_plus_ratio")
 """Options of a training's adapters that no plan has."""
 
 

@@ -85,12 +85,14 @@ def model_of(name: str) -> ModelSpec:
 
 
 def job_of(picks: Mapping[str, Any]) -> TrainingJob:
-    method, _, targets = picks["method"].partition(" ")
+    method, _, adapters = picks["method"].partition(" ")
     changes: dict[str, Any] = {picks["kernels"]: True} if picks["kernels"] else {}
     if picks["teacher"]:
         placement, _, teacher = picks["teacher"].partition(" ")
         changes |= {"teacher": model_of(teacher or "llama"), "teacher_placement": placement}
-    if targets:
+    if adapters == "dora":
+        changes["lora_variant"] = adapters
+    elif adapters:
         changes["lora_targets"] = ("q_proj", "v_proj")
     if picks["task"]:
         changes |= task_of(picks, method)

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +33,8 @@ ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
 KERNELS_PATH = DATA_PATH.with_name(KERNELS_FILE)
 KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
+ADAPTERS: tuple[Adapter, ...] = ("none", "lora_all_linear", "lora_attention", "lora_experts")
+"""What is trained of text families."""
 
 
 def attention_paths(family: str, mode: Mode, adapter: Adapter) -> tuple[str, ...]:
@@ -57,6 +60,8 @@ def is_stored(family: str, mode: Mode, adapter: Adapter, attention: str) -> bool
     """
     from shardwright.tools.activations.families import FIRST, MIXTURES
 
+    if adapter == "lora_experts":
+        return family in MIXTURES and attention == "fused"
     if family not in FIRST or (family in MIXTURES and adapter == "lora_all_linear"):
         return adapter == "none" or (mode, adapter, attention) == ("bf16", "lora_all_linear", "fused")
     return True
@@ -66,7 +71,7 @@ def derive_coefficients(
     family: str,
     *,
     modes: Iterable[Mode] = get_args(Mode),
-    adapters: Iterable[Adapter] = ("none", "lora_all_linear", "lora_attention"),
+    adapters: Iterable[Adapter] = ADAPTERS,
 ) -> dict[str, Any]:
     """Traces one family and returns its tables by mode, adapter and attention path.
 
@@ -97,6 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     for name, derive_kernels in KERNELS.items():
         parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=ADAPTERS)
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
@@ -104,7 +110,8 @@ def main(arguments: list[str]) -> int:
         kept = json.loads(KERNELS_PATH.read_text(encoding="utf-8"))["tables"][options.kernels]
         families, derive, path = list(kept), KERNELS[options.kernels], KERNELS_PATH
     else:
-        families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
+        families, path = list(FIRST), DATA_PATH
+        derive = partial(derive_coefficients, adapters=options.adapters)
     document = json.loads(path.read_text(encoding="utf-8"))
     for family in options.families or families:
         tables: dict[str, Any] = {family: derive(family)}

@@ -32,6 +32,7 @@ from ..plugins import patches
 from ..plugins.accelerate import RepeatedSamples, SamplesOnce, check_streams_of_ranks, hide_files
 from ..plugins.deepspeed.engine import keep_gradient_norm
 from ..plugins.launching.messages import note_on_first_rank
+from ..plugins.peft import raise_rates_of_b
 from ..plugins.transformers.length_groups import one_order
 from ..plugins.transformers.loading import load_renamed_weights
 from ..plugins.transformers.optimizers import OwnOptimizer
@@ -296,14 +297,18 @@ class ExactTrainer(_Trainer):
     def create_optimizer(self, *arguments: Any, **keywords: Any) -> Any:
         """Use the script's optimizer, which the Trainer drops under DeepSpeed and rejects under FSDP2 (line 1229).
 
-        DeepSpeed needs groups that contain only experts, and a prepared optimizer keeps its groups.
+        DeepSpeed needs groups that contain only experts, LoRA+ groups with a rate of their own, and a prepared
+        optimizer keeps its groups.
         Canary: `test_the_trainer_still_drops_optimizers_under_deepspeed`.
         """
         if self.keeps_engine:
             return self.optimizer
         if self.given_optimizer is not None and self.optimizer is None:
             self.optimizer = self.given_optimizer.for_engine()
+        creates = self.optimizer is None
         optimizer = super().create_optimizer(*arguments, **keywords)
+        if creates:
+            raise_rates_of_b(self.model, optimizer)
         self.shared_axis.group_parameters(self, optimizer)
         return optimizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
@@ -222,7 +223,8 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     experts = sorted({p.name.rpartition(".*.")[2] for p in model.parameters if p.kind == "experts"})
     matched = {target: targeted_linears(model, (target,)) or adapted_experts(model, (target,)) for target in targets}
     if missing := [target for target, matrices in matched.items() if not matrices]:
-        rule = "match no Linear module" + (" that PEFT adapts and no fused experts" if experts else "")
+        where = " outside of frozen parts for images" if model.trained_part != model else ""
+        rule = f"match no Linear module{where}" + (" that PEFT adapts and no fused experts" if experts else "")
         fix = f"use all-linear, or names from {names}" if names else "use --method full"
         fix += f", or experts ({', '.join(experts)})" if experts else ""
         yield ConfigError(where="lora_targets", value=",".join(missing), rule=rule, fix=fix)
@@ -236,6 +238,22 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def lora_variants_are_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """DoRA and PiSSA read the weights of Linear modules, PiSSA those that are not in 4 bit.
+
+    PEFT 0.21 rejects DoRA in the wrappers of parameters, and looks there for a module's weight (`pissa_init`).
+    """
+    if job.method == "full" or job.lora_variant not in ("dora", "pissa"):
+        return
+    error = partial(ConfigError, where="lora_variant", value=job.lora_variant)
+    if adapted_experts(model, job.lora_targets):
+        fix = "use lora or rslora, or --lora-targets with names of Linear modules"
+        yield error(rule="is not supported for the router and fused experts, which PEFT adapts as parameters", fix=fix)
+    if job.lora_variant == "pissa" and job.method == "qlora":
+        rule = "computes singular vectors of the weights, which QLoRA loads in 4 bit"
+        yield error(rule=rule, fix="use --method lora, or --lora-variant lora")
 
 
 def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -585,6 +603,7 @@ RULES: tuple[Rule, ...] = (
     tiled_mlp_is_supported,
     offloaded_checkpoints_are_recomputed,
     lora_targets_can_be_adapted,
+    lora_variants_are_supported,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,

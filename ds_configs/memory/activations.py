@@ -17,6 +17,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
     ALL_LINEAR,
+    CONV1D_FAMILIES,
     Dimensions,
     ModelSpec,
     ParameterShape,
@@ -24,10 +25,11 @@ from ..specs.model import (
     has_liger_loss,
     merged,
     stored_facts,
+    targeted_linears,
 )
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention", "frozen_tower", "lora_language"]
+Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts", "frozen_tower", "lora_language"]
 """What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
 _FULL: tuple[Adapter, ...] = ("none", "frozen_tower")
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
@@ -670,6 +672,10 @@ def estimate_kinds(
     if "without_images" in table and not (images and images.images):
         *of_tower, _ = counts
         table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
+    if adapter == "none":
+        # Of a frozen tower before a trained projector.
+        frozen = {parameter.name for parameter in model.parameters if parameter.frozen}
+        counts = {kind: 0 if family["kinds"][kind] in frozen else count for kind, count in counts.items()}
     factors = feature_factors(
         model,
         micro_batch_size=micro_batch_size,
@@ -927,6 +933,19 @@ def activations_of(
 
     `unmasked` is the attention kernel without a mask.
     """
+    traced = _of_profile(model, job, micro_batch_size, mode, unmasked)
+    if job.method == "full" or job.lora_variant != "dora":
+        return traced
+    # The gradients of DoRA's norms need the outputs of the weight and of its adapters.
+    axis = -1 if model.model_type in CONV1D_FAMILIES else 0
+    widths = sum(p.count * p.shape[axis] for p in targeted_linears(model, job.lora_targets))
+    element, tokens = 4 if mode == "fp32" else 2, micro_batch_size * job.seq_len_tokens
+    return _keeping(traced, 2 * element * tokens * widths // max(1, model.dimensions.num_layers))
+
+
+def _of_profile(
+    model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode, unmasked: Attention
+) -> ActivationEstimate:
     attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
 
     def stored(mode: Mode, adapter: Adapter) -> ActivationEstimate | None:
@@ -967,17 +986,26 @@ def activations_of(
     # targets than those of attention count as all Linear modules.
     reads_frozen = model.reads_images and job.vision_tower == job.projector == "frozen"
     profiles: tuple[Adapter, ...] = ("frozen_tower", "none") if reads_frozen else ("none",)
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     if job.method != "full":
         profiles = ("lora_language", *profiles) if reads_frozen else ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
-        elif adapted_experts(model, job.lora_targets) and not adapted_experts(model, (ALL_LINEAR,)):
-            # Frozen experts keep no input.
-            profiles = ("none",)
+        elif adapted and not targeted_linears(model, job.lora_targets):
+            profiles = ("lora_experts", *profiles)
     for adapter in profiles:
         traced = stored(mode, adapter)
         if traced is None:
             continue
+        if adapter == "lora_experts":
+            # PEFT casts fp32 adapters itself; the table counts that.
+            return replace(traced, autocast_weight_copy_bytes_per_parameter=0)
+        if adapter not in _FULL and adapted and not adapted_experts(model, (ALL_LINEAR,)):
+            # Their layers keep the inputs of experts too.
+            sizes, element = model.dimensions, 4 if mode == "fp32" else 2
+            widths = sum(sizes.expert_intermediate_size if "down" in p.name else sizes.hidden_size for p in adapted)
+            routed = micro_batch_size * job.seq_len_tokens * sizes.experts_per_token
+            traced = _keeping(traced, element * routed * widths)
         if mode != "bf16_autocast" or (adapter in _FULL) == (job.method == "full"):
             return traced
         # Under autocast the frozen weights are 16-bit and only the adapters are copied.
@@ -985,6 +1013,15 @@ def activations_of(
         assert frozen is not None, "every stored family has the tables of 16-bit layers"
         return replace(frozen, autocast_weight_copy_bytes_per_parameter=copies)
     return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
+
+
+def _keeping(traced: ActivationEstimate, more: int) -> ActivationEstimate:
+    """Return the bytes if each layer keeps `more` until its backward pass."""
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + more,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + more,
+    )
 
 
 SMALLEST_MASK_TOKENS = 2**13

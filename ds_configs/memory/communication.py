@@ -88,7 +88,7 @@ def default_zero_options(model: ModelSpec, job: TrainingJob, *, stage: int, lean
 
 def buffer_terms(layout: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
     if layout.engine == "fsdp2":
-        return _fsdp2_units(model, job, parameters)
+        return _fsdp2_units(model, job, parameters, ranks=layout.shard_size)
     if layout.zero_stage == 3:
         return _stage3_gathers(layout, model, job, parameters)
     if layout.zero_stage in (1, 2):
@@ -272,7 +272,7 @@ def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
     return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
 
 
-def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> dict[Moment, Terms]:
+def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters, *, ranks: int) -> dict[Moment, Terms]:
     """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
 
     The tail unit (final norm and head, with the embedding if tied) stays gathered from the forward pass on. There, the
@@ -284,6 +284,8 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters)
     # What is in no other unit, of a vision tower and its projector, stays gathered in that of the whole model.
     root = [p for p in model.parameters if model.reads_images and not p.in_layer and image_part(p.name)]
     kept, root_gradient = (width * sum(p.total for p in part) for part in (root, [p for p in root if not p.frozen]))
+    # Its gradients are reduced last, until when their shards do not exist.
+    root_gradient = max(0, root_gradient - job.trained_weight_bytes * root_gradient // (width * ranks))
     layer, tail = width * model.layer_parameter_count, width * model.tail_parameters - kept
     embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
     layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding

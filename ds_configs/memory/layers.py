@@ -7,7 +7,7 @@ from math import ceil
 
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import adapted_experts
+from ..specs.model import adapted_experts, targeted_linears
 from ..specs.tasks import TASKS
 from ..specs.terms import Term
 from .activations import (
@@ -73,6 +73,11 @@ TERMS = (
         role="activations",
     ),
     Term("adapted_expert_update", "the update that LoRA adds to an expert matrix, during the sum", role="activations"),
+    Term(
+        "dora_norms",
+        "DoRA computes the norms of a weight with its update: an identity matrix, products with it, and the sum",
+        role="activations",
+    ),
     Term(
         "forward_transient",
         "temporaries of a checkpointed layer's forward pass; under CP those of ring attention",
@@ -280,7 +285,8 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     """
     model, job, copy_bytes = step.model, step.job, step.traced.autocast_weight_copy_bytes_per_parameter
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
-    if not copy_bytes and not adapted:
+    normed = targeted_linears(model, job.lora_targets) if job.method != "full" and job.lora_variant == "dora" else []
+    if not copy_bytes and not adapted and not normed:
         return at_moments({})
     if job.method == "full":
         matrices = model.trained_part.linear_parameters(include_head=True)
@@ -297,6 +303,11 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     # PEFT makes the sums of a layer one after the other, each with a temporary update.
     fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
     making = {"adapted_expert_update": fullest - sum(experts)}
+    if normed:
+        inside = 4 if copy_bytes else job.compute_bytes
+        making["dora_norms"] = max(
+            inside * p.shape[1] ** 2 + job.compute_bytes * (p.shape[1] * job.lora_rank + 3 * p.numel) for p in normed
+        )
     recomputed = step.layout.recomputed_layers(layers)
     if not recomputed:
         return at_moments(

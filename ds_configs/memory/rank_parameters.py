@@ -9,9 +9,10 @@ from math import ceil
 from typing import Literal, cast
 
 from ..specs.errors import ConfigError, UsageError
+from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
-from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.model import CONV1D_FAMILIES, ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
 from .activations import ActivationEstimate, Mode, activations_of
 
@@ -111,9 +112,6 @@ def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
 """Modules that AutoTP splits along their input, with replicated biases (deepspeed/module_inject/auto_tp.py)."""
-
-CONV1D_FAMILIES = ("gpt2",)
-"""Model types whose matrices are stored as (in, out)."""
 
 
 def tensor_parallel_share(model: ModelSpec, tp: int, *, divides_head: bool = True) -> ModelSpec:
@@ -484,16 +482,20 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
         trained = model.trained_part
+        # Gradients of a vision tower come after those of all layers of the text.
+        of_images = [p for p in trained.parameters if model.reads_images and image_part(p.name)]
+        in_tower = sum(p.total for p in of_images if p.in_layer)
+        outside = sum(p.total for p in of_images) - in_tower
         return RankParameters(
             trainable=trained.parameter_count,
             frozen_bytes=(total - trained.parameter_count) * job.compute_bytes,
             largest_trainable=trained.largest_parameter,
-            trainable_tail=trained.tail_parameters,
-            trainable_outside_layers=trained.parameters_outside_layers,
+            trainable_tail=trained.tail_parameters - outside,
+            trainable_outside_layers=trained.parameters_outside_layers + in_tower,
             layers=layers,
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
-    adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
     frozen_bytes, scale_bytes = total * job.compute_bytes, 0
     if job.method == "qlora":
         quantized = model.linear_parameters(include_head=False)
@@ -530,7 +532,7 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
         packed = (-(-parameter.numel // (2 * job.compute_bytes)), 1)
         trained.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
     adapted: dict[str, list[ParameterShape]] = {}
-    for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets):
+    for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant):
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
     merged: list[ParameterShape] = []
     for parameter in trained:

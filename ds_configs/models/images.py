@@ -53,19 +53,40 @@ def _scaled_to_area(height: int, width: int, unit: int, smallest: float, largest
 
 
 def _native(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
-    """Qwen2-VL and later: any resolution, `merge` x `merge` patches per token, two frames per patch."""
+    """Qwen2-VL, Qwen2.5-VL: any resolution, `merge` x `merge` patches per token, two frames per patch."""
     patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
     unit, pairs = patch * merge, max(1, ceil(frames / int(settings["vision_config.temporal_patch_size"])))
-    # The published preprocessor_config.json: 4 to 16,384 merged patches, and from Qwen3-VL on the same numbers of 32².
+    # The published preprocessor_config.json: 4 to 16,384 merged patches.
     smallest, largest = 4 * unit**2, max_pixels or 16_384 * unit**2
     if frames:
         smallest, largest = 128 * unit**2, min(largest, _FRAME_PIXELS * unit**2)
-    rows, columns = _scaled_to_area(height, width, unit, smallest, largest)
+    return _merged(settings, _scaled_to_area(height, width, unit, smallest, largest), pairs, 2)
+
+
+def _qwen3(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """Qwen3-VL: as Qwen2-VL with other limits, those of a video for all frames; a time stands before each pair."""
+    patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
+    unit, pairs = patch * merge, max(1, ceil(frames / int(settings["vision_config.temporal_patch_size"])))
+    # The published preprocessor_config.json and video_preprocessor_config.json.
+    smallest, largest = 65_536.0, float(max_pixels or 16_777_216)
+    if frames:
+        smallest, largest = 4096 / frames, float(max_pixels or 25_165_824) / frames
+    return _merged(settings, _scaled_to_area(height, width, unit, smallest, largest), pairs, 10 if frames else 2)
+
+
+def _merged(settings: Settings, sides: tuple[int, int], pairs: int, around: int) -> ImageTokens:
+    """Return what an image or a video of these sides becomes, with `around` tokens of text for each pair of frames."""
+    patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
+    (rows, columns), unit = sides, patch * merge
     patches = pairs * (rows // patch) * (columns // patch)
     features = patches // merge**2
-    formula = f"{rows} x {columns} pixels / {unit}²" + (f" x {pairs} pairs of frames" if frames else "")
+    formula = f"{rows} x {columns} pixels / {unit}²" + (f" x {pairs} pairs of frames" if pairs > 1 else "")
     return ImageTokens(
-        tiles=pairs, patches=patches, features=features, text_tokens=features + 2, formula=f"{formula} = {features}"
+        tiles=pairs,
+        patches=patches,
+        features=features,
+        text_tokens=features + around * pairs,
+        formula=f"{formula} = {features}",
     )
 
 
@@ -86,8 +107,7 @@ def _glm(settings: Settings, height: int, width: int, frames: int, max_pixels: i
 
 def _side(settings: Settings) -> tuple[int, int]:
     """Return image and patch side of a tower with a fixed resolution."""
-    # InternVL states both sides, so that the settings have none.
-    return int(settings.get("vision_config.image_size", 448)), int(settings.get("vision_config.patch_size", 14))
+    return int(settings["vision_config.image_size"]), int(settings["vision_config.patch_size"])
 
 
 def _llava(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
@@ -254,7 +274,8 @@ def _llama4(settings: Settings, height: int, width: int, frames: int, max_pixels
 
 
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _native),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _qwen3),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _glm),
     "llava": _llava,
     "llava_next": _llava_next,
@@ -290,25 +311,26 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
     height, width = job.image_sides
     if model.model_type not in RULES:
         rule = "has no images" if not model.reads_images else "has no rule for the tokens of an image"
-        fix = f"plan without images, or one of {', '.join(sorted(RULES))}"
+        fix = f"omit it, or plan one of {', '.join(sorted(RULES))}"
         raise UsageError(ConfigError(where="images_per_sample", value=model.model_type, rule=rule, fix=fix))
     if job.frames and model.model_type not in _READ_FRAMES:
-        errors.append(ConfigError(where="frames", value=job.frames, rule=f"is not supported for {model.model_type}"))
+        rule, fix = f"is not supported for {model.model_type}", f"omit it, or plan one of {', '.join(_READ_FRAMES)}"
+        errors.append(ConfigError(where="frames", value=job.frames, rule=rule, fix=fix))
     if job.max_pixels and model.model_type not in _READ_MAX_PIXELS:
         rule = f"is not read by the image processor of {model.model_type}, which resizes to its own sizes"
         errors.append(ConfigError(where="max_pixels", value=job.max_pixels, rule=rule, fix="omit it"))
     if max(height, width) > _LONGEST_RATIO * min(height, width):
         rule = f"must not be more than {_LONGEST_RATIO} times as long as wide"
-        errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule))
+        errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="crop such images"))
     if errors:
         raise UsageError(errors)
     found = RULES[model.model_type](dict(model.settings), height, width, job.frames, job.max_pixels)
     needed = job.images_per_sample * found.text_tokens
     if needed >= job.seq_len_tokens:
         rule = f"become {needed} tokens, but a sequence has {job.seq_len_tokens}, with the text"
-        fix = f"use --seq-len {2 ** (needed + 1).bit_length()}, fewer or smaller images" + (
-            ", or --max-pixels" if model.model_type in _READ_MAX_PIXELS else ""
-        )
+        smaller = "" if model.model_type in FIXED_SIZES else ", smaller ones"
+        smaller += ", or --max-pixels" if model.model_type in _READ_MAX_PIXELS else ""
+        fix = f"use --seq-len {2 ** (needed + 1).bit_length()}, or fewer images{smaller}"
         raise UsageError(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix=fix))
     return found
 

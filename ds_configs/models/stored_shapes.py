@@ -97,6 +97,9 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
             yield prefix + name, value
         elif name == "id2label" and isinstance(value, dict):
             yield prefix + LABELS, len(value)
+        elif name in ("image_size", "patch_size") and isinstance(value, list) and len(set(value)) == 1:
+            # Both sides.
+            yield prefix + name, value[0]
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 

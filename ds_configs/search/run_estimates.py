@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ..models.images import FIXED_SIZES, image_tokens
+from ..models.images import FIXED_SIZES, RULES, image_tokens
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
@@ -105,12 +105,18 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
             f"{what}{size} becomes {images.features} tokens ({images.formula}) of {images.patches:,} patches, and a "
             f"sequence has {job.images_per_sample}; more or larger ones need more memory"
         )
-    elif model.reads_images:
+    elif model.reads_images and model.model_type in RULES:
         sentences.append(
             "samples are planned without images: pass --images-per-sample and --image-size for data with some"
         )
     if model.dimensions.num_experts:
         sentences.append("predictions were not checked on mixtures of experts")
+    experts = sum(parameter.total for parameter in model.parameters if parameter.kind == "experts")
+    if experts and job.method == "qlora":
+        sentences.append(
+            f"the fused experts ({experts / model.parameter_count:.0%} of the parameters) stay in 16 bit: bitsandbytes "
+            "0.50 packs Linear modules only"
+        )
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,

@@ -23,6 +23,7 @@ from .texts import flag_words
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
+LoraVariant = Literal["lora", "dora", "rslora", "pissa"]
 Recomputation = Literal["auto", "on", "off"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
@@ -40,6 +41,8 @@ WeightsType = Literal["auto", "fp32", "bf16"]
 
 Group = TypeVar("Group")
 
+_OF_LORA = ("lora_rank", "lora_targets", "lora_variant")
+"""Fields of `TrainingJob` for adapters."""
 AXIS_FIELDS: Mapping[str, str] = {
     "tensor_parallel_size": "tp",
     "pipeline_parallel_size": "pp",
@@ -107,6 +110,10 @@ class TrainingFields:
     ] = ("all-linear",)
     """Name endings of modules and fused expert matrices that LoRA adapts, `all-linear` or `experts`; unused with
     `full`, as the rank."""
+    lora_variant: Annotated[
+        LoraVariant, _option("LoRA, DoRA (trains norms too), rsLoRA (scale alpha / sqrt(rank)), or PiSSA (from an SVD)")
+    ] = "lora"
+    """How adapters start, are scaled and are added to weights; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
         _option("Recompute layers in the backward pass"),
@@ -308,11 +315,11 @@ class TrainingJob(  # type: ignore[misc]
         """
         usual = TrainingJob().options()
         values, known = self.options(), usual if base is None else base.options()
-        unused = {"lora_rank", "lora_targets"} if self.method == "full" else set()
+        unused = set(_OF_LORA) if self.method == "full" else set()
         unused |= {f"{role}_placement" for role in ROLES if not self.needs(role)}
         if base is not None and base.method == "full":
             # A command of full training cannot have these.
-            known |= {name: usual[name] for name in ("lora_rank", "lora_targets")}
+            known |= {name: usual[name] for name in _OF_LORA}
         always = ("seq_len", "precision") if base is None else ()
         changed: dict[str, Any] = {
             name: ",".join(value) if isinstance(value, tuple) else value
@@ -463,6 +470,13 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
     if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", job.image_size):
         rule = "must be width and height in pixels"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
+    if job.task != "sft" or job.teacher is not None:
+        trained = [part for part in get_args(ImagePart) if getattr(job, part) == "trained"]
+        rule = "is supported for supervised fine-tuning only"
+        errors += [
+            ConfigError(where=name, value=getattr(job, name), rule=rule, fix="omit it")
+            for name in (*(["images_per_sample"] if job.images_per_sample else []), *trained)
+        ]
     stated = [name for name in ("image_size", "max_pixels", "frames") if getattr(job, name) != getattr(usual, name)]
     if not job.images_per_sample:
         errors += [
@@ -474,9 +488,6 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
             )
             for name in stated
         ]
-    elif job.task != "sft" or job.teacher is not None:
-        rule = "is supported for supervised fine-tuning only"
-        errors.append(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix="omit it"))
     return errors
 
 
@@ -548,7 +559,7 @@ def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
     rule, fix = "requires --method lora or qlora", "add --method lora, or omit it"
     return [
         ConfigError(where=name, value=stated[name], rule=rule, fix=fix)
-        for name in ("lora_rank", "lora_targets", "lora_alpha", "lora_dropout")
+        for name in (*_OF_LORA, "lora_alpha", "lora_dropout", "lora_plus_ratio")
         if name in stated and method == "full"
     ]
 

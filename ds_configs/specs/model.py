@@ -159,6 +159,8 @@ ADAPTED_SINCE = {
 TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter"})
 """Model types whose expert matrices are stored as (experts, in, out), as `is_transposed` of transformers 5.17 marks."""
 
+CONV1D_FAMILIES = ("gpt2",)
+"""Model types whose matrices are stored as (in, out)."""
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
 MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
 """PEFT 0.21 rejects these modules of these model types (peft/tuners/tuners_utils.py,
@@ -435,19 +437,19 @@ class ModelSpec:
         )
 
 
-def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> int:
+def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str], variant: str = "lora") -> int:
     """Return the parameters that LoRA adds: `rank * (in_features + out_features)` per targeted matrix and expert.
 
     `targets` has endings of module names (`q_proj`), `all-linear`, which PEFT expands to every Linear except the output
     head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`), and fused expert matrices (`experts`, or
     `experts.down_proj`). In `adapted_mixtures`, `all-linear` also adapts the router and every expert; the fused gate
-    and up projections get twice the rank. Returns 0 without a match.
+    and up projections get twice the rank. The variant `dora` has a norm per row too. Returns 0 without a match.
     """
-    return sum(adapter.total for adapter in adapters(model, rank=rank, targets=targets))
+    return sum(adapter.total for adapter in adapters(model, rank=rank, targets=targets, variant=variant))
 
 
-def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[ParameterShape]:
-    """Return LoRA's matrices, two per adapted matrix, with PEFT's names and order."""
+def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str], variant: str = "lora") -> list[ParameterShape]:
+    """Return LoRA's matrices, two per adapted matrix, and DoRA's norms, with PEFT's names and order."""
     wanted = tuple(targets)
     as_linears = ALL_LINEAR in wanted and model.model_type in adapted_mixtures(model.release)
     matrices = []
@@ -455,9 +457,12 @@ def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[Par
         experts = parameter.shape[0] if parameter.kind == "experts" else 1
         wide = experts * rank * (2 if as_linears and parameter.name.endswith("gate_up_proj") else 1)
         rows, columns = parameter.shape[-2:]
-        if parameter.kind == "experts" and model.model_type in TRANSPOSED_EXPERTS:
+        if model.model_type in (TRANSPOSED_EXPERTS if parameter.kind == "experts" else CONV1D_FAMILIES):
             rows, columns = columns, rows
-        for name, shape in (("lora_A", (wide, columns)), ("lora_B", (rows, wide))):
+        shapes: dict[str, tuple[int, ...]] = {"lora_A": (wide, columns), "lora_B": (rows, wide)}
+        if variant == "dora":
+            shapes["lora_magnitude_vector"] = (rows,)
+        for name, shape in shapes.items():
             owner = parameter.name.removesuffix(".weight")
             matrices.append(replace(parameter, name=f"{owner}.{name}.weight", shape=shape, kind="other"))
     return matrices

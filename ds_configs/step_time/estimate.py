@@ -321,7 +321,8 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
     if job.method == "full" and work.frozen_parameters:
         dense, frozen_bytes = dense - work.frozen_parameters, float(work.frozen_parameters * job.compute_bytes)
     elif job.method != "full":
-        frozen_bytes = (dense + experts) * (NF4_BYTES if job.method == "qlora" else job.compute_bytes)
+        # bitsandbytes leaves fused experts in 16 bit.
+        frozen_bytes = dense * (NF4_BYTES if job.method == "qlora" else job.compute_bytes) + experts * job.compute_bytes
         dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
     stepped = dense + experts
     if layout.engine not in ("ddp", "single") and layout.zero_stage != 0:
@@ -334,7 +335,7 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
 
 @lru_cache(maxsize=64)
 def _adapters(model: ModelSpec, job: TrainingJob) -> int:
-    return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
 
 
 def stage_traffic(step: StepInputs, stage: PipelineStage, parameters: StageParameters) -> DataTraffic:
@@ -397,7 +398,7 @@ def _zero3_calls(
     if job.method == "full":
         reductions = float(reduced_buckets(gathered.trained_part, zero.reduce_bucket_size))
     else:
-        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets)
+        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
         # Gradients of adapters are small, so that they fill a bucket.
         reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
     gradients = sum(parameter.count for parameter in trained)

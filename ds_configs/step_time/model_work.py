@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, prod
 
 from ..memory.activations import chunked_loss_tokens
-from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
+from ..memory.rank_parameters import expert_parallel_share, tensor_parallel_share
 from ..models.images import image_sizes
 from ..specs.hardware import HardwareSpec
 from ..specs.images import image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import Dimensions, ModelSpec
+from ..specs.model import CONV1D_FAMILIES, Dimensions, ModelSpec
 from .rates import GpuConstants, Software
 
 
@@ -274,26 +275,24 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
         return Pass(), Pass()
     sequences, settings = step.layout.micro_batch_size, dict(model.settings)
     seconds, traffic = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
-    width, is_trained, blocks = 0, False, 0
+    tower = [p for p in model.parameters if p.in_layer and image_part(p.name) == "vision_tower"]
+    is_trained, blocks = any(not p.frozen for p in tower), max((p.count for p in tower), default=0)
+    width = next((p.shape[-1] for p in tower if p.kind == "linear" and len(p.shape) == 2), 0)
     for parameter in model.parameters:
         part = image_part(parameter.name)
-        if part is None or len(parameter.shape) < 2 or parameter.kind == "embedding":
+        is_product = parameter.kind == "linear" or _EMBEDS_PATCHES.search(parameter.name)
+        if part is None or len(parameter.shape) < 2 or not is_product:
             continue
         out, within = parameter.shape[0], prod(parameter.shape[1:])
         rows = sequences * (images.patches if part == "vision_tower" else images.tokens)
-        ahead, back = _both_passes(
-            Product(in_features=within, out_features=out), rows, device, full=job.method == "full"
-        )
+        full = job.method == "full" and not parameter.frozen
+        ahead, back = _both_passes(Product(in_features=within, out_features=out), rows, device, full=full)
         seconds["forward"] += parameter.count * ahead
         moved = parameter.count * rows * (out + within) * job.compute_bytes
         traffic["forward"] += moved
-        if not parameter.frozen:
+        if not parameter.frozen or (part == "projector" and is_trained):
             seconds["backward"] += parameter.count * back
             traffic["backward"] += 2 * moved
-        if part == "vision_tower" and parameter.in_layer:
-            is_trained |= not parameter.frozen
-            blocks = max(blocks, parameter.count)
-            width = width or within
     # Scores and values: 4 * patches * (patches that each attends to) * width.
     seen = images.patches / max(1, images.images)
     window = int(settings.get("vision_config.window_size", 0))
@@ -317,6 +316,7 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
 
 
 _FULL_ATTENTION_EVERY = 8
+_EMBEDS_PATCHES = re.compile(r"patch_(embed|conv)\w*\.(\w+\.)*weight$")
 
 
 def _both_passes(product: Product, tokens: float, device: Device, *, full: bool) -> tuple[float, float]:

@@ -96,6 +96,19 @@ def keep_towers(model: nn.Module) -> None:
     _keep_recomputed(model)
 
 
+def unmark_frozen_towers(model: nn.Module) -> None:
+    """Let frozen vision towers run without a backward pass; call it after `gradient_checkpointing_enable`.
+
+    That marks the outputs of all input embeddings, those of patches too, as trained (transformers 5.17,
+    `enable_input_require_grads`), so that a frozen tower would be recomputed for gradients that nobody reads.
+    """
+    for name, module in model.named_modules():
+        if image_part(name) and not any(weight.requires_grad for weight in module.parameters()):
+            for key, hook in list(module._forward_hooks.items()):
+                if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                    del module._forward_hooks[key]
+
+
 def _stacks_of_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 

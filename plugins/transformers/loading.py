@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.models.model_config import code_errors
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
-from ...ds_configs.specs.images import image_part
-from ...ds_configs.specs.job import TrainingJob
 from .. import patches
 from ..huggingface_hub import model_directory, read_config
 from ..launching.messages import note_on_first_rank
@@ -290,20 +288,6 @@ def auto_class(config: PreTrainedConfig, *, score_head: bool = False) -> Any:
         return AutoModelForCausalLM
     is_text = text is not None and text is not images and text.__name__ in (config.architectures or ())
     return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
-
-
-def freeze_parts(model: Module, job: TrainingJob) -> None:
-    """Freeze the vision tower and the projector of a model as the job says, in the job's compute precision."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(job.precision, torch.float32)
-    if not hasattr(getattr(model, "config", None), "vision_config"):
-        return
-    for name, parameter in model.named_parameters():
-        part = image_part(name)
-        if part is not None and getattr(job, part) == "frozen":
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(dtype)
 
 
 def text_classes() -> set[str]:

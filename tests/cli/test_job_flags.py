@@ -67,6 +67,7 @@ def _used(job: TrainingJob) -> TrainingJob:
     usual = TrainingJob()
     if job.method == "full":
         job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
+        job = replace(job, lora_variant=usual.lora_variant)
     if any(error.where in ("teacher", "reward", "value") and error.value is None for error in job_errors(job)):
         job = replace(job, task="sft")
     while errors := job_errors(job):
@@ -249,7 +250,7 @@ def test_every_command_after_an_out_of_memory_error_plans_and_fits(values: dict[
         own = _parsed("plan", words)
         job = _planned_job(own)
         assert job == expected.job
-        unchanged = ("weights_dtype", "optimizer", "optim_args", "method", "lora_rank", "lora_targets")
+        unchanged = ("weights_dtype", "optimizer", "optim_args", "method", "lora_rank", "lora_targets", "lora_variant")
         assert all(getattr(job, name) == getattr(plan.job, name) for name in (*unchanged, "seq_len_tokens"))
         cluster = read_hardware(own.hardware, host_memory=own.host_memory, nvme=own.nvme)
         assert cluster == hardware

@@ -195,9 +195,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
         run.arguments["parallelism_config"] = sequence_parallelism(layout.sp, layout.data_parallel_size)
         run.case = replace(case, layout=f"zero{layout.zero_stage}")
     # Before the arguments, with which ZeRO-3 would partition a model while it is made.
-    model: Any = None if run.starts_from_directory else make_model(case.family, run.sizes)
-    for change in () if model is None else run.change_model:
-        model = change(model)
+    model: Any = None if run.starts_from_directory else _changed(make_model(case.family, run.sizes), run)
     overrides = {"use_cpu": True} if layout.engine == "single" else configure_cpu_ranks(layout.engine)
     if own := run.arguments.pop("accelerator_config", None):
         overrides = {**overrides, "accelerator_config": {**overrides.get("accelerator_config", {}), **own}}
@@ -270,6 +268,12 @@ def _saved(model: Any, path: Path) -> Path:
     return path
 
 
+def _changed(model: Any, run: Run) -> Any:
+    for change in run.change_model:
+        model = change(model)
+    return model
+
+
 def _from_directory(case: Case, run: Run, directory: Path) -> Any:
     """Return the model's directory for a pipeline, or a model that ZeRO-3 partitions while it loads."""
     from transformers import AutoModelForCausalLM
@@ -279,7 +283,7 @@ def _from_directory(case: Case, run: Run, directory: Path) -> Any:
         return str(start)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     assert all(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return model
+    return _changed(model, run)
 
 
 def trained_state(trainer: Any, directory: Path) -> dict[str, torch.Tensor]:

@@ -664,6 +664,8 @@ SETTINGS: dict[str, Change] = {
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
     "lora": _set(change_model=_lora()),
     "lora_experts": _set(change_model=_lora("experts")),
+    **{name: _set(change_model=_lora(variant=name)) for name in ("dora", "rslora", "pissa")},
+    "lora_plus": _set(change_model=_lora(plus_ratio=8.0)),
     "lora_attention_experts": _set(change_model=_lora("q_proj,v_proj,experts")),
     "frozen": _set(change_model=_frozen(r"layers\.1|lm_head|norm\.weight$")),
     "mlp_alone": _set(change_model=_frozen("mlp")),

@@ -99,6 +99,13 @@ CASES = [
     *_cases("ep2-zero3", "balance_loss", "sgd", "from_directory", accumulation=3, model="qwen2_moe"),
     *_cases("ep2-zero2", "resumed", accumulation=3, model="deepseek_v3"),
     *_cases("ep2-zero1", "sgd", model="deepseek_v2"),
+    # Adapters
+    *_cases("ddp zero1 zero3 fsdp2", "dora", "sgd", accumulation=2),
+    *_cases("zero3 fsdp2", "rslora"),
+    *_cases("ddp zero2 zero3 fsdp2", "pissa", "sgd", accumulation=2),
+    *_cases("ddp zero2 zero3 fsdp2", "lora_plus", accumulation=2),
+    *(Case(layout="zero3", settings=(kind, "from_directory")) for kind in ("dora", "pissa")),
+    *_cases("zero3", "lora_experts", "from_directory", model="mixtral"),
     # Adapters of fused experts
     *_cases("ddp zero2 zero3 fsdp2", "lora_experts", "sgd", accumulation=2, model="qwen3_moe"),
     *_cases("zero1 zero3 fsdp2", "lora_experts", model="mixtral"),

@@ -125,7 +125,7 @@ def feature_names(family: str, adapter: Adapter, attention: str) -> list[str]:
         names += ["token*intermediate_size"]
     if adapter != "none":
         names += ["token*lora_rank"]
-    if adapter == "lora_all_linear" and family in MIXTURES:
+    if adapter in ("lora_all_linear", "lora_experts") and family in MIXTURES:
         names += ["expert*lora_rank*hidden_size", "expert*lora_rank*expert_intermediate_size"]
     if attention in ("masked", "eager"):
         names += ["attention_mask"]
@@ -231,9 +231,22 @@ def _with_lora(model: nn.Module, family: str, adapter: Adapter, rank: int) -> An
 
     attention = ATTENTION_TARGETS.get(family, ["q_proj", "v_proj"])
     targets: str | list[str] = "all-linear" if adapter == "lora_all_linear" else attention
+    targets = [] if adapter == "lora_experts" else targets
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if adapter == "lora_experts" else None
     # PEFT 0.21 omits the operator that scales an expert's update if alpha is the rank.
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM")
-    return get_peft_model(model, lora)
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets,
+        target_parameters=experts,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, lora)
+    if adapter == "lora_experts":
+        # As if an earlier layer were adapted too: all layers compute gradients of their inputs.
+        adapted.enable_input_require_grads()
+    return adapted
 
 
 def build_inputs(shape: Shape, *, attention: str) -> dict[str, torch.Tensor]:

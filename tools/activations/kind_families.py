@@ -389,6 +389,18 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         settings=("conv_L_cache",),
         attentions=("fused", "math"),
     ),
+    "Olmo3ForCausalLM": KindFamily(
+        model_type="olmo3",
+        sizes=draw_cohere,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        depth=_layer_types,
+        kinds={"sliding": "layer_types=sliding_attention", "full": "layer_types=full_attention"},
+        interleaved=True,
+        settings=("hidden_act",),
+        attentions=("fused", "masked", "math"),
+        adapters=("none",),
+    ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",
         sizes=draw_vit,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,9 +112,14 @@ def _integers(values: Values) -> set[int]:
 
 def specification(architecture: str, shape: KindShape) -> ModelSpec:
     """Return what a plan knows of a shape with few layers of each kind."""
+    return _specification(architecture, json.dumps(shape.values))
+
+
+@cache
+def _specification(architecture: str, values: str) -> ModelSpec:
     family = KIND_FAMILIES[architecture]
     depths = dict.fromkeys(family.kinds, family.shallow_layers)
-    return model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
+    return model_spec_from_meta(config_at(architecture, json.loads(values), depths), name=architecture)
 
 
 def build_model(
@@ -127,6 +134,9 @@ def build_model(
 ) -> Any:
     """Build one randomly initialised model in training mode, with adapters and checkpointing as asked."""
     config = config_at(architecture, shape.values, depths)
+    if attention == "masked" and "sliding" in KIND_FAMILIES[architecture].kinds:
+        # Shorter than every sequence.
+        config["sliding_window"] = 4
     built = transformers.AutoConfig.for_model(**config)
     built.use_cache = False
     built._attn_implementation = "eager" if attention == "eager" else "sdpa"

@@ -49,8 +49,9 @@ def labelled(draw: Callable[[random.Random], Values]) -> Callable[[random.Random
 
 
 def draw_electra(choose: random.Random) -> Values:
-    """Draw sizes of ELECTRA, whose embeddings are narrower or wider than its layers."""
-    return draw_bert(choose) | {"embedding_size": 8 * choose.randint(3, 9)}
+    """Draw sizes of ELECTRA, whose embeddings have another width than its layers, and a projection."""
+    drawn = draw_bert(choose)
+    return drawn | {"embedding_size": drawn["hidden_size"] + 8 * choose.randint(1, 9)}
 
 
 def draw_modernbert(choose: random.Random) -> Values:

@@ -18,7 +18,7 @@ from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_models import KindShape, drawn_shapes, run_shape, shape_factors, specification
 from .run import LayerPhases, Phases, TracedStep
 
-_DRAWN_SHAPES, _TRACED_SHAPES = 48, 8
+_DRAWN_SHAPES, _TRACED_SHAPES = 48, 6
 """Shapes that show which features are independent, and those that run: many more than features in the largest sum."""
 _MOST_UNKNOWN = 64
 _MOST_FEATURES = 3
@@ -216,7 +216,8 @@ def derive_kind_table(
     family, how = KIND_FAMILIES[architecture], {"mode": mode, "adapter": adapter, "attention": attention}
     (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
     if trained and adapter == "frozen_tower":
-        kept = {name: {kinds[-1]: trained[name][kinds[-1]]} for name in ("saved_per_layer", "checkpointed_per_layer")}
+        # A frozen tower saves nothing, but may keep the inputs of its layers with checkpointing.
+        kept = {"saved_per_layer": {kinds[-1]: trained["saved_per_layer"][kinds[-1]]}}
         table = _table(architecture, shapes, factors, kinds, how, like={"features": trained["features"], **kept})
         if set(table["features"]) <= set(trained["features"]):
             return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
@@ -319,7 +320,7 @@ def _table(
     solver = _Solver(names, rows[start : start + _TRACED_SHAPES], f"{architecture} {how}")
 
     def known(name: str) -> dict[str, Quarters] | None:
-        if like is None:
+        if like is None or name not in like:
             return None
         found = {}
         for kind in kinds:
@@ -405,7 +406,8 @@ def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterat
             adapter=adapter,
             attention=attention,
             trained=tables[mode].get("none", {}).get(attention),
-            base=base,
+            # Under autocast, what a layer keeps also depends on the type of what reads its output.
+            base=None if mode == "bf16_autocast" else base,
         )
         if base is not None:
             # Features of its own follow those of the base, whose rows are shorter.

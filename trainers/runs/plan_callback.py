@@ -35,7 +35,7 @@ from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.metering import Meter
 from ...plugins.planning import installed_release_difference, installed_versions
 from ...plugins.transformers.attention import attend_by_document
-from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_towers
+from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_towers, unmark_frozen_towers
 from ...plugins.transformers.loading import gathered
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.training_arguments import deepspeed_configuration
@@ -277,8 +277,10 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
     """
     layout = plan.chosen.layout
     attend_by_document(base_model(model))
-    if plan.job.vision_checkpointing == "off" and args.gradient_checkpointing:
-        keep_towers(model)
+    if args.gradient_checkpointing:
+        unmark_frozen_towers(model)
+        if plan.job.vision_checkpointing == "off":
+            keep_towers(model)
     if layout.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, layout.checkpointed_layers)
     if layout.zero_stage == 3 and plan.job.method == "qlora":

@@ -101,6 +101,9 @@ class LaunchedSettings(
         None, gt=0, description="Scale of LoRA products, times the rank. Default: twice --lora-rank"
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the inputs of LoRA matrices")
+    lora_plus_ratio: float | None = Field(
+        None, gt=0, description="Learning rate of LoRA's B matrices, over that of A (LoRA+). Default: 1"
+    )
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 
@@ -117,7 +120,9 @@ class LaunchedSettings(
 
     def lora_options(self) -> dict[str, Any]:
         """Return the settings of adapters as keywords of `add_lora`."""
-        options = {name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout")}
+        options = {
+            name: getattr(self, f"lora_{name}") for name in ("rank", "alpha", "dropout", "variant", "plus_ratio")
+        }
         return options | {"targets": ",".join(self.lora_targets)}
 
     def base_learning_rate(self) -> float:

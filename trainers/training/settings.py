@@ -107,7 +107,7 @@ def train_settings_errors(settings: TrainSettings, task: TaskName) -> list[Confi
 def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigError]:
     """Return errors for arguments that the plan fixes, and for a missing package that the plan needs."""
     planned = planned_training_arguments(plan)
-    scale = settings.stated().keys() & {"lora_alpha", "lora_dropout"}
+    scale = settings.stated().keys() & {"lora_alpha", "lora_dropout", "lora_plus_ratio"}
     not_adapted = adapter_errors({name: getattr(settings, name) for name in scale}, plan.job.method)
     rule, fix = "is fixed by the plan", "change the plan with its options, such as --micro-batch-size"
     errors = [

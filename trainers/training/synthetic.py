@@ -43,7 +43,14 @@ def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, 
     )
     if job.method != "full":
         targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
-        model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32, frozen=frozen_parts(job))
+        model = add_lora(
+            model,
+            rank=job.lora_rank,
+            targets=targets,
+            variant=job.lora_variant,
+            fp32_adapters=fp32,
+            frozen=frozen_parts(job),
+        )
     elif not isinstance(model, str):
         freeze(model, frozen_parts(job))
     if job.task == "sft":

@@ -241,6 +241,16 @@ CASES = {
         "match no Linear module that PEFT adapts and no fused experts; use all-linear, or names from k_proj, o_proj, "
         "q_proj, v_proj, or experts (mlp.experts.down_proj, mlp.experts.gate_up_proj)",
     ),
+    "dora experts": (
+        ZERO1,
+        {"method": "lora", "lora_variant": "dora", "model": MIXTRAL},
+        "lora_variant = 'dora': is not supported for the router and fused experts",
+    ),
+    "pissa in 4 bit": (
+        ZERO1,
+        {"method": "qlora", "lora_variant": "pissa"},
+        "which QLoRA loads in 4 bit; use --method lora, or --lora-variant lora",
+    ),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),
     "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT rejects in Mamba layers"),
 }

@@ -180,6 +180,11 @@ def test_measured_bytes_of_lora_runs_match_estimate(family: str, adapter: Adapte
 
 
 @pytest.mark.trace
+def test_measured_bytes_of_adapted_experts_match_estimate() -> None:
+    assert_run_matches("mixtral", "bf16", "lora_experts", "fused", checkpointing=False)
+
+
+@pytest.mark.trace
 def test_padding_expands_heads_and_keeps_a_mask_per_layer() -> None:
     assert_run_matches("llama", "bf16", "none", "masked", checkpointing=False)
     shape = fresh_shape("llama")

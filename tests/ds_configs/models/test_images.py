@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4v": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "llava_next": {"image_size": 336, "patch_size": 14},
     "llava_onevision": {"image_size": 384, "patch_size": 14},
-    "internvl": {},
+    "internvl": {"image_size": 448, "patch_size": 14},
     "idefics3": {"image_size": 364, "patch_size": 14},
     "mistral3": {"image_size": 1540, "patch_size": 14},
     "llama4": {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5},
@@ -56,13 +56,13 @@ def planned(model_type: str, height: int, width: int, frames: int = 0, max_pixel
 
 @given(SIDES, SIDES, st.sampled_from([None, 50_176, 1_003_520]))
 def test_native_resolutions(height: int, width: int, max_pixels: int | None) -> None:
-    for model_type, patch in (("qwen2_5_vl", 14), ("qwen3_vl", 16)):
-        unit = 2 * patch
-        processor = Qwen2VLImageProcessorPil(
-            patch_size=patch,
-            merge_size=2,
-            size={"shortest_edge": 4 * unit**2, "longest_edge": max_pixels or 16_384 * unit**2},
-        )
+    # As the published preprocessor_config.json of both have it.
+    for model_type, patch, smallest, largest in (
+        ("qwen2_5_vl", 14, 3136, 12_845_056),
+        ("qwen3_vl", 16, 65_536, 16_777_216),
+    ):
+        size = {"shortest_edge": smallest, "longest_edge": max_pixels or largest}
+        processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
         found = planned(model_type, height, width, max_pixels=max_pixels)
         assert found.patches == processor.get_number_of_image_patches(height, width, {})
         assert found.features == found.patches // 4
@@ -72,6 +72,12 @@ def test_native_resolutions(height: int, width: int, max_pixels: int | None) -> 
 def test_frames_of_a_video(height: int, width: int, frames: int) -> None:
     rows, columns = smart_resize(height, width, 28, 128 * 28 * 28, 768 * 28 * 28)
     assert planned("qwen2_5_vl", height, width, frames).features == -(-frames // 2) * rows * columns // 28**2
+
+
+@pytest.mark.parametrize(("frames", "features"), [(16, 7040), (256, 11_648)])
+def test_frames_share_the_pixels_of_a_video(frames: int, features: int) -> None:
+    # Of Qwen3-VL's `smart_resize(num_frames, ...)` with its published limit of 25,165,824.
+    assert planned("qwen3_vl", 720, 1280, frames).features == features
 
 
 @given(SIDES, SIDES)

@@ -32,3 +32,11 @@ def test_doubts_name_what_was_not_checked() -> None:
     wide = make_plan(LLAMA_8B, parse_hardware("2x8xH100-80GB"), TrainingJob())
     (found,) = doubts(wide.chosen.layout, LLAMA_8B, wide.hardware, wide.job)
     assert "with half of that a step of this layout takes 1." in found
+
+
+def test_fused_experts_of_qlora_are_named() -> None:
+    mixture = public_model("mistralai/Mixtral-8x7B-v0.1")
+    plan = make_plan(mixture, NODE, TrainingJob(method="qlora"))
+    found = doubts(plan.chosen.layout, mixture, NODE, plan.job)
+    assert any("fused experts (97% of the parameters) stay in 16 bit" in text for text in found)
+    assert not any("16 bit" in text for text in doubts(plan.chosen.layout, mixture, NODE, TrainingJob(method="lora")))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from shardwright.ds_configs.memory.rank_parameters import share_parameters
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.bitsandbytes import read_weights_in_backward
+from shardwright.plugins.peft import four_bit_loading
+from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+from small_models import mixture
 
 
 @pytest.fixture
@@ -51,3 +59,24 @@ def test_weights_that_were_released_and_gathered_again_give_the_same_gradient(
     layer.weight.data = gathered.clone()
     output.square().sum().backward()
     torch.testing.assert_close(own.grad, expected.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_fused_experts_stay_in_16_bit_as_planned(family: str, tmp_path: Path) -> None:
+    # Once Transformers packs them, plans can too.
+    from transformers import AutoModelForCausalLM
+
+    mixture(family).to(torch.bfloat16).save_pretrained(tmp_path)
+    spec = model_spec_from_meta(json.loads((tmp_path / "config.json").read_text()), name="m")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, quantization_config=four_bit_loading(torch.bfloat16)
+    )
+    weights = dict(loaded.named_parameters())
+    assert all(
+        weight.dtype == torch.bfloat16 and weight.dim() == 3
+        for name, weight in weights.items()
+        if "experts.gate_up_proj" in name and "bias" not in name
+    )
+    planned = share_parameters(spec, TrainingJob(method="qlora", lora_targets=("experts",)))
+    stored = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    assert stored == planned.frozen_bytes - planned.scale_bytes

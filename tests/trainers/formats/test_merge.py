@@ -55,6 +55,26 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(ids).logits.float()
 
 
+@pytest.mark.parametrize("variant", ["dora", "rslora", "pissa"])
+def test_merged_variants_compute_what_was_trained(variant: str, run: Shell, tmp_path: Path) -> None:
+    from shardwright.plugins.peft import add_lora
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained("model")
+    adapted = add_lora(base, rank=4, targets="all-linear", fp32_adapters=True, variant=variant)
+    draw = torch.Generator().manual_seed(3)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data += torch.randn(weight.shape, generator=draw) * 0.02
+    adapted.save_pretrained("tuned")
+    done = run("tuned", "--output-dir", "merged")
+    assert done.code == 0, done.err
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained("model")), atol=1e-2)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_merged_experts_equal_base_plus_adapter(family: str, run: Shell, tmp_path: Path) -> None:
     from peft import PeftModel
