@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 89_478_485
 """Pixels of an image above which Pillow warns of a decompression bomb."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""JPEG includes MPO. Other decoders of Pillow are never run on data: some start programs, and few are tested as well."""
+"""JPEG includes MPO. Other decoders of Pillow are not run on data: some start programs."""
 
 
 def opened(part: Part, where: str) -> Image:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import nan
+from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +337,8 @@ def _with_images(settings: TrainSettings, spec: ModelSpec, statistics: SampleSta
         settings = settings.model_copy(update={"images_per_sample": count})
     if "image_size" in settings.model_fields_set or not statistics.image_sizes or not count:
         return settings
+    # A set number of images has the mean tokens of the counted ones.
+    counted_tokens = ceil(count * statistics.image_tokens / statistics.images_per_sample)
     excess: dict[str, int] = {}
     for size in (*statistics.image_sizes, *(f"{side}x{side}" for side in range(_LARGEST_SIDE, 0, -_SIDE_STEP))):
         job = TrainingJob(
@@ -346,9 +348,9 @@ def _with_images(settings: TrainSettings, spec: ModelSpec, statistics: SampleSta
         with suppress(UsageError):
             tokens = image_tokens(spec, job)
             assert tokens is not None, "the job has images"
-            if count * tokens.text_tokens >= statistics.image_tokens:
+            if count * tokens.text_tokens >= counted_tokens:
                 # Processors count the tokens around an image as text or as image.
-                excess[size] = max(0, count * tokens.features - statistics.image_tokens)
+                excess[size] = max(0, count * tokens.features - counted_tokens)
     size = min(excess, key=lambda size: excess[size], default=statistics.image_sizes[0])
     return settings.model_copy(update={"image_size": size})
 
