@@ -83,7 +83,12 @@ def described_spec(
         release=release,
         residual_dropout_masks=dropout_masks,
         weight_conversion=any(p.kind == "experts" for p in parameters),
-        settings=tuple(plain_settings(values)),
+        # Every saved configuration has labels, but only classifiers read them.
+        settings=tuple(
+            (setting, value)
+            for setting, value in plain_settings(values)
+            if not setting.endswith(LABELS) or architecture.endswith("Classification")
+        ),
         source=source,
     )
 
