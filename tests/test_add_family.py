@@ -54,7 +54,7 @@ def test_an_added_family_is_traced_and_written(tmp_path: Path, data: Path, monke
     ("values", "rule"),
     [
         ({"model_type": "qwen3", "head_dim": 8}, "is stored; python tools/activation_trace.py --write qwen3"),
-        ({"model_type": "electra", "architectures": ["ElectraForMaskedLM"]}, "only causal language models"),
+        ({"model_type": "roformer", "architectures": ["RoFormerForMaskedLM"]}, "only causal language models"),
         ({"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}, "is a mixture of experts"),
         ({"model_type": "persimmon"}, "has no num_key_value_heads of its own"),
         ({"num_hidden_layers": -1}, "must be an integer from 1"),
