@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 from ..models.images import image_sizes
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import ImageSizes, image_part
+from ..specs.images import EMBEDS_PATCHES, ImageSizes, image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
@@ -573,9 +572,6 @@ def kind_table(
     return table
 
 
-_EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
-
-
 def image_factors(*, images: int, patches: int, tokens: int) -> dict[str, int]:
     """Return the sizes of all images of a micro-batch.
 
@@ -610,8 +606,7 @@ def feature_factors(
     width = integers.get("vision_config.embed_dim") or integers.get("vision_config.hidden_size", 0)
     heads = integers.get("vision_config.num_heads") or integers.get("vision_config.num_attention_heads", 0)
     tower = {"vision_config.head_dim": width // heads} if heads else {}
-    # The matrix or convolution that embeds patches has a column for each value of a patch.
-    embeds = (p for p in model.parameters if not p.in_layer and len(p.shape) > 1 and _EMBEDS_PATCHES.search(p.name))
+    embeds = (p for p in model.parameters if not p.in_layer and len(p.shape) > 1 and EMBEDS_PATCHES.search(p.name))
     tower["patch_pixels"] = max((p.numel // p.shape[0] for p in embeds), default=0)
     each = images or ImageSizes(images=0, patches=0, tokens=0)
     of_images = image_factors(
@@ -758,12 +753,14 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
             attentions = 3 if relative else 2 if model.task == "seq2seq" and "decoder" in stack.name else 1
             scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 // stack.parts * attentions
     inputs = [micro_batch_size * stack.tokens * _width(stack, model) * element * stack.layers for stack in stacks]
-    in_tower = [model.reads_images and image_part(stack.name) is not None for stack in stacks]
-    kept = [not stack.is_frozen for stack in stacks]
-    saved_by_stack = [size + _SCORE_BYTES * count for size, count in zip(sizes, scores, strict=True)]
-    saved = repeats * sum(saved_by_stack[i] for i, inside in enumerate(in_tower) if not inside)
-    checkpointed = repeats * sum(inputs[i] for i, inside in enumerate(in_tower) if not inside)
-    of_tower = [i for i, inside in enumerate(in_tower) if inside and kept[i]]
+    saved = checkpointed = tower_saved = tower_checkpointed = 0
+    for stack, size, count, checkpoint in zip(stacks, sizes, scores, inputs, strict=True):
+        if not (model.reads_images and image_part(stack.name)):
+            saved += repeats * (size + _SCORE_BYTES * count)
+            checkpointed += repeats * checkpoint
+        elif not stack.is_frozen:
+            tower_saved += size + _SCORE_BYTES * count
+            tower_checkpointed += checkpoint
     largest = max((size // stack.layers for size, stack in zip(sizes, stacks, strict=True)), default=0)
     largest_scores = max((count // stack.layers for count, stack in zip(scores, stacks, strict=True)), default=0)
     tokens = micro_batch_size * max([job.seq_len_tokens, *(stack.tokens for stack in stacks)])
@@ -789,8 +786,8 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     estimate = ActivationEstimate(
         saved_bytes_per_layer=-(-saved // max(1, layers)),
         checkpointed_bytes_per_layer=-(-checkpointed // max(1, layers)),
-        tower_saved_bytes=sum(saved_by_stack[i] for i in of_tower),
-        tower_checkpointed_bytes=sum(inputs[i] for i in of_tower),
+        tower_saved_bytes=tower_saved,
+        tower_checkpointed_bytes=tower_checkpointed,
         outside_layer_bytes=outside,
         backward_transient_bytes=largest // 2 + _SCORE_TRANSIENT_BYTES * largest_scores,
         recompute_backward_transient_bytes=largest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -137,10 +137,6 @@ def second_model_bytes(
 @lru_cache(maxsize=2048)
 def _states_and_buffers(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=layout.ep)
-    if layout.engine in ("single", "ddp") and job.method == "full":
-        # Loaded as the trained weights are; FSDP2 keeps frozen ones as they are stored, in 16 bit.
-        frozen_bytes = parameters.frozen_bytes * job.trained_weight_bytes // job.compute_bytes
-        parameters = replace(parameters, frozen_bytes=frozen_bytes)
     states = offloaded_states(layout, model, job, parameters).accelerator
     states = states or model_state_terms(layout, model, job, parameters)
     buffers, always = buffer_terms(layout, model, job, parameters), {"model_buffers": model.buffer_bytes}

@@ -216,8 +216,11 @@ def model_state_terms(
     if layout.engine in ("single", "ddp"):
         # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
-        trainable = parameters.trainable
-        rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
+        trainable, frozen_bytes = parameters.trainable, parameters.frozen_bytes
+        if job.method == "full":
+            # Loaded as the trained weights are; FSDP2 keeps frozen ones as they are stored, in 16 bit.
+            frozen_bytes = frozen_bytes * width // job.compute_bytes
+        rest = {"weights": width * trainable + frozen_bytes, "optimizer_states": states}
         transient = _step_transient(job, parameters, trainable, ranks=1)
         # It is added to the gradient of the tied head, or to that of earlier micro-batches.
         tied, accumulates = model.tied_embeddings, layout.gradient_accumulation_steps > 1

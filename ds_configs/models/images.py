@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isqrt, sqrt
-from typing import get_args
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import ImagePart, ImageSizes
+from ..specs.images import IMAGE_PARTS, ImageSizes
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 
@@ -301,7 +300,7 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
     """
     errors = [
         ConfigError(where=part, value="trained", rule=f"is no part of {model.model_type}", fix="omit it")
-        for part in get_args(ImagePart)
+        for part in IMAGE_PARTS
         if not model.reads_images and getattr(job, part) == "trained"
     ]
     if errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -9,6 +10,8 @@ from typing import Literal, get_args
 ImagePart = Literal["vision_tower", "projector"]
 IMAGE_PARTS: tuple[ImagePart, ...] = get_args(ImagePart)
 _PROJECTORS = frozenset({"multi_modal_projector", "connector", "image_newline", "merger", "deepstack_merger_list"})
+EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
+"""Names of the matrix or convolution that embeds patches, with a column for each value of a patch."""
 _TOWERS = frozenset({"vision_tower", "vision_model", "visual"})
 
 

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, create_mo
 from pydantic.dataclasses import dataclass
 
 from .errors import ConfigError
-from .images import ImagePart, image_part
+from .images import IMAGE_PARTS, image_part
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
@@ -387,7 +387,7 @@ class TrainingJob(  # type: ignore[misc]
         """Return the model with its vision tower and its projector frozen or trained, as the job says."""
         if not model.reads_images:
             return model
-        frozen = {part for part in get_args(ImagePart) if getattr(self, part) == "frozen"}
+        frozen = {part for part in IMAGE_PARTS if getattr(self, part) == "frozen"}
         parameters = (replace(p, frozen=image_part(p.name) in frozen) for p in model.parameters)
         return replace(model, parameters=tuple(parameters))
 
@@ -471,7 +471,7 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
         rule = "must be width and height in pixels"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
     if job.task != "sft" or job.teacher is not None:
-        trained = [part for part in get_args(ImagePart) if getattr(job, part) == "trained"]
+        trained = [part for part in IMAGE_PARTS if getattr(job, part) == "trained"]
         rule = "is supported for supervised fine-tuning only"
         errors += [
             ConfigError(where=name, value=getattr(job, name), rule=rule, fix="omit it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, prod
@@ -11,7 +10,7 @@ from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import expert_parallel_share, tensor_parallel_share
 from ..models.images import image_sizes
 from ..specs.hardware import HardwareSpec
-from ..specs.images import image_part
+from ..specs.images import EMBEDS_PATCHES, image_part
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import CONV1D_FAMILIES, Dimensions, ModelSpec
@@ -280,7 +279,7 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
     width = next((p.shape[-1] for p in tower if p.kind == "linear" and len(p.shape) == 2), 0)
     for parameter in model.parameters:
         part = image_part(parameter.name)
-        is_product = parameter.kind == "linear" or _EMBEDS_PATCHES.search(parameter.name)
+        is_product = parameter.kind == "linear" or EMBEDS_PATCHES.search(parameter.name)
         if part is None or len(parameter.shape) < 2 or not is_product:
             continue
         out, within = parameter.shape[0], prod(parameter.shape[1:])
@@ -316,7 +315,6 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
 
 
 _FULL_ATTENTION_EVERY = 8
-_EMBEDS_PATCHES = re.compile(r"patch_(embed|conv)\w*\.(\w+\.)*weight$")
 
 
 def _both_passes(product: Product, tokens: float, device: Device, *, full: bool) -> tuple[float, float]:
