@@ -13,8 +13,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import memory_accuracy
 import memory_cases
-from memory_accuracy import Row, case_table, rows
+from memory_accuracy import Row, case_table
 from memory_grid import Grid
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
@@ -142,9 +143,9 @@ def verdict(found: Sequence[Row]) -> tuple[bool, str]:
     )
 
 
-def predicted(records: Any) -> list[Row]:
+def rows(records: Any) -> list[Row]:
     """Predict every measured case."""
-    return rows(records, Case)
+    return memory_accuracy.rows(records, Case)
 
 
 GRID = Grid(
@@ -153,7 +154,7 @@ GRID = Grid(
     cases=grid,
     case_of=Case,
     worker_file="vision_memory_worker.py",
-    rows=predicted,
+    rows=rows,
     tables=lambda found: {"groups": group_table(found), "cases": case_table(found)},
     verdict=verdict,
 )

@@ -12,6 +12,7 @@ import memory_cases
 import parallel_memory
 import parallel_memory_cases
 import pytest
+import vision_memory
 
 pytestmark = pytest.mark.distributed
 
@@ -37,6 +38,12 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
             "ep2-zero2-mixtral-bf16-x1-full",
             "pp2-zero1-llama-bf16-x1-full",
         ),
+    ),
+    "images": (
+        vision_memory,
+        vision_memory.grid,
+        vision_memory.TARGET_WORST,
+        ("llava-zero3-bf16-x1-ckpt-none-2r-full-trained", "qwen3_vl-fsdp2-bf16-x1-ckpt-none-2r-full-trained"),
     ),
     "long sequences": (
         long_sequence_memory,

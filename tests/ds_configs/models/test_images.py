@@ -174,6 +174,8 @@ def test_errors_of_images() -> None:
         image_tokens(text, job)
     with pytest.raises(UsageError, match="vision_tower = 'trained': is no part of llama"):
         image_tokens(text, TrainingJob(vision_tower="trained"))
+    distilled = TrainingJob(teacher=text, vision_tower="trained")
+    assert [error.where for error in job_errors(distilled)] == ["vision_tower"]
     assert [error.where for error in job_errors(TrainingJob(image_size="1x", frames=4))] == [
         "image_size",
         "image_size",
