@@ -27,7 +27,7 @@ MOCKED = (
     "transformers",
 )
 """Libraries that public modules import for their base classes; the API is read without loading them."""
-_FENCED = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
+_FENCED = re.compile(r"(^````.*?^````$|^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)((?:#[^)\s]+)?)(?=\))")
 _LISTED = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!http|source/)[^)#\s]+\.md)(#[^)\s]+)?\)")
 """Links to pages: their words, their targets and their anchors."""
