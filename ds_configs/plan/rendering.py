@@ -28,7 +28,7 @@ from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from ..specs.tasks import TASKS
 from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
-from ..specs.units import gigabytes
+from ..specs.units import ROUNDED_PINNED_MB, gigabytes
 
 MAIN_PORT = 29500
 """Default rendezvous port of several nodes, as in torchrun and Accelerate."""
@@ -46,8 +46,15 @@ class LaunchSpec:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the ranks that the memory estimate assumes."""
-        expands = expands_segments(self.job, self.hardware)
-        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expands else {}
+        settings = ["expandable_segments:True"] if expands_segments(self.job, self.hardware) else []
+        layout = self.chosen.layout
+        offloads = layout.offload_optimizer != "none" or layout.offloaded_checkpoints > 0
+        offloads = offloads or any(choice.placement == "offloaded" for choice in self.chosen.placements.values())
+        if offloads and self.hardware.gpu != "CPU":
+            # Cached blocks of other sizes than powers of two would be reused for larger ones (torch 2.13.0,
+            # `get_free_block`).
+            settings += [f"pinned_max_{name}_mb:{ROUNDED_PINNED_MB}" for name in ("round_threshold", "cached_size")]
+        return {"PYTORCH_ALLOC_CONF": ",".join(settings)} if settings else {}
 
     @property
     def file_names(self) -> tuple[str, ...]:

@@ -159,7 +159,11 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
 
 def test_plans_carry_the_mechanisms():
     plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000))
-    assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    pinned = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+    assert plan.environment == {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{pinned}"}
+    assert make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096)).environment == {}
+    offloaded = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096, offload="cpu"))
+    assert offloaded.environment == {"PYTORCH_ALLOC_CONF": pinned}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")
     assert again.chosen.layout == plan.chosen.layout
