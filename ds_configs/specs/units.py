@@ -85,7 +85,7 @@ def human_count(count: int) -> str:
 
 
 ROUNDED_PINNED_MB = 64
-"""Largest pinned block that torch rounds up and keeps when it is freed, as launches set; larger ones have exact sizes."""
+"""Largest pinned block that torch rounds up, and keeps when it is freed, as launches set; larger ones are exact."""
 
 
 def pinned_block_bytes(count: int, *, rounded_mb: float = ROUNDED_PINNED_MB) -> int:

@@ -161,8 +161,8 @@ class _Offload:
         self._latest: weakref.ref[_Checkpoint] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._checked_bytes = 0
-        # Buffers without a checkpoint. Under launches torch keeps no large pinned block that is freed, and pinning takes
-        # longer than copying.
+        # Buffers without a checkpoint: under launches torch keeps no large pinned block that is freed, and pinning
+        # takes longer than copying.
         self._free: list[torch.Tensor] = []
 
     def run(self, index: int, checkpoint: Callable[..., Any], layer: Any, *inputs: Any) -> Any:
