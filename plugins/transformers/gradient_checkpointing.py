@@ -217,7 +217,7 @@ class _Offload:
         return checkpoint
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a free buffer of at least the tensor's size; one that is too small makes room for a new one."""
+        """Return a free buffer of at least the tensor's size; a new one replaces one that is too small."""
         import torch
 
         from ..metering import host_memory
