@@ -431,7 +431,9 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
 def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
-    FSDP2 copies gathered parameters in both passes. Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
+    FSDP2 copies gathered parameters in both passes.
+
+    Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
     bucket of the reduction's type instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit
     ones in the forward pass, and the reverse for gradients.
     """

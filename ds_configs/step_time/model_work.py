@@ -298,7 +298,8 @@ ROUTED = Routed(
     # The sum's gradient is copied for each expert (4) and added to zeros at permuted rows (8). Weighting has a gradient
     # of the rows (4) and one of the weights (8). Two masks (8), and rows added to their tokens' gradients (3).
     hidden_backward=35,
-    # The output of the first product, twice an expert's width, is masked (8). Its two halves are joined (8) and masked (8).
+    # The output of the first product, twice an expert's width, is masked (8). Gradients of its halves are joined (8)
+    # and masked (8).
     inner_forward=8,
     inner_backward=16,
     kernels_forward=40,
@@ -378,9 +379,9 @@ def _expert_passes(
 ) -> tuple[float, float]:
     """Return the seconds of one expert's products in a grouped kernel, forward and backward.
 
-    Groups end inside a tile, half of whose rows are empty on average: tiles have 64 rows for up to 128 tokens per expert,
-    else 128 (torch, aten/src/ATen/native/cuda/GroupMM.cu). With few tokens, reading the weights takes longer than
-    multiplying, and writing their gradients does.
+    Groups end inside a tile, half of whose rows are empty on average: tiles have 64 rows for up to 128 tokens per
+    expert, else 128 (torch, aten/src/ATen/native/cuda/GroupMM.cu). With few tokens, reading the weights takes longer
+    than multiplying, and so does writing their gradients.
     """
     out, within, constants = product.out_features, product.in_features, device.constants
     empty = max(0.0, (32 if tokens <= 128 else 64) - constants.product_border)
