@@ -16,6 +16,7 @@ from ..specs.model import (
     ModelSpec,
     ParameterShape,
     adapted_experts,
+    is_within,
     liger_kernels,
     targeted_linears,
 )
@@ -407,9 +408,20 @@ def offloaded_checkpoints_are_recomputed(
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
     elif layout.pp > 1:
         rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
+    elif job.offload_activations == "transformers" and not is_within(model.release, ">=5.24"):
+        rule = f"requires Transformers 5.24 or newer, not {model.release}"
+        fix = "install it, or use --offload-activations on, which copies beside the computation"
     else:
         return
-    yield ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
+    value = "transformers" if job.offload_activations == "transformers" else "on"
+    yield ConfigError(where="offload_activations", value=value, rule=rule, fix=fix)
+
+
+def reentrant_recomputation(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """Pipeline stages recompute without reentrant checkpointing."""
+    if job.gradient_checkpointing == "reentrant" and layout.pp > 1:
+        rule, fix = "is not supported in pipelines", "use pp = 1, or --gradient-checkpointing on"
+        yield ConfigError(where="gradient_checkpointing", value="reentrant", rule=rule, fix=fix)
 
 
 # Axes.
@@ -602,6 +614,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     tiled_mlp_is_supported,
     offloaded_checkpoints_are_recomputed,
+    reentrant_recomputation,
     lora_targets_can_be_adapted,
     lora_variants_are_supported,
     unseen_code_is_trained_whole,

@@ -197,7 +197,7 @@ def _fastest_stages(
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
     traced = activations_of(model, job, job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
-    recomputes = job.gradient_checkpointing == "on"
+    recomputes = job.gradient_checkpointing in ("on", "reentrant")
     activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)
 

@@ -229,6 +229,11 @@ CASES = {
         {},
         "offload_activations = 'on': requires gradient checkpointing; use --gradient-checkpointing on",
     ),
+    "reentrant recomputation in a pipeline": (
+        replace(ZERO1, gradient_checkpointing=True, pp=2, dp_shard=4),
+        {"gradient_checkpointing": "reentrant"},
+        "use pp = 1, or --gradient-checkpointing on",
+    ),
     "offload of too many layers": (
         replace(ZERO1, gradient_checkpointing=True, checkpointed_layers=2, offloaded_checkpoints=3),
         {},

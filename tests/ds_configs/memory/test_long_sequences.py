@@ -15,8 +15,10 @@ from shardwright.ds_configs.memory.estimate import (
 )
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
 from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.rendering import trainer_line
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import anything_fits, search
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -155,6 +157,39 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
     assert not anything_fits(
         context(seq_len_tokens=1_800_000, tiled_mlp="off", offload_activations="off", offload="none")
     )
+
+
+def test_reentrant_recomputation_keeps_the_output_of_a_layer():
+    layout = replace(LAYOUT, tiled_mlp=True)
+    terms = {
+        kind: estimate_memory(
+            layout, MODEL, H100, TrainingJob(seq_len_tokens=32_768, loss="chunked", gradient_checkpointing=kind)
+        ).gpu
+        for kind in ("on", "reentrant")
+    }
+    output = 2 * 32_768 * MODEL.dimensions.hidden_size
+    assert terms["reentrant"].phases["backward"] - terms["on"].phases["backward"] == output
+    assert terms["reentrant"].terms["reentrant_output"] == output
+
+
+def test_offload_of_transformers_needs_its_release_and_stages_one_input():
+    older, newer = (replace(MODEL, release=release) for release in ("5.17.0", "5.24.0"))
+    job = TrainingJob(seq_len_tokens=32_768, offload_activations="transformers")
+    with pytest.raises(UsageError, match=r"requires Transformers 5.24 or newer, not 5.17.0"):
+        make_plan(older, H100, job)
+    plan = make_plan(newer, H100, job)
+    assert plan.training_arguments("out")["gradient_checkpointing_kwargs"] == {"offload": True}
+    assert "checkpoints in host memory" not in trainer_line(plan)
+    layout = plan.chosen.layout
+    assert layout.offloaded_checkpoints == layout.recomputed_layers(32)
+    own = estimate_memory(layout, newer, H100, replace(plan.job, offload_activations="on"))
+    upstream = estimate_memory(layout, newer, H100, plan.job)
+    difference = own.gpu.phases["backward"] - upstream.gpu.phases["backward"]
+    assert difference == 2 * layout.micro_batch_size * 32_768 // (layout.sp * layout.cp) * 4096
+    assert own.host == upstream.host
+    reentrant = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096, gradient_checkpointing="reentrant"))
+    assert reentrant.chosen.layout.gradient_checkpointing
+    assert reentrant.training_arguments("out")["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
 
 
 def test_plans_carry_the_mechanisms():
