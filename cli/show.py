@@ -173,9 +173,9 @@ def _show_costs(out: Console, plan: Plan) -> None:
         out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
     if kept := side_stream_pools(chosen.layout, plan.model, plan.job):
         gpu, pools = chosen.memory.gpu, sum(kept.values())
-        shown = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
+        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
         out.print(
-            f"nvidia-smi may show {shown} GB: {gigabytes(gpu.allocated_bytes)} GB of tensors, "
+            f"nvidia-smi may show {in_use} GB: {gigabytes(gpu.allocated_bytes)} GB of tensors, "
             f"{gigabytes(gpu.peak_bytes - gpu.allocated_bytes)} GB around them, and {gigabytes(pools)} GB of free "
             "blocks of side streams, which torch gives back before an allocation fails."
         )
