@@ -259,13 +259,16 @@ def _mlp_seconds(step: StepInputs) -> float:
 def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, behind: float) -> float:
     """Return the seconds in which layer inputs are copied to the host and back that these layers do not hide.
 
-    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation.
+    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation, but
+    the copies of Transformers run on its stream (5.24.0, `activation_checkpointing_enable`).
     """
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
     size = count * step.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
+    if step.job.offload_activations == "transformers":
+        return 2 * seconds
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
 
