@@ -210,7 +210,7 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     """Each LoRA target matches fused experts, or Linear modules that return one tensor, and not all in Mamba layers.
 
     PEFT 0.21 adapts every subclass of Linear. Llama 4's router returns scores and logits, and adding the adapter's
-    output to that pair fails (tuners/lora/layer.py).
+    output to that pair fails (tuners/lora/layer.py), as does adding it to the groups of DeepSeek-V4's `o_a_proj`.
     """
     if job.method == "full":
         return
@@ -233,12 +233,19 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     routers = [p for p in routers if ALL_LINEAR in targets or p.module.rpartition(".")[2] in targets]
     rejected = [p for p in targeted_linears(model, targets) if peft_rejects(p)]
     if routers:
-        rule = f"match {routers[0].module}, which returns a tuple, but PEFT supports modules that return one tensor"
+        rule = f"match {routers[0].module}, to whose output PEFT cannot add an adapter's"
     elif rejected:
         rule = f"match {rejected[0].module}, which PEFT rejects in Mamba layers because their kernels read its weight"
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def qlora_packs_weights(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """QLoRA has at least one Linear module that bitsandbytes packs; otherwise it is LoRA under another name."""
+    if job.method == "qlora" and not model.packed_parameters:
+        rule = f"packs no weights of {model.model_type}: bitsandbytes 0.50 replaces no subclasses of Linear"
+        yield ConfigError(where="method", value="qlora", rule=rule, fix="use --method lora")
 
 
 def lora_variants_are_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -616,6 +623,7 @@ RULES: tuple[Rule, ...] = (
     offloaded_checkpoints_are_recomputed,
     reentrant_recomputation,
     lora_targets_can_be_adapted,
+    qlora_packs_weights,
     lora_variants_are_supported,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,

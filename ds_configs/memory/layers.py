@@ -297,7 +297,7 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     if not copy_bytes and not adapted and not normed:
         return at_moments({})
     if job.method == "full":
-        matrices = model.trained_part.linear_parameters(include_head=True)
+        matrices = model.trained_part.linear_parameters
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=step.layout.ep).trainable

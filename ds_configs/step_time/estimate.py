@@ -434,6 +434,8 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
 def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
+    FSDP2 copies gathered parameters in both passes.
+
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
     bucket of the reduction's type instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit
     ones in the forward pass, and the reverse for gradients.
@@ -448,6 +450,9 @@ def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
         if reduces_each:
             gradient_bytes = float(job.compute_bytes + (step.software.reduction_bytes or job.compute_bytes))
     traffic = (24.0 if autocast else gradient_bytes) * trainable
+    if step.software.copies_gathered and layout.engine == "fsdp2" and layout.dp_shard > 1:
+        # Read and written, in the forward and in the backward pass.
+        traffic += 4 * (trainable * job.compute_bytes + parameters.frozen_bytes)
     return traffic / step.device.memory_bytes_per_s
 
 
