@@ -14,7 +14,8 @@ from paths import CONFIGS
 HIDDEN = """
 import importlib.metadata, psutil, sys  # psutil imports the modules of each system itself.
 LIBRARIES = {"accelerate", "bitsandbytes", "compressed-tensors", "datasets", "deepspeed", "gradio", "jinja2",
-    "matplotlib", "numpy", "pandas", "peft", "pillow", "pyarrow", "tokenizers", "torch", "transformers", "trl", "xxhash"}
+    "matplotlib", "numpy", "pandas", "peft", "pillow", "pyarrow", "tokenizers", "torch",
+    "transformers", "trl", "xxhash"}
 MODULES = {name.replace("-", "_") for name in LIBRARIES} | {"PIL", "fcntl", "grp", "pwd", "resource", "termios"}
 class Hider:
     def find_spec(self, name, path=None, target=None):
