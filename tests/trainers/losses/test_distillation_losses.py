@@ -401,6 +401,38 @@ def test_compiled_kernels_equal_the_uncompiled_loss(monkeypatch: pytest.MonkeyPa
         assert_near(own, reference, 1e-6, "jsd")
 
 
+@pytest.mark.once
+@pytest.mark.slow
+def test_compiled_kernels_store_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.ir
+    from torch._inductor.utils import run_and_get_code
+
+    # A CPU stores exponentials that are read twice; a GPU does not.
+    monkeypatch.setattr(torch._inductor.ir, "is_cpu", lambda _: False)
+    torch._dynamo.reset()
+    product, taught = torch.randn(16, 2048).bfloat16(), torch.randn(16, 2048).bfloat16()
+    labels, weight = torch.randint(0, 2048, (16,)), torch.tensor(0.5)
+    objective, shapes = TokenObjective(temperature=2.0), [(1.0, None)] * 2
+    inputs = (product, labels, weight, weight, taught)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, (code,) = run_and_get_code(
+            fused_loss._Kernels().block_values, *inputs, shapes=shapes, objective=objective, gradient=True
+        )
+    assert "empty_strided_cpu(" in code
+    assert not [line for line in code.splitlines() if "= empty_strided_cpu(" in line and "2048" in line]
+
+
+def test_16_bit_head_gradients_are_cast_within_their_memory() -> None:
+    weight = torch.zeros(5 * 1024 + 3, 16, dtype=torch.bfloat16)
+    gradient, sums = fused_loss._empty_head_gradient(weight)
+    values = torch.randn(len(weight), 16)
+    for part, rows in zip(sums, values.split([len(part) for part in sums]), strict=True):
+        part.copy_(rows)
+    fused_loss._scale_into(gradient, sums, torch.tensor(0.3))
+    assert torch.equal(gradient, (values * torch.tensor(0.3)).bfloat16())
+    assert sums[0].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+
+
 def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
