@@ -194,7 +194,10 @@ def trainer_line(plan: LaunchSpec) -> str:
         for name, is_on in (
             ("tiled MLPs", layout.tiled_mlp),
             ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
-            ("checkpoints in host memory", layout.offloaded_checkpoints > 0),
+            (
+                "checkpoints in host memory",
+                layout.offloaded_checkpoints > 0 and "offload" not in checkpointing_kwargs(plan),
+            ),
             ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
         )
         if is_on
@@ -250,6 +253,13 @@ def max_grad_norm(job: TrainingJob) -> float:
     return 0.0 if OPTIMIZERS[job.optimizer].matrix_states else MAX_GRAD_NORM
 
 
+def checkpointing_kwargs(plan: LaunchSpec) -> dict[str, object]:
+    """Return the `gradient_checkpointing_kwargs` of a plan; empty for the defaults of Transformers."""
+    kwargs: dict[str, object] = {"use_reentrant": True} if plan.job.gradient_checkpointing == "reentrant" else {}
+    upstream = plan.job.offload_activations == "transformers" and plan.chosen.layout.offloaded_checkpoints > 0
+    return kwargs | ({"offload": True} if upstream else {})
+
+
 def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     """Return the keys of `TrainingArguments` that the plan decides.
 
@@ -266,6 +276,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "optim": job.optimizer,
         "max_grad_norm": max_grad_norm(job),
     }
+    if recomputation := checkpointing_kwargs(plan):
+        arguments["gradient_checkpointing_kwargs"] = recomputation
     arguments |= task_arguments(plan)
     if job.optim_args:
         arguments["optim_args"] = job.optim_args

@@ -153,6 +153,30 @@ def offload_checkpoints(model: nn.Module, count: int) -> None:
         _keep_recomputed(model)
 
 
+def allow_offload_on_cpu_ranks() -> None:
+    """Let `gradient_checkpointing_kwargs={"offload": True}` run without an accelerator; values stay the same.
+
+    A saved input is copied to memory that is not pinned, and back when the backward pass needs it.
+    """
+    import torch
+
+    from ..metering import host_memory
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        with host_memory():
+            return tensor.clone()
+
+    def replaced(original: Any) -> Any:
+        def save_on_cpu(pin_memory: bool = False, device_type: str = "cuda") -> Any:
+            if device_type != "cpu":
+                return original(pin_memory=pin_memory, device_type=device_type)
+            return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+
+        return save_on_cpu
+
+    patches.apply("offload-on-cpu-ranks", replaced)
+
+
 class _Offload:
     """State of the offloaded layers of one model."""
 
