@@ -7,6 +7,7 @@ from functools import partial
 
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.images import IMAGE_PARTS
 from ..specs.job import GROUPED_TASKS, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
@@ -238,6 +239,16 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def complete_parts_are_not_quantized(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Errors:
+    """QLoRA loads the Linear weights of a vision tower in 4 bit too, which have no gradients."""
+    for part in IMAGE_PARTS:
+        if job.method == "qlora" and getattr(job, part) == "full":
+            rule, fix = "trains weights that QLoRA loads in 4 bit", "use trained, or --method lora"
+            yield ConfigError(where=part, value="full", rule=rule, fix=fix)
 
 
 def lora_variants_are_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -604,6 +615,7 @@ RULES: tuple[Rule, ...] = (
     offloaded_checkpoints_are_recomputed,
     lora_targets_can_be_adapted,
     lora_variants_are_supported,
+    complete_parts_are_not_quantized,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,

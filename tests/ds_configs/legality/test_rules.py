@@ -251,6 +251,11 @@ CASES = {
         {"method": "qlora", "lora_variant": "pissa"},
         "which QLoRA loads in 4 bit; use --method lora, or --lora-variant lora",
     ),
+    "whole tower in 4 bit": (
+        ZERO1,
+        {"method": "qlora", "vision_tower": "full"},
+        "trains weights that QLoRA loads in 4 bit; use trained, or --method lora",
+    ),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),
     "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT rejects in Mamba layers"),
 }
