@@ -78,8 +78,6 @@ MODELS: Mapping[str, dict[str, Any]] = {
     },
 }
 IMAGE_SIZE = "112x112"
-_ADAPTED = ("llava", "qwen2_5_vl")
-"""Whose language models are also trained by adapters beside complete towers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class Case(memory_cases.Case):
     """One training run with images."""
 
     tower: str
-    """Whether the vision tower and the projector are frozen or trained, or full beside LoRA."""
+    """Whether the vision tower and the projector are frozen or trained."""
 
     @property
     def name(self) -> str:
@@ -122,12 +120,7 @@ def grid() -> list[Case]:
         )
         for (one, model), (two, layout), (three, tower) in every
     ]
-    adapted = [
-        replace(case, method="lora", tower="full")
-        for case in cases
-        if case.tower == "trained" and case.model in _ADAPTED
-    ]
-    return sorted([*cases, *adapted], key=lambda case: case.name)
+    return sorted(cases, key=lambda case: case.name)
 
 
 def group_table(found: Sequence[Row]) -> str:

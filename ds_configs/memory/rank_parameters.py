@@ -539,7 +539,8 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
     merged: list[ParameterShape] = []
     for parameter in trained:
-        merged += [parameter, *adapted.get(parameter.name.removesuffix(".weight"), [])]
+        # Matrices of a sequence of modules, such as a merger, have one name.
+        merged += [parameter, *adapted.pop(parameter.name.removesuffix(".weight"), [])]
     return replace(model, parameters=tuple(merged))
 
 

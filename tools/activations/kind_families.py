@@ -644,7 +644,8 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         },
         settings=("text_config.hidden_act", "vision_config.hidden_act", "vision_config.attention_bias"),
         image=draw_patches,
-        **_QWEN_VL,
+        # liger-kernel also replaces the MLPs of its tower, which `with_liger_layers` does not.
+        **(_QWEN_VL | {"adapters": tuple(name for name in _QWEN_VL["adapters"] if name != "none_liger")}),
     ),
     "InternVLForConditionalGeneration": KindFamily(
         model_type="internvl",
