@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..ds_configs.memory.estimate import GpuMemory
+from ..ds_configs.memory.estimate import GpuMemory, side_stream_pools
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
@@ -171,6 +171,15 @@ def _show_costs(out: Console, plan: Plan) -> None:
     print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))
     if plan.activations == "upper bound":
         out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
+    kept = side_stream_pools(chosen.layout, plan.model, plan.job) if hardware.gpu != "CPU" else {}
+    if kept:
+        gpu, pools = chosen.memory.gpu, sum(kept.values())
+        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
+        out.print(
+            f"nvidia-smi may show {in_use} GB: {gigabytes(gpu.allocated_bytes)} GB of tensors, "
+            f"{gigabytes(gpu.peak_bytes - gpu.allocated_bytes)} GB around them, and {gigabytes(pools)} GB of free "
+            "blocks of side streams, which torch gives back before an allocation fails."
+        )
     host = chosen.memory.host
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     host_line = f"Host memory {used} of {capacity} GB per node"

@@ -270,6 +270,13 @@ PATCHES: tuple[Patch, ...] = (
         "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         "Only the input of a recomputed layer moves to host memory, and only that of the first layers.",
     ),
+    process(
+        "offload-on-cpu-ranks",
+        "transformers.modeling_utils:save_on_cpu(pin_memory, device_type)",
+        "Activation offloading of Transformers pins host memory without an accelerator too, which fails.",
+        "tests/plugins/transformers/test_upstream_offload.py::test_transformers_offloads_on_accelerators_only",
+        versions=">=5.24.0",
+    ),
     instance(
         "recomputed-layers",
         f"{_MODEL}._set_gradient_checkpointing(self, enable, gradient_checkpointing_func)",

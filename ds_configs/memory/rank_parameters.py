@@ -197,7 +197,7 @@ def _fastest_stages(
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
     traced = activations_of(model, job, job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
-    recomputes = job.gradient_checkpointing == "on"
+    recomputes = job.gradient_checkpointing in ("on", "reentrant")
     activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)
 
@@ -500,8 +500,9 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     beside = sum(parameter.total for parameter in whole)
     frozen_bytes, scale_bytes = (total - beside) * job.compute_bytes, 0
     if job.method == "qlora":
-        quantized = model.linear_parameters(include_head=False)
-        tables = NF4_TABLE_BYTES * sum(parameter.count for parameter in model.parameters if is_packed(parameter, job))
+        packed = model.packed_parameters
+        quantized = sum(parameter.total for parameter in packed)
+        tables = NF4_TABLE_BYTES * sum(parameter.count for parameter in packed)
         scale_bytes = round(quantized * NF4_SCALE_BYTES) + tables
         frozen_bytes = round(quantized * NF4_BYTES) + tables + (total - quantized) * job.compute_bytes
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
@@ -517,11 +518,6 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
     )
 
 
-def is_packed(parameter: ParameterShape, job: TrainingJob) -> bool:
-    """Return whether a job stores a parameter in 4 bit."""
-    return job.method == "qlora" and parameter.kind == "linear" and parameter.group != "head"
-
-
 @lru_cache(maxsize=256)
 def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
     """Return a model with the parameters that ZeRO-3 and FSDP2 gather: with adapters, and 4-bit weights packed.
@@ -530,10 +526,10 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
     """
     if job.method == "full":
         return model
-    trained = []
-    for parameter in model.parameters:
-        packed = (-(-parameter.numel // (2 * job.compute_bytes)), 1)
-        trained.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
+    packed = frozenset(model.packed_parameters) if job.method == "qlora" else frozenset()
+    trained = [
+        replace(p, shape=(-(-p.numel // (2 * job.compute_bytes)), 1)) if p in packed else p for p in model.parameters
+    ]
     adapted: dict[str, list[ParameterShape]] = {}
     for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant):
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)

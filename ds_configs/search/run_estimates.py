@@ -111,12 +111,17 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
         )
     if model.dimensions.num_experts:
         sentences.append("predictions were not checked on mixtures of experts")
-    experts = sum(parameter.total for parameter in model.parameters if parameter.kind == "experts")
-    if experts and job.method == "qlora":
-        sentences.append(
-            f"the fused experts ({experts / model.parameter_count:.0%} of the parameters) stay in 16 bit: bitsandbytes "
-            "0.50 packs Linear modules only"
-        )
+    if job.method == "qlora":
+        packed = frozenset(model.packed_parameters)
+        kept = [p for p in model.parameters if p.kind in ("linear", "experts") and p.group != "head"]
+        kept = [p for p in kept if p not in packed]
+        for kind, what, packs in (
+            ("experts", "the fused experts", "Linear modules only"),
+            ("linear", "some Linear modules", "no modules that their class excludes"),
+        ):
+            if total := sum(p.total for p in kept if p.kind == kind):
+                share = f"{total / model.parameter_count:.0%} of the parameters"
+                sentences.append(f"{what} ({share}) stay in 16 bit: bitsandbytes 0.50 packs {packs}")
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,

@@ -24,7 +24,7 @@ from .texts import flag_words
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
 LoraVariant = Literal["lora", "dora", "rslora", "pissa"]
-Recomputation = Literal["auto", "on", "off"]
+Recomputation = Literal["auto", "on", "off", "reentrant"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
@@ -33,6 +33,8 @@ ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
+InputOffload = Literal["auto", "on", "off", "transformers"]
+"""Whether the inputs of recomputed layers are kept in host memory, and whether Transformers copies them."""
 PartTraining = Literal["frozen", "trained", "full"]
 """With adapters, `trained` adds some to a part for images, and `full` trains its weights beside those of the text."""
 """Whether a part of a model with images is trained: with LoRA, whether its Linear layers are adapted."""
@@ -117,7 +119,7 @@ class TrainingFields:
     """How adapters start, are scaled and are added to weights; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
-        _option("Recompute layers in the backward pass"),
+        _option("Recompute layers in the backward pass; reentrant as use_reentrant=True does"),
     ] = "auto"
     strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
@@ -126,9 +128,10 @@ class TrainingFields:
     tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
     """`auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Annotated[
-        Switch, _option("Keep the inputs of recomputed layers in pinned host memory, for long sequences")
+        InputOffload, _option("Keep the inputs of recomputed layers in host memory, or Transformers does")
     ] = "auto"
-    """`auto` like `tiled_mlp`, for as few layers as fit."""
+    """`auto` like `tiled_mlp`, for as few layers as fit. `transformers`: `gradient_checkpointing_kwargs={"offload":
+    True}`, for all recomputed layers, without overlap."""
 
 
 @_fields

@@ -266,13 +266,16 @@ def _mlp_seconds(step: StepInputs) -> float:
 def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, behind: float) -> float:
     """Return the seconds in which layer inputs are copied to the host and back that these layers do not hide.
 
-    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation.
+    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation, but
+    the copies of Transformers run on its stream (5.24.0, `activation_checkpointing_enable`).
     """
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
     size = count * step.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
+    if step.job.offload_activations == "transformers":
+        return 2 * seconds
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
 
@@ -440,6 +443,8 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
 def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
+    FSDP2 copies gathered parameters in both passes.
+
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
     bucket of the reduction's type instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit
     ones in the forward pass, and the reverse for gradients.
@@ -454,6 +459,9 @@ def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
         if reduces_each:
             gradient_bytes = float(job.compute_bytes + (step.software.reduction_bytes or job.compute_bytes))
     traffic = (24.0 if autocast else gradient_bytes) * trainable
+    if step.software.copies_gathered and layout.engine == "fsdp2" and layout.dp_shard > 1:
+        # Read and written, in the forward and in the backward pass.
+        traffic += 4 * (trainable * job.compute_bytes + parameters.frozen_bytes)
     return traffic / step.device.memory_bytes_per_s
 
 
