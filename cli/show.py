@@ -171,7 +171,8 @@ def _show_costs(out: Console, plan: Plan) -> None:
     print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))
     if plan.activations == "upper bound":
         out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    if kept := side_stream_pools(chosen.layout, plan.model, plan.job):
+    kept = side_stream_pools(chosen.layout, plan.model, plan.job) if hardware.gpu != "CPU" else {}
+    if kept:
         gpu, pools = chosen.memory.gpu, sum(kept.values())
         in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
         out.print(

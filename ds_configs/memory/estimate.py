@@ -279,8 +279,6 @@ OVERHEADS = (
         "interval; measured runs change these values, which are negative if a run needed less than predicted",
     ),
     Term("runtime_context", f"CUDA context, kernels and workspaces: {_gigabytes(CONTEXT_BYTES)}"),
-    Term("gather_pool", "free blocks of the stream that gathers parameters, in nvidia-smi alone"),
-    Term("reduce_pool", "free blocks of the stream that reduces gradients, in nvidia-smi alone"),
     Term("communicators", f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}"),
 )
 """Terms of device memory that are no tensors."""

@@ -335,6 +335,7 @@ class Candidate:
             layout.zero.hpz_partition_size > 1,
             layout.engine == "fsdp2" and layout.dp_replicate > 1,
             self.job.loss == "chunked",
+            layout.shards_parameters,
         )
         stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
         offloads, axes = devices != ("none", "none"), len(layout.axes)
