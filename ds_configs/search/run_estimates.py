@@ -110,7 +110,7 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
             "samples are planned without images: pass --images-per-sample and --image-size for data with some"
         )
     if model.dimensions.num_experts:
-        sentences.append("predictions were not checked on mixtures of experts")
+        sentences.append("the one published step of a mixture of experts took twice its prediction")
     if job.method == "qlora":
         packed = frozenset(model.packed_parameters)
         kept = [p for p in model.parameters if p.kind in ("linear", "experts") and p.group != "head"]
