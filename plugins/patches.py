@@ -567,6 +567,12 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn:Module.forward(self)",
         "A loss must be computed inside the hooks that wrappers add to a module's forward pass.",
     ),
+    process(
+        "trained-parts-beside-adapters",
+        "peft.tuners.lora.model:LoraModel._get_adapter_state_dict(model, config, adapter_name, state_dict)",
+        "PEFT saves adapters, and copies of modules that it makes itself, but no other trained weights.",
+        "tests/plugins/peft/test_image_adapters.py::test_peft_still_saves_no_other_trained_weights",
+    ),
     # QAT layers: their class is replaced by a subclass whose `forward` rounds the weights.
     instance(
         "qat-linear",

@@ -7,6 +7,7 @@ from functools import partial
 
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.images import IMAGE_PARTS
 from ..specs.job import GROUPED_TASKS, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
@@ -239,6 +240,16 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def complete_parts_are_not_quantized(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Errors:
+    """QLoRA loads the Linear weights of a vision tower in 4 bit too, which have no gradients."""
+    for part in IMAGE_PARTS:
+        if job.method == "qlora" and getattr(job, part) == "full":
+            rule, fix = "trains weights that QLoRA loads in 4 bit", "use trained, or --method lora"
+            yield ConfigError(where=part, value="full", rule=rule, fix=fix)
 
 
 def qlora_packs_weights(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -625,6 +636,7 @@ RULES: tuple[Rule, ...] = (
     lora_targets_can_be_adapted,
     qlora_packs_weights,
     lora_variants_are_supported,
+    complete_parts_are_not_quantized,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,

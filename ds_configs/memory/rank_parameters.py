@@ -496,7 +496,9 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
-    frozen_bytes, scale_bytes = total * job.compute_bytes, 0
+    whole = [parameter for parameter in model.parameters if parameter.whole]
+    beside = sum(parameter.total for parameter in whole)
+    frozen_bytes, scale_bytes = (total - beside) * job.compute_bytes, 0
     if job.method == "qlora":
         packed = model.packed_parameters
         quantized = sum(parameter.total for parameter in packed)
@@ -505,12 +507,13 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
         frozen_bytes = round(quantized * NF4_BYTES) + tables + (total - quantized) * job.compute_bytes
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
     return RankParameters(
-        trainable=adapters,
+        trainable=adapters + beside,
         frozen_bytes=frozen_bytes,
         scale_bytes=scale_bytes,
-        largest_trainable=job.lora_rank * widest,
+        largest_trainable=max(job.lora_rank * widest, *(parameter.numel for parameter in whole), 0),
         trainable_tail=0,
-        trainable_outside_layers=0,
+        # A tower's gradients are the last.
+        trainable_outside_layers=beside,
         layers=layers,
     )
 
@@ -532,8 +535,17 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
     merged: list[ParameterShape] = []
     for parameter in trained:
-        merged += [parameter, *adapted.get(parameter.name.removesuffix(".weight"), [])]
+        # Matrices of a sequence of modules, such as a merger, have one name.
+        merged += [parameter, *adapted.pop(parameter.name.removesuffix(".weight"), [])]
     return replace(model, parameters=tuple(merged))
+
+
+def trained_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
+    """Return a model with only the parameters that have gradients."""
+    if job.method == "full":
+        return model.trained_part
+    of_lora = [p for p in engine_parameters(model, job).parameters if p.whole or ".lora_" in p.name]
+    return replace(model, parameters=tuple(of_lora))
 
 
 def growing_gradients(layout: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:

@@ -215,6 +215,8 @@ class ParameterShape:
     """Kind of the owning module; decides what LoRA targets and what 4-bit loading replaces."""
     frozen: bool = False
     """Whether it belongs to a part that the job does not train, such as a vision tower."""
+    whole: bool = False
+    """Whether it is trained as it is where LoRA trains the rest, such as a vision tower."""
 
     @property
     def numel(self) -> int:
@@ -501,7 +503,7 @@ def adapted_experts(model: ModelSpec, targets: tuple[str, ...]) -> tuple[Paramet
 def targeted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[ParameterShape, ...]:
     """Return the Linear weights that LoRA adapts for these targets."""
     linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
-    linears = [parameter for parameter in linears if not parameter.frozen]
+    linears = [parameter for parameter in linears if not (parameter.frozen or parameter.whole)]
     if model.model_type in adapted_mixtures(model.release):
         linears = [p for p in linears if p.module.rpartition(".")[2] not in EXPERT_MODULES]
     if ALL_LINEAR in targets:

@@ -13,11 +13,18 @@ from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
 from ..memory.host import offload_seconds
 from ..memory.model_states import is_stepped_by_muon
-from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages, shards
+from ..memory.rank_parameters import (
+    NF4_BYTES,
+    engine_parameters,
+    expert_parallel_share,
+    pipeline_stages,
+    shards,
+    trained_parameters,
+)
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
-from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
+from ..specs.model import ModelSpec, ParameterShape, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import StepTerm, Term
@@ -326,7 +333,9 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
     elif job.method != "full":
         # bitsandbytes leaves fused experts in 16 bit.
         frozen_bytes = dense * (NF4_BYTES if job.method == "qlora" else job.compute_bytes) + experts * job.compute_bytes
-        dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
+        whole = sum(parameter.total for parameter in model.parameters if parameter.whole)
+        frozen_bytes -= whole * job.compute_bytes
+        dense, experts = _adapters(model, job) / (layout.tp * layout.pp) + whole, 0.0
     stepped = dense + experts
     if layout.engine not in ("ddp", "single") and layout.zero_stage != 0:
         of_dense, of_experts = shards(layout, dense, experts)
@@ -401,9 +410,9 @@ def _zero3_calls(
     if job.method == "full":
         reductions = float(reduced_buckets(gathered.trained_part, zero.reduce_bucket_size))
     else:
-        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
+        trained = trained_parameters(model, job).parameters
         # Gradients of adapters are small, so that they fill a bucket.
-        reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
+        reductions = max(1.0, sum(parameter.total for parameter in trained) / zero.reduce_bucket_size)
     gradients = sum(parameter.count for parameter in trained)
     return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
 

@@ -331,7 +331,7 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
             continue
         out, within = parameter.shape[0], prod(parameter.shape[1:])
         rows = sequences * (images.patches if part == "vision_tower" else images.tokens)
-        full = job.method == "full" and not parameter.frozen
+        full = not parameter.frozen and (job.method == "full" or parameter.whole)
         ahead, back = _both_passes(Product(in_features=within, out_features=out), rows, device, full=full)
         seconds["forward"] += parameter.count * ahead
         moved = parameter.count * rows * (out + within) * job.compute_bytes

@@ -354,8 +354,11 @@ def argument_differences(
     } | {name: (getattr(args, name, None), planned) for name, planned in task_arguments(plan).items()}
     named = list(model.named_parameters()) if hasattr(model, "named_parameters") else []
     for part in IMAGE_PARTS:
-        if trains := [weight.requires_grad for name, weight in named if image_part(name) == part]:
-            facts[part] = ("trained" if any(trains) else "frozen", getattr(plan.job, part))
+        if trains := {name: weight.requires_grad for name, weight in named if image_part(name) == part}:
+            is_whole = any(trained for name, trained in trains.items() if ".lora_" not in name)
+            ran = "full" if is_whole and plan.job.method != "full" else "trained" if any(trains.values()) else "frozen"
+            planned = getattr(plan.job, part)
+            facts[part] = (ran, "trained" if planned == "full" and plan.job.method == "full" else planned)
             fixes[part, "frozen"] = ": call requires_grad_(False) on it, or plan with it trained"
     return [
         f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"

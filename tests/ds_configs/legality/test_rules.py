@@ -256,6 +256,11 @@ CASES = {
         {"method": "qlora", "lora_variant": "pissa"},
         "which QLoRA loads in 4 bit; use --method lora, or --lora-variant lora",
     ),
+    "whole tower in 4 bit": (
+        ZERO1,
+        {"method": "qlora", "vision_tower": "full"},
+        "trains weights that QLoRA loads in 4 bit; use trained, or --method lora",
+    ),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, to whose output PEFT cannot add"),
     "qlora falcon": (
         *(ZERO1, {"method": "qlora", "model": replace(LLAMA, model_type="falcon")}),
