@@ -57,7 +57,8 @@ def fused_peak_bytes(
         on a GPU  N (H e + 32) + 4 V H + n V (e + e_t)
         backward  N (H e + 32) + 4 V H + (4 + e) min(1024, N) H [e = 2]
 
-    without the terms in V H where the head is frozen. It is metered, not derived, that a block takes so much; at τ = 1
+    without the terms in V H where the head is frozen. In 16 bit, 4 V H is (4 (V - r) + 2 V) H, r the V / 2 rows rounded
+    down to a multiple of 8. It is metered, not derived, that a block takes so much; at τ = 1
     it takes less.
     """
     chunk = even_chunk_rows(rows, chunk_rows or most_chunk_rows(columns * (element_bytes + teacher_element_bytes)))
