@@ -35,7 +35,7 @@ from .chat import (
     turns_of,
 )
 from .image_rows import COLUMNS, images_of
-from .images import check_image_inputs, encode_images, image_inputs
+from .images import check_image_inputs, encode_images, image_inputs, reads_max_pixels
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion", "pairs", "labelled answers", "prompts"]
@@ -444,7 +444,8 @@ def _made_samples(
                     is_checked = True
                 if (needed := sample.pop("last") + 1) > seq_len:
                     rule = f"its images end at token {needed}, but seq_len is {seq_len}"
-                    fix = f"use --seq-len {needed} or more, or fewer or smaller images (--max-pixels)"
+                    fix = f"use --seq-len {needed} or more, or fewer or smaller images"
+                    fix += " (--max-pixels)" if reads_max_pixels(processor) else ""
                     errors.append(ConfigError(where=where, rule=rule, fix=fix))
         counts["cut"] += len(sample["input_ids"]) > seq_len
         sample = {name: values if name in _OF_ROWS else values[:seq_len] for name, values in sample.items()}
