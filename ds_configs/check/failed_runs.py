@@ -89,7 +89,7 @@ FAILURES = (
             "Save with trainer.save_model(). The weights of a DeepSpeed checkpoint are written by the command below,",
             "in the directory of the checkpoint.",
         ),
-        command="python zero_to_fp32.py . .",
+        command="python zero_to_fp32.py . . --safe_serialization",
         page="troubleshooting.md#zero-3-saves-empty-tensors",
     ),
     Failure(
@@ -309,7 +309,7 @@ def find_causes(log: BinaryIO) -> list[Cause]:
     is_root, summary_rank = False, None
     offered = ""
     for number, line, before in _lines_with_words(log):
-        if before and _FRAME.search(before[-1]) and _SOURCE.match(line):
+        if before and _FRAME.search(_decoded(before[-1])) and _SOURCE.match(line):
             # A traceback shows the line that raises, with the text of its message.
             continue
         if not offered and (match := _OFFERED.match(line)):
@@ -318,9 +318,9 @@ def find_causes(log: BinaryIO) -> list[Cause]:
             is_root = True
         if match := _RANK_OF_SUMMARY.match(line):
             summary_rank = int(match[1])
+        ended = f"{line}\n"
         for failure, pattern in _PATTERNS:
-            match = pattern.search(line)
-            if match is None or not any(word in f"{line}\n" for word in failure.words):
+            if not any(word in ended for word in failure.words) or not (match := pattern.search(line)):
                 continue
             rank = _rank(line)
             if failure.name == "killed" and line.lstrip().startswith("exitcode"):
@@ -349,7 +349,7 @@ def find_causes(log: BinaryIO) -> list[Cause]:
 _CONTEXT_WORDS = (b"Root Cause", b"rank      :", b"    shardwright ")
 
 
-def _lines_with_words(log: BinaryIO) -> Iterator[tuple[int, str, list[str]]]:
+def _lines_with_words(log: BinaryIO) -> Iterator[tuple[int, str, list[bytes]]]:
     """Yield lines that may match: their number, their text and the lines before them."""
     words = (*_WORDS, *_CONTEXT_WORDS)
     number, rest, before = 1, b"", list[bytes]()
@@ -360,21 +360,23 @@ def _lines_with_words(log: BinaryIO) -> Iterator[tuple[int, str, list[str]]]:
         end = (text.rfind(b"\n") + 1) if block else len(text)
         if end == 0 and len(text) > _BLOCK_BYTES:
             end = len(text) - _LONGEST_LINE
-        whole, rest = text[:end], text[end:]
-        if any(word in whole for word in words):
-            lines = whole.split(b"\n")
-            for index, line in enumerate(lines):
-                if any(word in line + b"\n" for word in words):
-                    context = [*before, *lines[:index]][-_CONTEXT_LINES:]
-                    # Progress bars return to the start of their line.
-                    for part in line.split(b"\r"):
-                        if any(word in part + b"\n" for word in words):
-                            decoded = [each.decode("utf-8", "replace") for each in context]
-                            yield number + index, part.decode("utf-8", "replace"), decoded
-        number += whole.count(b"\n")
-        before = [*before, *whole[-200 * _CONTEXT_LINES :].split(b"\n")][-_CONTEXT_LINES:]
+        searched, rest = text[:end], text[end:]
+        lines = searched.removesuffix(b"\n").split(b"\n") if any(word in searched for word in words) else []
+        for index, line in enumerate(lines):
+            # Progress bars return to the start of their line.
+            for part in line.split(b"\r"):
+                if any(map((part + b"\n").__contains__, words)):
+                    context = lines[max(0, index - _CONTEXT_LINES) : index]
+                    yield number + index, _decoded(part), context if index >= _CONTEXT_LINES else [*before, *context]
+        number += searched.count(b"\n")
+        last = searched[-200 * _CONTEXT_LINES :].removesuffix(b"\n").split(b"\n")
+        before = [*before, *last][-_CONTEXT_LINES:]
         if not block:
             return
+
+
+def _decoded(line: bytes) -> str:
+    return line.decode("utf-8", "replace")
 
 
 def _rank(line: str) -> int | None:
@@ -382,9 +384,9 @@ def _rank(line: str) -> int | None:
     return None if match is None else next(int(group) for group in match.groups() if group is not None)
 
 
-def _frame(before: list[str], rank: int | None) -> str:
+def _frame(before: list[bytes], rank: int | None) -> str:
     """Return the innermost frame of the traceback before an error, of the same rank, outside of installed packages."""
-    for line in reversed(before):
+    for line in map(_decoded, reversed(before)):
         is_own = (match := _FRAME.search(line)) and _rank(line) == rank and not _INSTALLED.search(match[1])
         if match and is_own:
             return f"{match[1]}:{match[2]} in {match[3]}"

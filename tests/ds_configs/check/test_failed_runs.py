@@ -77,6 +77,8 @@ def test_messages_of_gpus_are_read() -> None:
     lost = "[rank0]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, remote process exited\n"
     assert first(lost)[0] == "lost_connection"
     assert first(lost + "[rank1]: KeyError: 'labels'\n") == ("exception", 2, 1)
+    empty = "\tsize mismatch for 0.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape in "
+    assert first(f"{empty}current model is torch.Size([8, 8]).\n")[0] == "empty_zero3_checkpoint"
     assert first("[rank1]: AssertionError\n") == ("exception", 1, 1)
     assert first("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n")[0] == "host_out_of_memory"
 
@@ -121,6 +123,13 @@ def test_a_large_log_takes_seconds_and_little_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40e6
+
+
+def test_a_log_whose_lines_all_have_words_of_errors_takes_seconds() -> None:
+    started = time.monotonic()
+    log = b"[rank0]: skipped: KeyError: no exitcode, Root Cause unknown\n" * 160_000 + CUDA.encode()
+    assert first(log) == ("accelerator_out_of_memory", 160_001, 3)
+    assert time.monotonic() - started < 20
 
 
 def test_an_error_across_two_blocks_is_read() -> None:
