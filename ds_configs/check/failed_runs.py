@@ -228,8 +228,8 @@ FAILURES = (
     ),
     Failure(
         name="collective_timeout",
-        words=("collective operation timeout", "Timed out waiting", "imeout waiting for", "last enqueued work"),
-        pattern=r"Watchdog caught collective operation timeout|\bTimed out waiting \d+ms for|Wait timeout|"
+        words=("collective operation", "imed out waiting", "imeout waiting for", "imed out after", "no progress for"),
+        pattern=r"Watchdog caught collective operation timeout|rank \d+ made no progress for|\bTimed out waiting \d+ms|"
         r"[Tt]imeout waiting for key|timed out after \d+ seconds? waiting for clients",
         meaning="Ranks waited in a collective operation that another rank did not reach, or reached in another order.",
         fix=(
@@ -270,7 +270,8 @@ FAILURES = (
 _WORDS = tuple({word.encode(): None for failure in FAILURES for word in failure.words})
 _PATTERNS = [(failure, re.compile(failure.pattern)) for failure in FAILURES]
 _RANK = re.compile(
-    r"\[rank ?(\d+)\]|\[(?:default|[\w-]+)(\d+)\]:|^\[\d+,(\d+)\]<|^(\d+): |\brank (\d+)(?:: | was killed)", re.I
+    r"\[rank ?(\d+)\]|\[(?:default|[\w-]+)(\d+)\]:|^\[\d+,(\d+)\]<|^(\d+): |\brank (\d+)(?:: | was killed| made no)",
+    re.I,
 )
 _RANK_OF_SUMMARY = re.compile(r"^\s*rank\s+: (\d+)")
 _SOURCE = re.compile(r"(?:\[\w+\]: ?)? {4,}\S")

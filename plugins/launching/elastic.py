@@ -82,12 +82,8 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
             if isinstance(e, ShardwrightError):
                 failure["known"] = {"message": str(e), "exit_code": e.exit_code}
             Path(os.environ[ERROR_FILE]).write_text(json.dumps(failure), encoding="utf-8")
-            if os.environ.get(TRACES) and "Timed out waiting" in str(e):
-                # NCCL's watchdog writes it; gloo records operations too (torch 2.13.0), but nothing writes them.
-                from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
-
-                record = f"{os.environ[TRACES]}{os.environ.get('RANK', '0')}"
-                Path(record).write_bytes(_dump_fr_trace())
+            if "Timed out waiting" in str(e):
+                write_collectives()
 
     def launched() -> None:
         # A rank that was started by hand may outlive its shell.
@@ -98,6 +94,17 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
 
     wrapped: Callable[[], None] = record(launched, error_handler=Handler())
     return wrapped
+
+
+def write_collectives() -> None:
+    """Write this rank's collective operations for its launcher; on ranks without one, do nothing.
+
+    NCCL's watchdog writes them after its own timeout. gloo records them too (torch 2.13.0), but nothing writes them.
+    """
+    if os.environ.get(TRACES):
+        from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+        Path(f"{os.environ[TRACES]}{os.environ.get('RANK', '0')}").write_bytes(_dump_fr_trace())
 
 
 def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:

@@ -71,6 +71,7 @@ def test_the_cause_of_a_real_log_is_named(name: str) -> None:
 def test_messages_of_gpus_are_read() -> None:
     timeouts = NCCL.format(0) + NCCL.format(1)
     assert first(timeouts) == ("collective_timeout", 1, 0)
+    assert first("rank 1 made no progress for 4 s, since its start; the stacks") == ("collective_timeout", 1, 1)
     # The rank that ran out of memory printed last.
     assert first(timeouts + CUDA) == ("accelerator_out_of_memory", 3, 3)
     assert first("[rank1]: RuntimeError: CUDA error: device-side assert triggered\n")[0] == "token_outside_vocabulary"
