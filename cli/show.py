@@ -177,6 +177,8 @@ def _show_totals(out: Console, plan: Plan) -> None:
     time, tokens = chosen.time, f"{chosen.time.tokens_per_second:,.0f} tokens/s"
     interval = f"{time.seconds:.4f} s per step ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
     out.print(f"Speed: {tokens}{_model_flops(plan)}, {interval}")
+    if less_certain := doubts(chosen.layout, plan.model, plan.hardware, plan.job):
+        out.print(f"Less certain for {len(less_certain)} reason{'s' * (len(less_certain) > 1)} (--verbose)")
 
 
 def _show_terms(out: Console, plan: Plan) -> None:
