@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .trainers.training.task import train
     from .trainers.tuning import tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Plan",
     "TrainingJob",

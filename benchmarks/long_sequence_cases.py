@@ -69,7 +69,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "tiled-loss": ("tiled_loss",),
     "offload": ("offload",),
     "all": ("tiled_mlp", "tiled_loss", "offload"),
+    "reentrant": ("reentrant",),
+    "reentrant-tiled-mlp": ("reentrant", "tiled_mlp"),
+    "transformers-offload": ("transformers",),
 }
+"""The last one needs Transformers 5.24, and its lines in the table are from there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +114,8 @@ class Case:
         return TrainingJob(
             seq_len_tokens=self.tokens,
             precision=self.precision,
-            gradient_checkpointing="on",
+            gradient_checkpointing="reentrant" if "reentrant" in FEATURES[self.features] else "on",
+            offload_activations="transformers" if "transformers" in FEATURES[self.features] else "auto",
             loss="chunked" if "tiled_loss" in FEATURES[self.features] else "eager",
         )
 
@@ -122,7 +127,7 @@ class Case:
             micro_batch_size=self.micro_batch_size,
             gradient_checkpointing=True,
             tiled_mlp="tiled_mlp" in features,
-            offloaded_checkpoints=spec.dimensions.num_layers if "offload" in features else 0,
+            offloaded_checkpoints=spec.dimensions.num_layers if {"offload", "transformers"} & {*features} else 0,
             zero=ZeroOptions(
                 reduce_bucket_size=spec.parameter_count // 10,
                 stage3_prefetch_bucket_size=spec.layer_parameter_count // 2,
@@ -177,6 +182,25 @@ def grid() -> list[Case]:
         for model in shapes
         for features, precision in (("plain", "fp32"), ("all", "bf16"))
         if (layout, precision) != ("single", "bf16")
+    ]
+    cases += [
+        Case(
+            model=model,
+            layout=layout,
+            features=features,
+            tokens=tokens,
+            precision=precision,
+            micro_batch_size=SEQUENCES_OF_SHAPES,
+        )
+        for layout, tokens in (("zero3", 2048), ("fsdp2", 2048), ("sp2", 4096))
+        for model, features, precision in (
+            ("wide-mlp", "reentrant", "fp32"),
+            ("heads-4h", "reentrant", "bf16"),
+            ("heads-half-h", "reentrant", "bf16"),
+            ("heads-half-h", "reentrant-tiled-mlp", "bf16"),
+            ("wide-mlp", "transformers-offload", "fp32"),
+            ("heads-half-h", "transformers-offload", "bf16"),
+        )
     ]
     limited = [("plain", LONGEST_PLAIN), ("plain", LONGEST_PLAIN * 5 // 4), ("all", 8 * LONGEST_PLAIN)]
     return cases + [

@@ -12,6 +12,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.rendering import deepspeed_config, planned_training_arguments
 from shardwright.ds_configs.search.search import Evaluated
 from shardwright.ds_configs.specs.hardware import HardwareSpec
+from shardwright.ds_configs.specs.images import IMAGE_PARTS
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
@@ -91,6 +92,8 @@ def train_metered(
                 targets=",".join(job.lora_targets),
                 variant=job.lora_variant,
                 fp32_adapters=not deepspeed,
+                frozen=frozen_parts(job),
+                whole={part for part in IMAGE_PARTS if getattr(job, part) == "full"},
             )
         trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
         del model

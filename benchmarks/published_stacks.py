@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.ds_configs.step_time.rates import COMPILED_TRAFFIC, Software
+from shardwright.ds_configs.step_time.rates import COMPILED_TRAFFIC, TRANSFORMERS, Software
 
 MEGATRON = Software(
     attention="eager",
@@ -144,3 +144,11 @@ BERT = Software(
     micro_batch_seconds=2e-3,
 )
 """Transformers 4.12 (GPT-2, BERT): eager attention with dropout on its scores, LayerNorm, eager GELU."""
+
+VECTORLM = replace(TRANSFORMERS, optimizer_bytes=22.0, copies_gathered=False)
+"""VectorLM: Transformers' Llama with FlashAttention 2 under FSDP1; weights, gradients and moments in bf16, half of the
+bytes of fp32."""
+
+AUTOMODEL = replace(TRANSFORMERS, optimizer_bytes=0.0, step_seconds=0.0, reduction_bytes=4)
+"""Transformers 5 under NeMo Automodel's FSDP2, which reduces in fp32 (`FSDP2Config.mp_policy`), timed without the
+optimizer step."""

@@ -8,9 +8,11 @@ directory with more shapes of the same tables can be read with `--tables`.
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
@@ -424,6 +426,7 @@ def torchtitan(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
         software = replace(
             software,
             float8="float8" in technique,
+            copies_gathered=True,
             overlapped_tensor_parallel=stacks.ASYNCHRONOUS_TP if "asyncTP" in technique else 0.0,
         )
         if row["ac"] == "selective":
@@ -502,6 +505,62 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
         )
 
 
+def vectorlm(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
+    """VectorLM on A100: Transformers' Llama-3-8B under FSDP1, all layers recomputed, bf16 weights.
+
+    Accumulation and LoRA's targets, PEFT's default, are those of its `profiling/configs`.
+    """
+    for row in rows:
+        gpus, seq, micro = int(row["gpus"]), int(row["seq"]), int(row["batch"])
+        method: Literal["full", "lora"] = "full" if row["method"] == "full" else "lora"
+        yield PublishedStep(
+            table="VectorLM A100",
+            label=f"{method} x{gpus} seq{seq} mb{micro}",
+            shape="llama3-8b",
+            group="",
+            seconds=4 * micro * gpus * seq / float(row["tokens_per_s"]),
+            layout=Layout(
+                engine="fsdp2",
+                dp_shard=gpus,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=4,
+                gradient_checkpointing=True,
+            ),
+            model=llama(4096, 32, 32, inner=14336, vocab=128256, positions=8192, kv_heads=8),
+            hardware=cluster("A100-80GB", gpus),
+            job=TrainingJob(seq_len_tokens=seq, method=method, lora_rank=8, lora_targets=("q_proj", "v_proj")),
+            software=stacks.VECTORLM,
+        )
+
+
+def mixtures(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
+    """Qwen3-30B-A3B on H100 with Transformers v5 under FSDP2; the tuned stack of the table is another program."""
+    path = files("shardwright") / "ds_configs" / "data" / "models" / "Qwen--Qwen3-30B-A3B" / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for row in rows:
+        if row["stack"] != "transformers":
+            continue
+        model = model_spec_from_config(config, name=row["model"])
+        assert model is not None
+        gpus, seq, micro = int(row["gpus"]), int(row["seq"]), int(row["local_batch"])
+        yield PublishedStep(
+            table="mixtures H100",
+            label=f"{row['model']} x{gpus}",
+            shape=row["model"],
+            group="",
+            # Forward and backward pass, without the optimizer step.
+            seconds=(float(row["forward_ms"]) + float(row["backward_ms"])) / 1e3,
+            layout=Layout(engine="fsdp2", dp_shard=gpus, micro_batch_size=micro),
+            model=model,
+            hardware=cluster("H100-80GB", gpus),
+            job=TrainingJob(seq_len_tokens=seq),
+            software=stacks.AUTOMODEL,
+        )
+
+
+HELD_OUT = ("VectorLM A100", "mixtures H100")
+"""Tables that no constant is fitted to."""
+
 READERS: Mapping[str, Callable[[list[dict[str, str]]], Iterator[PublishedStep]]] = {
     "vtrain_ground_truth_single": vtrain_single,
     "vtrain_ground_truth_multi": vtrain_multi,
@@ -514,5 +573,7 @@ READERS: Mapping[str, Callable[[list[dict[str, str]]], Iterator[PublishedStep]]]
     "fms_fsdp": fms_fsdp,
     "torchtitan": torchtitan,
     "deepspeed_autotuning": autotuning,
+    "vectorlm": vectorlm,
+    "mixtures_h100": mixtures,
 }
 """What reads each table, by the beginning of its file name."""

@@ -2,7 +2,8 @@
 
 Comments in ms-swift's example scripts (at 3602360a, 2026-08-22), which read nvidia-smi. They name the dataset, but not
 how long its sequences are: of COCO, images of 640 x 480 and 60 tokens of text are assumed; of VideoChatGPT, 12 frames
-of 224 x 224, the script's limit, and 96 tokens of text.
+of 16:9 in the smallest size of qwen-vl-utils, 420 x 224, and 96 tokens of text; of handwritten formulas, images of
+512 x 128 and 70 tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Published:
         model, layout = job.freeze(spec), self.layout
         if layout.zero_stage:
             zero = default_zero_options(model, job, stage=layout.zero_stage)
-            # ms-swift's zero3.json keeps DeepSpeed's limits.
+            # ms-swift's zero3.json keeps DeepSpeed's limits; its zero2.json has one bucket of 2e8 elements.
             zero = replace(zero, stage3_max_live_parameters=10**9, stage3_max_reuse_distance=10**9)
+            if layout.zero_stage == 2:
+                zero = replace(zero, reduce_bucket_size=200_000_000, overlap_comm=False)
             layout = layout.changed(zero=zero)
         hardware = parse_hardware(f"{layout.world_size}xA100-80GB")
         gpu = estimate_memory(layout, model, hardware, job).gpu
@@ -68,11 +71,13 @@ class Published:
 
 
 _VIDEO: dict[str, Any] = {
-    # A pair of frames has the patches of an image.
-    **{"seq_len_tokens": 480, "images_per_sample": 6, "image_size": "224x224", "loss": "chunked"},
-    **{"vision_tower": "trained", "projector": "trained"},
+    # qwen-vl-utils: max(VIDEO_MAX_PIXELS, 1.05 * 128 * 28²), so that the script's limit of 50,176 has no effect.
+    **{"images_per_sample": 1, "frames": 12, "image_size": "1280x720", "max_pixels": 105_369},
+    **{"seq_len_tokens": 816, "loss": "chunked"},
+    **{"vision_tower": "trained", "projector": "trained", "use_liger_kernel": True},
 }
 _COCO: dict[str, Any] = {"images_per_sample": 1, "seq_len_tokens": 452, "image_size": "640x480"}
+_OCR: dict[str, Any] = {"images_per_sample": 1, "seq_len_tokens": 160, "image_size": "512x128"}
 
 
 def _factorial(layers: bool, tower: bool) -> tuple[Layout, dict[str, Any]]:
@@ -111,10 +116,21 @@ def published() -> list[Published]:
             )
         )
     alone = Layout(engine="single", micro_batch_size=1, gradient_accumulation_steps=16, gradient_checkpointing=True)
-    lora = _COCO | {"method": "lora", "lora_rank": 8}
+    lora: dict[str, Any] = {"method": "lora", "lora_rank": 8}
+    beside = _COCO | {"method": "lora", "lora_rank": 16, "vision_tower": "full", "projector": "full"}
+    ranks = Layout(
+        engine="deepspeed",
+        zero_stage=2,
+        dp_shard=4,
+        micro_batch_size=1,
+        gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+    )
     return [
         *rows,
-        Published(name="LoRA of rank 8, frozen tower, one GPU (caption.sh)", gib=22, layout=alone, fields=lora),
+        Published(name="LoRA of rank 8, frozen tower, one GPU (caption.sh)", gib=22, layout=alone, fields=_COCO | lora),
+        Published(name="LoRA of rank 8, frozen tower, one GPU (ocr.sh)", gib=20, layout=alone, fields=_OCR | lora),
+        Published(name="LoRA of rank 16, complete tower, ZeRO-2 on 4 (sft.sh)", gib=22, layout=ranks, fields=beside),
     ]
 
 

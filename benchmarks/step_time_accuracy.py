@@ -24,7 +24,7 @@ from statistics import mean
 
 import numpy as np
 from page_parts import with_part
-from published_steps import TABLES, PublishedStep, published_steps
+from published_steps import HELD_OUT, TABLES, PublishedStep, published_steps
 from shardwright.ds_configs.step_time.rates import constants_of
 from step_time_fit import BOUNDS, FITTED, cases_of, fit, predictions
 
@@ -180,6 +180,7 @@ def physical(
             start, evaluations = replace(start, **{name: math.sqrt(math.prod(BOUNDS[name])) for name in names}), 25
         family = gpu.split("-")[0]
         predicted = [i for i, case in enumerate(cases) if case.hardware.gpu.startswith(family)]
+        predicted = [i for i in predicted if cases[i].table not in HELD_OUT]
         predicted = [i for i in predicted if cases[i].table == (only or cases[i].table)]
         for value in sorted({key(cases[i]) for i in predicted}):
             # The constants of all rows are a good start, and few steps reach the new optimum from there.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from published_steps import PublishedStep, published_steps
+from published_steps import HELD_OUT, PublishedStep, published_steps
 from scipy.optimize import least_squares
 from shardwright.ds_configs.step_time import model_work as micro_batch
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
@@ -110,7 +110,7 @@ def fit(
 def cases_of(generation: str, cases: Sequence[PublishedStep]) -> list[PublishedStep]:
     """Return the cases of a generation's accelerators, those of the thinned table one in four."""
     family = FITTED[generation][0].split("-")[0]
-    own = [case for case in cases if case.hardware.gpu.startswith(family)]
+    own = [case for case in cases if case.hardware.gpu.startswith(family) and case.table not in HELD_OUT]
     return [case for index, case in enumerate(own) if case.table != _THINNED or index % 4 == 0]
 
 

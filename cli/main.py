@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -52,6 +53,8 @@ _COMMANDS = {
 
 _RELEASES_UNCHECKED = frozenset({"configs", "env", "schema"})
 """Commands that need no upstream library, or that report on the installed ones."""
+_PLANNING = frozenset({"calibrate", "check", "explain", "plan", "report", "serve", "ui"})
+"""Commands that need no package of the extra `train`."""
 _COMPUTING = frozenset(
     {"cache-teacher", "demo", "distill", "evaluate", "merge", "qat", "quantize", "rehearse", "student", "train", "tune"}
 )
@@ -202,10 +205,10 @@ def run(arguments: Sequence[str]) -> int:
         name = arguments[0] if arguments and command.__module__.startswith(__package__) else ""
         if name in _COMMANDS and name not in _RELEASES_UNCHECKED:
             from ..plugins.huggingface_hub import check_endpoint
-            from ..plugins.releases import check_releases, check_torch, release_warnings
+            from ..plugins.releases import LIGHT, REQUIRED, check_releases, check_torch, release_warnings
 
             check_endpoint()
-            check_releases()
+            check_releases(LIGHT if name in _PLANNING else REQUIRED)
             if name in _COMPUTING:
                 check_torch()
             for line in release_warnings():
@@ -230,8 +233,11 @@ def run(arguments: Sequence[str]) -> int:
         package = (error.name or "a package").partition(".")[0]
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1" or package == "shardwright":
             raise
+        from ..plugins.releases import INSTALL_TRAIN
+
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return report(2, f"{package} cannot be imported: {first_line}; reinstall it with pip install --force-reinstall")
+        fix = "reinstall it with pip install --force-reinstall" if find_spec(package) else INSTALL_TRAIN
+        return report(2, f"{package} cannot be imported: {first_line}; {fix}")
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:

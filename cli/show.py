@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..ds_configs.memory.estimate import GpuMemory
+from ..ds_configs.memory.estimate import GpuMemory, side_stream_pools
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
@@ -170,7 +170,7 @@ def _show_totals(out: Console, plan: Plan) -> None:
     out.print(f"Largest in the {chosen.memory.gpu.phase} phase: {terms} GB", markup=False)
     if plan.activations == "upper bound":
         out.print(_UPPER_BOUND)
-    out.print(_host_line(plan))
+    _show_host_and_pools(out, plan)
     for role, choice in chosen.placements.items():
         sizes = f"{gigabytes(choice.gpu_bytes)} GB per accelerator, {gigabytes(choice.host_bytes)} GB per host"
         out.print(f"{role.capitalize()}: {choice.placement}, {sizes}", markup=False)
@@ -188,7 +188,7 @@ def _show_terms(out: Console, plan: Plan) -> None:
     print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))
     if plan.activations == "upper bound":
         out.print(_UPPER_BOUND)
-    out.print(_host_line(plan))
+    _show_host_and_pools(out, plan)
     out.print()
     title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s{_model_flops(plan)}"
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
@@ -213,12 +213,20 @@ def _show_terms(out: Console, plan: Plan) -> None:
         print_rows(out, headings, styled, title=role.capitalize(), figures=headings[1:3], folded={"why": 24})
 
 
-def _host_line(plan: Plan) -> str:
-    host = plan.chosen.memory.host
+def _show_host_and_pools(out: Console, plan: Plan) -> None:
+    """Print what the host holds, and what accelerators show beyond what a step needs."""
+    chosen, host = plan.chosen, plan.chosen.memory.host
+    if plan.hardware.gpu != "CPU" and (kept := side_stream_pools(chosen.layout, plan.model, plan.job)):
+        gpu, pools = chosen.memory.gpu, sum(kept.values())
+        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
+        out.print(
+            f"nvidia-smi may show {in_use} GB: {gigabytes(pools)} GB are free blocks of side streams, which torch gives "
+            "back before an allocation fails"
+        )
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     nvme = f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else ""
     assumed = " (assumed; set yours with --host-memory)" if "host_bytes_per_node" in plan.hardware.assumed else ""
-    return f"Host memory {used} of {capacity} GB per node{nvme}{assumed}"
+    out.print(f"Host memory {used} of {capacity} GB per node{nvme}{assumed}")
 
 
 def _model_flops(plan: Plan) -> str:

@@ -270,6 +270,13 @@ PATCHES: tuple[Patch, ...] = (
         "transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         "Only the input of a recomputed layer moves to host memory, and only that of the first layers.",
     ),
+    process(
+        "offload-on-cpu-ranks",
+        "transformers.modeling_utils:save_on_cpu(pin_memory, device_type)",
+        "Activation offloading of Transformers pins host memory without an accelerator too, which fails.",
+        "tests/plugins/transformers/test_upstream_offload.py::test_transformers_offloads_on_accelerators_only",
+        versions=">=5.24.0",
+    ),
     instance(
         "recomputed-layers",
         f"{_MODEL}._set_gradient_checkpointing(self, enable, gradient_checkpointing_func)",
@@ -559,6 +566,12 @@ PATCHES: tuple[Patch, ...] = (
         "replaced-forward",
         "torch.nn:Module.forward(self)",
         "A loss must be computed inside the hooks that wrappers add to a module's forward pass.",
+    ),
+    process(
+        "trained-parts-beside-adapters",
+        "peft.tuners.lora.model:LoraModel._get_adapter_state_dict(model, config, adapter_name, state_dict)",
+        "PEFT saves adapters, and copies of modules that it makes itself, but no other trained weights.",
+        "tests/plugins/peft/test_image_adapters.py::test_peft_still_saves_no_other_trained_weights",
     ),
     # QAT layers: their class is replaced by a subclass whose `forward` rounds the weights.
     instance(

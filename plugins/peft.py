@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
-from ..ds_configs.specs.images import ImagePart, names_of_parts
+from ..ds_configs.specs.images import ImagePart, image_part, names_of_parts
 from ..ds_configs.specs.job import LoraVariant
 from ..ds_configs.specs.model import ALL_LINEAR, EXPERT_MODULES, EXPERTS, adapted_mixtures
 from ..ds_configs.specs.texts import strict_json
+from . import patches
 from .releases import transformers_release
 from .safetensors import StoredTensor, read_header
 
@@ -44,6 +45,7 @@ def add_lora(
     plus_ratio: float | None = None,
     dropout: float = 0.0,
     frozen: Collection[ImagePart] = (),
+    whole: Collection[ImagePart] = (),
 ) -> Any:
     """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
@@ -52,7 +54,8 @@ def add_lora(
     with the largest singular vectors of a weight and subtracts them from it. `plus_ratio` is the learning rate of B
     over that of A (LoRA+, arXiv:2402.12354), which `raise_rates_of_b` applies. `targets` are the `lora_targets` of a
     job, separated by commas. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one
-    in its optimizer. `frozen` parts for images get no adapters.
+    in its optimizer. `frozen` parts for images get no adapters, nor do `whole` ones, whose weights are trained and
+    saved beside them.
 
     Raises:
         UsageError: no module has one of the names, or experts are adapted with dropout.
@@ -69,6 +72,7 @@ def add_lora(
     if type(model).__name__.endswith("ForSequenceClassification"):
         # The head, which is new, is trained and saved beside the adapters.
         task = "SEQ_CLS"
+    excluded = {*frozen, *whole}
     lora = LoraConfig(
         r=chosen_rank,
         lora_alpha=2 * chosen_rank if alpha is None else alpha,
@@ -76,7 +80,7 @@ def add_lora(
         use_rslora=variant == "rslora",
         use_dora=variant == "dora",
         init_lora_weights="pissa" if variant == "pissa" else True,
-        exclude_modules=names_of_parts(frozen) if frozen and hasattr(model.config, "vision_config") else None,
+        exclude_modules=names_of_parts(excluded) if excluded and hasattr(model.config, "vision_config") else None,
         target_modules=modules,
         target_parameters=parameters or None,
         task_type=task,
@@ -90,7 +94,27 @@ def add_lora(
         rule, fix = "is not a module of the model", f"use {', '.join(sorted(known))}, or {ALL_LINEAR}"
         raise UsageError(ConfigError(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
     adapted.lora_plus_ratio = plus_ratio
+    if whole:
+        for name, weight in adapted.named_parameters():
+            if image_part(name) in whole:
+                weight.requires_grad_(True)
+                if fp32_adapters:
+                    weight.data = weight.data.float()
+        patches.apply("trained-parts-beside-adapters", _with_trained_parts)
     return adapted
+
+
+def _with_trained_parts(upstream: Any) -> Any:
+    """Add the weights that are trained beside the adapters to those that PEFT saves."""
+
+    def adapter_state_dict(
+        cls: type, model: Any, config: Any, adapter_name: str, state_dict: Mapping[str, Any], *others: Any, **named: Any
+    ) -> Any:
+        found = upstream(model, config, adapter_name, state_dict, *others, **named)
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad and ".lora_" not in name}
+        return found | {name: value for name, value in state_dict.items() if name in trained and image_part(name)}
+
+    return classmethod(adapter_state_dict)
 
 
 def raise_rates_of_b(model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -49,7 +49,7 @@ from ..ds_configs.specs.synonyms import REMOVED
 from ..ds_configs.specs.texts import read_small_file, strict_json, yaml_mapping
 from ..ds_configs.step_time.learning import MeasuredStep
 from .huggingface_hub import ModelSource, read_model_source
-from .releases import installed_version, transformers_release
+from .releases import INSTALL_TRAIN, installed_version, transformers_release
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 _LARGEST_NUMBER = 10**30
@@ -286,6 +286,9 @@ def detect_hardware(
         UsageError: No accelerator is visible and `cpu_ranks` is `None` or more than the machine has cores, or it is
             not in the catalog.
     """
+    if installed_version("torch") is None:
+        rule, fix = "needs torch, which sees the accelerators", f"{INSTALL_TRAIN}, or name the hardware: 8xA100-80GB"
+        raise UsageError(ConfigError(where="hardware", value="local", rule=rule, fix=fix))
     import torch
 
     if nvme is not None and ":" not in nvme:
@@ -406,12 +409,14 @@ def _family_of_class(config: dict[str, Any], release: str) -> str | None:
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None or "model_type" not in config or "auto_map" not in config:
         return None
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    is_known = config["model_type"] in CONFIG_MAPPING_NAMES
-    if (stored := model_type_of(architecture, release=release)) is not None or is_known:
+    stored = model_type_of(architecture, release=release)
+    if stored is not None or installed_version("transformers") is None:
         return stored if stored != config["model_type"] else None
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config["model_type"] in CONFIG_MAPPING_NAMES:
+        return None
 
     # The lazy module knows the package of each class without importing it.
     module = getattr(transformers, "_class_to_module", {}).get(architecture, "")
@@ -436,6 +441,12 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
     if spec is None:
+        if lacking := [package for package in ("torch", "transformers") if installed_version(package) is None]:
+            architecture = (config.get("architectures") or [config["model_type"]])[0]
+            rule = f"this class or its settings are counted by Transformers itself, which needs {' and '.join(lacking)}"
+            raise UsageError(
+                ConfigError(where=f"{source.name}: architectures", value=architecture, rule=rule, fix=INSTALL_TRAIN)
+            )
         from .transformers.meta_model import model_spec_from_meta
 
         spec = model_spec_from_meta(config, **identity)
@@ -497,9 +508,11 @@ _POSITIVE = {
 
 
 def _lock(stream: IO[bytes], *, exclusive: bool) -> None:
-    """Lock a file until it is closed, where the file system has locks."""
-    import fcntl
-
+    """Lock a file until it is closed, where the system and the file system have locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows.
+        return
     try:
         fcntl.flock(stream, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
     except OSError as error:

@@ -15,11 +15,14 @@ from packaging.version import InvalidVersion, Version
 from ..ds_configs.specs.errors import ConfigError, UsageError
 from ..ds_configs.specs.model import newest_tested_release
 
+LIGHT = ("cyclopts", "huggingface-hub")
+"""Packages that Shardwright itself depends on."""
 REQUIRED = (
-    *("accelerate", "bitsandbytes", "compressed-tensors", "cyclopts", "datasets", "deepspeed", "huggingface-hub"),
-    *("peft", "torch", "transformers"),
+    *LIGHT,
+    *("accelerate", "bitsandbytes", "compressed-tensors", "datasets", "deepspeed", "peft", "torch", "transformers"),
 )
-"""Packages that Shardwright depends on. The others of the table belong to extras and to users' own trainers."""
+"""Packages of the extra `train` too. The others of the table belong to other extras and to users' own trainers."""
+INSTALL_TRAIN = "pip install 'shardwright[train]'"
 _MODULES = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors"}
 
 
@@ -73,7 +76,7 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         packages: Distributions that must be there; by default `REQUIRED`. Others are checked where they are installed.
     """
     required = tuple(REQUIRED if packages is None else packages)
-    errors = []
+    errors, absent = [], []
     for package, tested in tested_releases().items():
         version = installed_version(package)
         if package not in required and version is None:
@@ -84,8 +87,11 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         bounds = f"'{package}{tested.specifier}'"
         install, reinstall = f"pip install {bounds}", f"pip install --force-reinstall {bounds}"
         where = f"{package} {version}" if version else package
-        if version is None and not has_module:
-            errors.append(ConfigError(where=where, rule="is not installed", fix=install))
+        if others := _other_versions(package):
+            rule = f"is also installed as {', '.join(others)} in the same directory, and files of each may be missing"
+            errors.append(ConfigError(where=where, rule=rule, fix=reinstall))
+        elif version is None and not has_module:
+            absent.append(package)
         elif version is None or not has_module:
             missing = "version in its metadata" if version is None else "module"
             errors.append(
@@ -94,7 +100,16 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         elif _is_older(version, tested.oldest):
             rule = f"is older than {tested.oldest}, the oldest release that Shardwright supports"
             errors.append(ConfigError(where=where, rule=rule, fix=install))
+    if absent:
+        rule = "is not installed" if len(absent) == 1 else "are not installed"
+        errors.insert(0, ConfigError(where=", ".join(absent), rule=rule, fix=INSTALL_TRAIN))
     return errors
+
+
+def _other_versions(package: str) -> list[str]:
+    """Return further versions whose metadata is in the directory of the first; another directory is only hidden."""
+    found = [*metadata.distributions(name=package)]
+    return [each.version for each in found[1:] if each.locate_file("") == found[0].locate_file("")]
 
 
 def check_releases(packages: Iterable[str] | None = None) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 from pydantic import Field, TypeAdapter
 
 from ...ds_configs.check.files import check
+from ...ds_configs.check.report import Finding
 from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
@@ -19,11 +21,17 @@ from ..options import CheckedFor, ConfigFile, Output, PlanSettings
 from ..settings import FILLED, Options
 
 
+class CheckFlags(ConfigFile):
+    format: Literal["human", "json", "github"] = Field(
+        "human", description="Output on stdout; github: annotations of a GitHub workflow"
+    )
+
+
 def check_command(
     files: Annotated[list[Path], Parameter(negative="", json_list=False)],
     *,
     facts: Options[CheckedFor] = FILLED,
-    options: Options[Output] = FILLED,
+    options: Options[CheckFlags] = FILLED,
 ) -> int:
     """Find all errors in DeepSpeed, Accelerate and TRL configuration files.
 
@@ -40,8 +48,11 @@ def check_command(
 
         hardware = read_hardware(facts.hardware)
     result = check(*files, **facts.model_dump(exclude={"hardware"}), hardware=hardware)
-    if options.as_json:
+    if options.format == "json":
         print(json.dumps(result.to_dict(), indent=2))
+    elif options.format == "github":
+        for finding in result.findings:
+            print(annotation(finding))
     else:
         from rich.text import Text
 
@@ -57,6 +68,22 @@ def check_command(
             console().print(f"Checked {', '.join(result.files)}", markup=False)
         console().print(f"{len(result.files)} file(s): {result.errors} error(s), {warnings} warning(s)")
     return 2 if result.errors else 0
+
+
+_PLACE = re.compile(r"(?P<file>.+?):(?:(?P<line>\d+))? ?(?P<key>.*)", re.DOTALL)
+
+
+def annotation(finding: Finding) -> str:
+    """Return a finding as a command of a GitHub workflow, which shows it at its line of the file."""
+
+    def escaped(text: str, also: str = "") -> str:
+        return "".join(f"%{ord(sign):02X}" if sign in "%\r\n" + also else sign for sign in text)
+
+    place = _PLACE.fullmatch(finding.error.where)
+    file, line, key = (finding.error.where, None, "") if place is None else place.group("file", "line", "key")
+    fields = {"file": file, "line": line or "1", "title": f"Shardwright: {key}" if key else "Shardwright"}
+    listed = ",".join(f"{name}={escaped(text, ':,')}" for name, text in fields.items())
+    return f"::{finding.kind} {listed}::{escaped(str(finding.error))}"
 
 
 SUBJECTS = ("settings", "hardware")

@@ -332,7 +332,10 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
         node = report.node("activation_checkpointing")
         if node is not None and any(entry.node.scalar not in (None, False) for entry in node.entries):
             rule = "has no effect: Transformers does not use deepspeed.checkpointing"
-            report.warning("activation_checkpointing", rule, "set gradient_checkpointing in TrainingArguments")
+            fix = "set gradient_checkpointing in TrainingArguments"
+            if report.true("activation_checkpointing.cpu_checkpointing"):
+                fix += ", and plan with --offload-activations on"
+            report.warning("activation_checkpointing", rule, fix)
         if not report.has("zero_optimization"):
             report.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")
         check_combinations(report, settings_of_deepspeed(report), columns_of_deepspeed(report))

@@ -293,6 +293,15 @@ def check_preferences(run: TrlRun) -> None:
         report.warning("lmbda", rule, "run `trl distillation`")
 
 
+def check_recomputation(run: TrlRun) -> None:
+    """Keys of `gradient_checkpointing_kwargs` that releases before 5.24 pass on to torch, which fails."""
+    kwargs = "gradient_checkpointing_kwargs"
+    for key in ("offload", "every_n_layers"):
+        if run.option(kwargs, key) and run.true("gradient_checkpointing"):
+            rule = f"{key} requires Transformers 5.24 or newer; older ones fail in the first step"
+            run.report.warning(kwargs, rule, f"install it, or remove {key}")
+
+
 def check_supervised(run: TrlRun) -> None:
     """What `SFTTrainer`, from which `GKDTrainer` inherits, rejects."""
     if run.config not in ("SFTConfig", "GKDConfig"):
@@ -631,6 +640,7 @@ RULES: tuple[Callable[[TrlRun], None], ...] = (
     check_adapters,
     check_reference,
     check_preferences,
+    check_recomputation,
     check_supervised,
     check_groups,
     check_policy_loss,

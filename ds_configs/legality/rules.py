@@ -7,6 +7,7 @@ from functools import partial
 
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.images import IMAGE_PARTS
 from ..specs.job import GROUPED_TASKS, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import (
@@ -16,6 +17,7 @@ from ..specs.model import (
     ModelSpec,
     ParameterShape,
     adapted_experts,
+    is_within,
     liger_kernels,
     targeted_linears,
 )
@@ -209,7 +211,7 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     """Each LoRA target matches fused experts, or Linear modules that return one tensor, and not all in Mamba layers.
 
     PEFT 0.21 adapts every subclass of Linear. Llama 4's router returns scores and logits, and adding the adapter's
-    output to that pair fails (tuners/lora/layer.py).
+    output to that pair fails (tuners/lora/layer.py), as does adding it to the groups of DeepSeek-V4's `o_a_proj`.
     """
     if job.method == "full":
         return
@@ -232,12 +234,29 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     routers = [p for p in routers if ALL_LINEAR in targets or p.module.rpartition(".")[2] in targets]
     rejected = [p for p in targeted_linears(model, targets) if peft_rejects(p)]
     if routers:
-        rule = f"match {routers[0].module}, which returns a tuple, but PEFT supports modules that return one tensor"
+        rule = f"match {routers[0].module}, to whose output PEFT cannot add an adapter's"
     elif rejected:
         rule = f"match {rejected[0].module}, which PEFT rejects in Mamba layers because their kernels read its weight"
     else:
         return
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
+
+
+def complete_parts_are_not_quantized(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Errors:
+    """QLoRA loads the Linear weights of a vision tower in 4 bit too, which have no gradients."""
+    for part in IMAGE_PARTS:
+        if job.method == "qlora" and getattr(job, part) == "full":
+            rule, fix = "trains weights that QLoRA loads in 4 bit", "use trained, or --method lora"
+            yield ConfigError(where=part, value="full", rule=rule, fix=fix)
+
+
+def qlora_packs_weights(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """QLoRA has at least one Linear module that bitsandbytes packs; otherwise it is LoRA under another name."""
+    if job.method == "qlora" and not model.packed_parameters:
+        rule = f"packs no weights of {model.model_type}: bitsandbytes 0.50 replaces no subclasses of Linear"
+        yield ConfigError(where="method", value="qlora", rule=rule, fix="use --method lora")
 
 
 def lora_variants_are_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
@@ -407,9 +426,20 @@ def offloaded_checkpoints_are_recomputed(
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
     elif layout.pp > 1:
         rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
+    elif job.offload_activations == "transformers" and not is_within(model.release, ">=5.24"):
+        rule = f"requires Transformers 5.24 or newer, not {model.release}"
+        fix = "install it, or use --offload-activations on, which copies beside the computation"
     else:
         return
-    yield ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
+    value = "transformers" if job.offload_activations == "transformers" else "on"
+    yield ConfigError(where="offload_activations", value=value, rule=rule, fix=fix)
+
+
+def reentrant_recomputation(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
+    """Pipeline stages recompute without reentrant checkpointing."""
+    if job.gradient_checkpointing == "reentrant" and layout.pp > 1:
+        rule, fix = "is not supported in pipelines", "use pp = 1, or --gradient-checkpointing on"
+        yield ConfigError(where="gradient_checkpointing", value="reentrant", rule=rule, fix=fix)
 
 
 # Axes.
@@ -602,8 +632,11 @@ RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     tiled_mlp_is_supported,
     offloaded_checkpoints_are_recomputed,
+    reentrant_recomputation,
     lora_targets_can_be_adapted,
+    qlora_packs_weights,
     lora_variants_are_supported,
+    complete_parts_are_not_quantized,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,

@@ -28,9 +28,18 @@ from ..specs.model import (
 )
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
-Adapter = Literal["none", "lora_all_linear", "lora_attention", "lora_experts", "frozen_tower", "lora_language"]
+Adapter = Literal[
+    "none",
+    "lora_all_linear",
+    "lora_attention",
+    "lora_experts",
+    "frozen_tower",
+    "none_liger",
+    "lora_language",
+    "lora_full_tower",
+]
 """What is trained: everything, adapters, or, of a model that reads images, the language model or its adapters alone."""
-_FULL: tuple[Adapter, ...] = ("none", "frozen_tower")
+_FULL: tuple[Adapter, ...] = ("none", "frozen_tower", "none_liger")
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
 Kernels = Literal["eager", "liger", "compiled"]
 
@@ -667,7 +676,7 @@ def estimate_kinds(
     if "without_images" in table and not (images and images.images):
         *of_tower, _ = counts
         table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
-    if adapter == "none":
+    if adapter in ("none", "none_liger", "lora_full_tower"):
         # Of a frozen tower before a trained projector.
         frozen = {parameter.name for parameter in model.parameters if parameter.frozen}
         counts = {kind: 0 if family["kinds"][kind] in frozen else count for kind, count in counts.items()}
@@ -983,9 +992,13 @@ def _of_profile(
     # targets than those of attention count as all Linear modules.
     reads_frozen = model.reads_images and job.vision_tower == job.projector == "frozen"
     profiles: tuple[Adapter, ...] = ("frozen_tower", "none") if reads_frozen else ("none",)
+    if model.reads_images and job.use_liger_kernel:
+        profiles = ("none_liger", *profiles)
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     if job.method != "full":
-        profiles = ("lora_language", *profiles) if reads_frozen else ("lora_all_linear", "none")
+        whole = model.reads_images and {job.vision_tower, job.projector} <= {"frozen", "full"}
+        of_text: Adapter = "lora_language" if reads_frozen else "lora_full_tower"
+        profiles = (of_text, *profiles) if whole else ("lora_all_linear", "none")
         if set(job.lora_targets) <= {"q_proj", "v_proj"}:
             profiles = ("lora_attention", *profiles)
         elif adapted and not targeted_linears(model, job.lora_targets):

@@ -283,15 +283,17 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters,
     model = engine_parameters(model, job)
     # What is in no other unit, of a vision tower and its projector, stays gathered in that of the whole model.
     root = [p for p in model.parameters if model.reads_images and not p.in_layer and image_part(p.name)]
-    kept, root_gradient = (width * sum(p.total for p in part) for part in (root, [p for p in root if not p.frozen]))
+    trained = [p for p in root if not p.frozen and (full or p.whole)]
+    kept, root_gradient = (width * sum(p.total for p in part) for part in (root, trained))
     # Its gradients are reduced last, until when their shards do not exist.
     root_gradient = max(0, root_gradient - job.trained_weight_bytes * root_gradient // (width * ranks))
     layer, tail = width * model.layer_parameter_count, width * model.tail_parameters - kept
     embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
     layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
     if not full:
-        layer_gradient = width * parameters.trainable // parameters.layers
-        tail_gradient = embedding_gradient = root_gradient = 0
+        adapted = parameters.trainable - parameters.trainable_outside_layers
+        layer_gradient = width * adapted // parameters.layers
+        tail_gradient = embedding_gradient = 0
     tied_tail = tail if model.tied_embeddings else 0
     tied_gradient = tail_gradient if model.tied_embeddings else 0
     latest = layer if model.tied_embeddings else tail

@@ -435,6 +435,38 @@ def estimate_memory(
     )
 
 
+NORM_ELEMENTS = 250_000_000
+"""Elements of an offloaded gradient that DeepSpeed converts to fp64 at a time for its norm (stage3.py:1960)."""
+
+
+def side_stream_pools(layout: Layout, model: ModelSpec, job: TrainingJob) -> Terms:
+    """Return the free blocks that nvidia-smi shows at the end of a step beyond `peak_bytes`, for ZeRO-3.
+
+    A block of torch's allocator belongs to the stream that requested it, so that each stream keeps its own largest
+    size, and their sum is in use; only before an allocation fails are free blocks of all streams given back
+    (`release_cached_blocks`, c10/cuda/CUDACachingAllocator.cpp). Plans therefore decide by `peak_bytes`. With
+    `overlap_comm`, DeepSpeed 0.19.8 gathers parameters on one stream (partitioned_param_coordinator.py:606) and reduces
+    gradients on another (stage3.py:1669). With offload the latter copies the partition of a gradient back to the
+    accelerator, converts it to fp64 for its norm, and then to fp32 (stage3.py:1440, `partition_grads`).
+    """
+    if layout.zero_stage != 3 or not layout.zero.overlap_comm:
+        return {}
+    share = rank_shares(layout, model, job)[0]
+    moments = share_moment_terms(layout, share, job)
+    fullest = max(moments.values(), key=lambda terms: sum(terms.values()))
+
+    def pool(*names: str) -> tuple[int, int]:
+        sizes = [sum(terms.get(name, 0) for name in names) for terms in moments.values()]
+        return max(sizes), sum(fullest.get(name, 0) for name in names)
+
+    gathered, in_gathers = pool("gathered_parameters", "prefetch_copies")
+    reduced, in_reductions = pool("reduce_copy")
+    if layout.offload_optimizer != "none":
+        largest = -(-share_parameters(share.model, job, ep=layout.ep).largest_trainable // layout.shard_size)
+        reduced = max(reduced, job.compute_bytes * largest + max(4 * largest, 8 * min(NORM_ELEMENTS, largest)))
+    return {"gather_pool": gathered - in_gathers, "reduce_pool": reduced - in_reductions}
+
+
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
     """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
     is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})

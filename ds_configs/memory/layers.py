@@ -90,6 +90,11 @@ TERMS = (
         role="activations",
     ),
     Term(
+        "reentrant_output",
+        "the output of a layer, which reentrant recomputation keeps until the layer's backward pass ends",
+        role="activations",
+    ),
+    Term(
         "tile_gradients",
         "gradients of a tiled MLP's weights: the sum over tiles, and those of the next tile",
         role="gradients",
@@ -177,7 +182,8 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     def saved(count: int) -> Terms:
         terms: Terms = {"activations": (_kept_bytes(step, count) + traced.outside_layer_bytes) // ranks}
         # The first layer has none before it, whose input would be copied meanwhile.
-        staging = min(STAGING_BUFFERS, offloaded, count) * checkpoint
+        buffers = 1 if job.offload_activations == "transformers" else STAGING_BUFFERS
+        staging = min(buffers, offloaded, count) * checkpoint
         return terms | {"checkpoint_staging": staging} if staging else terms
 
     # The input of the last layer is on the host at its end, and comes back for its backward pass.
@@ -193,7 +199,9 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         recomputed_bytes = traced.recompute_backward_transient_bytes + _mask_bytes(step)
         transient = recomputed_bytes if again else traced.backward_transient_bytes
         terms = saved(count) | {"backward_transient": transient // ranks} | dequantized
-        if frees_input and "checkpoint_staging" in terms:
+        if again and job.gradient_checkpointing == "reentrant":
+            terms["reentrant_output"] = checkpoint
+        elif frees_input and "checkpoint_staging" in terms:
             terms["checkpoint_staging"] -= checkpoint
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
@@ -289,7 +297,7 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
     if not copy_bytes and not adapted and not normed:
         return at_moments({})
     if job.method == "full":
-        matrices = model.trained_part.linear_parameters(include_head=True)
+        matrices = model.trained_part.linear_parameters
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=step.layout.ep).trainable

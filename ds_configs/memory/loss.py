@@ -46,14 +46,14 @@ _FUSED_KEPT = 8 + 2 * 4 + 4 * 4
 _FUSED_FORWARD_LOGIT, _FUSED_BACKWARD_LOGIT = 3 * 4, 5 * 4 + 1 + 2 * 4
 """Bytes per logit of a tile without Triton: fp32 temporaries of `_forward_tile` and `_backward_tile`."""
 
-CHUNK_BYTES = 320 * 2**20
+CHUNK_BYTES = 512 * 2**20
 """Largest size of the logits of both heads that the fused loss computes at a time."""
 
 BLOCK_BYTES = 32 * 2**20
 """Largest fp32 tensor of logits rows that it processes at a time on an accelerator, if kernels cannot be compiled."""
 
-COMPILED_BYTES_OF_A_LOGIT = 12
-"""Most that compiled kernels keep of a chunk: three fp32 temporaries (JSD; none to two for other divergences)."""
+CPU_BLOCK_BYTES = 4 * 2**20
+"""The same on a CPU, whose cache is small."""
 
 _BLOCK_BYTES_OF_A_LOGIT = 45 + 4
 """Eleven fp32 temporaries and a mask, measured, and one for a soft-cap or 16-bit products."""
@@ -102,7 +102,7 @@ def loss_terms(step: RankStep) -> dict[Moment, Terms]:
         gradient = {"head_gradient": back.head_gradient} if back.head_gradient else {}
         return at_moments({}, forward_end={"loss": ahead}, loss_backward=gradient | {"loss": back.others})
     if job.imitated is not None:
-        return distillation_loss_terms(layout, model, job.imitated, job)
+        return distillation_loss_terms(layout, model, job.imitated, job, on_gpu=step.on_gpu)
     tiles, more = traced.loss_tiles, Terms()
     tokens = step.tokens // step.ranks
     all_logits = job.compute_bytes * tokens * model.dimensions.vocab_size
@@ -220,22 +220,21 @@ def head_bytes(
 
 
 def distillation_loss_terms(
-    layout: Layout, model: ModelSpec, imitated: ModelSpec, job: TrainingJob
+    layout: Layout, model: ModelSpec, imitated: ModelSpec, job: TrainingJob, *, on_gpu: bool = True
 ) -> dict[Moment, Terms]:
     """Return the bytes of the fused loss: temporaries, gradient of the hidden states, fp32 gradient of the head.
 
-    The gradient of a trained head is computed in the forward pass and cast to the dtype of the weight in the backward
-    pass.
+    The gradient of a trained head is computed in the forward pass. The backward pass casts it to the dtype of the
+    weight within its memory.
     """
     tokens = layout.micro_batch_size * job.seq_len_tokens // (layout.sp * layout.cp)
     hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
-    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, imitated, tokens, job)}
+    block_bytes = None if on_gpu else CPU_BLOCK_BYTES
+    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, imitated, tokens, job, block_bytes=block_bytes)}
     backward = {"loss": hidden_gradient + norm_backward_bytes(job.compute_bytes) * tokens * hidden}
     if job.method == "full":
-        sixteen_bit = job.precision != "fp32" and layout.engine in ("deepspeed", "fsdp2")
-        forward["head_gradient"] = 4 * model.embedding_parameters
-        backward["head_gradient"] = (4 + (2 if sixteen_bit else 0)) * model.embedding_parameters
+        forward["head_gradient"] = backward["head_gradient"] = 4 * model.embedding_parameters
     return at_moments({}, forward_end=forward, loss_backward=backward)
 
 
@@ -258,16 +257,15 @@ def fused_temporary_bytes(
 ) -> int:
     """Return the temporary bytes of the fused loss, with n rows per chunk and b rows per block.
 
-    `c n V` for the logits of each model, with `12 n V` for compiled kernels. Without them, on CPU ranks with their
+    `c n V` for the logits of each model; compiled kernels store no others. Without them, on CPU ranks with their
     `block_bytes`, `b V (49 + c + 4 [c = 2])` for a block; if less than that, the rows of the head whose gradient is
     added.
     """
     width, columns, second_columns = job.compute_bytes, model.dimensions.vocab_size, second.dimensions.vocab_size
     rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + second_columns)))
     widest, added = max(columns, second_columns), 0
-    if block_bytes is None:
-        elementwise = rows * widest * COMPILED_BYTES_OF_A_LOGIT
-    else:
+    elementwise = 0
+    if block_bytes is not None:
         block = min(rows, block_rows(columns, block_bytes))
         elementwise = block * widest * (_BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0))
         adds = job.method == "full" and width == 2

@@ -11,7 +11,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
 from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from ..specs.terms import Term
-from .rank_parameters import PHASES, Moment, RankParameters, Terms, at_moments, growing_gradients
+from .rank_parameters import PHASES, Moment, RankParameters, Terms, at_moments, growing_gradients, trained_parameters
 
 TERMS = (
     Term(
@@ -280,8 +280,8 @@ def _stage1_and_2(
     shard = parameters.shard(layout)
     # Elements of the tensors that overlap the fullest partition, and of those that overlap the last one.
     fullest = last = shard
-    if job.method == "full":
-        by_rank = whole_tensors_of_partitions(model, layout.shard_size, layout.ep)
+    if job.method == "full" or any(parameter.whole for parameter in model.parameters):
+        by_rank = whole_tensors_of_partitions(trained_parameters(model, job), layout.shard_size, layout.ep)
         fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable

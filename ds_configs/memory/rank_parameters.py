@@ -197,7 +197,7 @@ def _fastest_stages(
     embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
     head = model.tail_parameters * per_element
     traced = activations_of(model, job, job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16")
-    recomputes = job.gradient_checkpointing == "on"
+    recomputes = job.gradient_checkpointing in ("on", "reentrant")
     activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
     layer_flops, head_flops = forward_flops_per_token(model, job)
 
@@ -496,27 +496,26 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
-    frozen_bytes, scale_bytes = total * job.compute_bytes, 0
+    whole = [parameter for parameter in model.parameters if parameter.whole]
+    beside = sum(parameter.total for parameter in whole)
+    frozen_bytes, scale_bytes = (total - beside) * job.compute_bytes, 0
     if job.method == "qlora":
-        quantized = model.linear_parameters(include_head=False)
-        tables = NF4_TABLE_BYTES * sum(parameter.count for parameter in model.parameters if is_packed(parameter, job))
+        packed = model.packed_parameters
+        quantized = sum(parameter.total for parameter in packed)
+        tables = NF4_TABLE_BYTES * sum(parameter.count for parameter in packed)
         scale_bytes = round(quantized * NF4_SCALE_BYTES) + tables
         frozen_bytes = round(quantized * NF4_BYTES) + tables + (total - quantized) * job.compute_bytes
     widest = max((max(p.shape) for p in model.parameters if p.kind == "linear"), default=0)
     return RankParameters(
-        trainable=adapters,
+        trainable=adapters + beside,
         frozen_bytes=frozen_bytes,
         scale_bytes=scale_bytes,
-        largest_trainable=job.lora_rank * widest,
+        largest_trainable=max(job.lora_rank * widest, *(parameter.numel for parameter in whole), 0),
         trainable_tail=0,
-        trainable_outside_layers=0,
+        # A tower's gradients are the last.
+        trainable_outside_layers=beside,
         layers=layers,
     )
-
-
-def is_packed(parameter: ParameterShape, job: TrainingJob) -> bool:
-    """Return whether a job stores a parameter in 4 bit."""
-    return job.method == "qlora" and parameter.kind == "linear" and parameter.group != "head"
 
 
 @lru_cache(maxsize=256)
@@ -527,17 +526,26 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
     """
     if job.method == "full":
         return model
-    trained = []
-    for parameter in model.parameters:
-        packed = (-(-parameter.numel // (2 * job.compute_bytes)), 1)
-        trained.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
+    packed = frozenset(model.packed_parameters) if job.method == "qlora" else frozenset()
+    trained = [
+        replace(p, shape=(-(-p.numel // (2 * job.compute_bytes)), 1)) if p in packed else p for p in model.parameters
+    ]
     adapted: dict[str, list[ParameterShape]] = {}
     for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant):
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
     merged: list[ParameterShape] = []
     for parameter in trained:
-        merged += [parameter, *adapted.get(parameter.name.removesuffix(".weight"), [])]
+        # Matrices of a sequence of modules, such as a merger, have one name.
+        merged += [parameter, *adapted.pop(parameter.name.removesuffix(".weight"), [])]
     return replace(model, parameters=tuple(merged))
+
+
+def trained_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
+    """Return a model with only the parameters that have gradients."""
+    if job.method == "full":
+        return model.trained_part
+    of_lora = [p for p in engine_parameters(model, job).parameters if p.whole or ".lora_" in p.name]
+    return replace(model, parameters=tuple(of_lora))
 
 
 def growing_gradients(layout: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:

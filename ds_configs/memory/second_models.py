@@ -175,7 +175,7 @@ def head_pass(layout: Layout, spec: ModelSpec, job: TrainingJob, *, is_divided: 
 
 
 def _four_bit_bytes(spec: ModelSpec, job: TrainingJob) -> int:
-    quantized = spec.linear_parameters(include_head=False)
+    quantized = sum(parameter.total for parameter in spec.packed_parameters)
     return round(quantized * NF4_BYTES) + (spec.parameter_count - quantized) * job.compute_bytes
 
 

@@ -299,9 +299,9 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
         UsageError: the model has no rule, or its rule cannot read what the job states.
     """
     errors = [
-        ConfigError(where=part, value="trained", rule=f"is no part of {model.model_type}", fix="omit it")
+        ConfigError(where=part, value=getattr(job, part), rule=f"is no part of {model.model_type}", fix="omit it")
         for part in IMAGE_PARTS
-        if not model.reads_images and getattr(job, part) == "trained"
+        if not model.reads_images and getattr(job, part) != "frozen"
     ]
     if errors:
         raise UsageError(errors)

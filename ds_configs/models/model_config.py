@@ -75,6 +75,9 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
         config = json.loads(text, parse_constant=number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         rule, fix = f"is not valid JSON ({error})", "pass the config.json of a model"
+        start = error.doc[error.pos :].lstrip() if isinstance(error, json.JSONDecodeError) else ""
+        if start.startswith(("//", "/*", "#")):
+            fix = "remove the comment: JSON has none"
         raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix)) from None
     if not isinstance(config, dict):
         rule, fix = "must be a JSON object", "pass the config.json of a model"

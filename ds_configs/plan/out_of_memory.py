@@ -123,11 +123,15 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
         "strategy": layout.strategy_name,
         "micro_batch_size": layout.micro_batch_size,
         "global_batch_size": layout.global_batch_size,
-        "gradient_checkpointing": "on" if layout.gradient_checkpointing else "off",
+        "gradient_checkpointing": ("reentrant" if job.gradient_checkpointing == "reentrant" else "on")
+        if layout.gradient_checkpointing
+        else "off",
         "offload": layout.offload_name,
         "loss": evaluated.loss,
         "tiled_mlp": "on" if layout.tiled_mlp else "off",
-        "offload_activations": "on" if layout.offloaded_checkpoints else "off",
+        "offload_activations": ("transformers" if job.offload_activations == "transformers" else "on")
+        if layout.offloaded_checkpoints
+        else "off",
         "objective": "throughput",
     }
     return replace(job, **changed)

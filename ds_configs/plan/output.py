@@ -154,8 +154,11 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 def _try_lock(file: Path) -> int | None:
     """Return a descriptor that holds the lock; `None` if another process has it."""
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:
+        # On Windows, which does not remove open files either, other runs are not detected.
+        return os.open(os.devnull, os.O_RDWR)
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -235,7 +238,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the entries of a directory, are on disk."""
+    """Wait until a file, or the entries of a directory, are on disk; Windows has no such call for these descriptors."""
+    if os.name == "nt":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

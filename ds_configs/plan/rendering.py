@@ -28,7 +28,7 @@ from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from ..specs.tasks import TASKS
 from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
-from ..specs.units import gigabytes
+from ..specs.units import ROUNDED_PINNED_MB, gigabytes
 
 MAIN_PORT = 29500
 """Default rendezvous port of several nodes, as in torchrun and Accelerate."""
@@ -46,8 +46,15 @@ class LaunchSpec:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of the ranks that the memory estimate assumes."""
-        expands = expands_segments(self.job, self.hardware)
-        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expands else {}
+        settings = ["expandable_segments:True"] if expands_segments(self.job, self.hardware) else []
+        layout = self.chosen.layout
+        offloads = layout.offload_optimizer != "none" or layout.offloaded_checkpoints > 0
+        offloads = offloads or any(choice.placement == "offloaded" for choice in self.chosen.placements.values())
+        if offloads and self.hardware.gpu != "CPU":
+            # Cached blocks of other sizes than powers of two would be reused for larger ones (torch 2.13.0,
+            # `get_free_block`).
+            settings += [f"pinned_max_{name}_mb:{ROUNDED_PINNED_MB}" for name in ("round_threshold", "cached_size")]
+        return {"PYTORCH_ALLOC_CONF": ",".join(settings)} if settings else {}
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -187,7 +194,10 @@ def trainer_line(plan: LaunchSpec) -> str:
         for name, is_on in (
             ("tiled MLPs", layout.tiled_mlp),
             ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
-            ("checkpoints in host memory", layout.offloaded_checkpoints > 0),
+            (
+                "checkpoints in host memory",
+                layout.offloaded_checkpoints > 0 and "offload" not in checkpointing_kwargs(plan),
+            ),
             ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
         )
         if is_on
@@ -243,6 +253,13 @@ def max_grad_norm(job: TrainingJob) -> float:
     return 0.0 if OPTIMIZERS[job.optimizer].matrix_states else MAX_GRAD_NORM
 
 
+def checkpointing_kwargs(plan: LaunchSpec) -> dict[str, object]:
+    """Return the `gradient_checkpointing_kwargs` of a plan; empty for the defaults of Transformers."""
+    kwargs: dict[str, object] = {"use_reentrant": True} if plan.job.gradient_checkpointing == "reentrant" else {}
+    upstream = plan.job.offload_activations == "transformers" and plan.chosen.layout.offloaded_checkpoints > 0
+    return kwargs | ({"offload": True} if upstream else {})
+
+
 def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     """Return the keys of `TrainingArguments` that the plan decides.
 
@@ -259,6 +276,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "optim": job.optimizer,
         "max_grad_norm": max_grad_norm(job),
     }
+    if recomputation := checkpointing_kwargs(plan):
+        arguments["gradient_checkpointing_kwargs"] = recomputation
     arguments |= task_arguments(plan)
     if job.optim_args:
         arguments["optim_args"] = job.optim_args

@@ -335,6 +335,7 @@ class Candidate:
             layout.zero.hpz_partition_size > 1,
             layout.engine == "fsdp2" and layout.dp_replicate > 1,
             self.job.loss == "chunked",
+            layout.shards_parameters,
         )
         stage = 3 if layout.engine == "fsdp2" else layout.zero_stage or 0
         offloads, axes = devices != ("none", "none"), len(layout.axes)
@@ -391,13 +392,14 @@ def candidates(
     job, layers, is_long = contexts[0].job, contexts[0].model.dimensions.num_layers, contexts[0].long_sequences
     # The ways to hold activations: recomputation, tiled MLP and offloaded layer inputs.
     switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
-    if job.offload_activations == "on" and job.gradient_checkpointing == "auto":
+    requests_offload = job.offload_activations in ("on", "transformers")
+    if requests_offload and job.gradient_checkpointing == "auto":
         switches = (True,)
-    choices = {"on": (True,), "off": (False,), "auto": (False, True) if is_long else (False,)}
+    choices = {"on": (True,), "transformers": (True,), "off": (False,), "auto": (False, True) if is_long else (False,)}
     forms: list[dict[str, Any]] = [
         {"gradient_checkpointing": switch, "tiled_mlp": tiled, "offloaded_checkpoints": layers if offloads else 0}
         for switch, tiled, offloads in product(switches, choices[job.tiled_mlp], choices[job.offload_activations])
-        if switch or not offloads or job.offload_activations == "on"
+        if switch or not offloads or requests_offload
     ]
     layouts = [layout]
     if layout.engine == "deepspeed" and layout.zero_stage:
@@ -429,8 +431,7 @@ def candidates(
                 collects
                 and errors is not None
                 # What the job requests, and nothing that the search adds.
-                and (form["tiled_mlp"], form["offloaded_checkpoints"] > 0)
-                == (job.tiled_mlp == "on", job.offload_activations == "on")
+                and (form["tiled_mlp"], form["offloaded_checkpoints"] > 0) == (job.tiled_mlp == "on", requests_offload)
             ):
                 errors += legality_errors(context.model, changed, context.job, context.hardware)
 

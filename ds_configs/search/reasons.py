@@ -146,17 +146,20 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     pipelines = [row for row in faster if row.layout.pp > 1 and layout.pp == 1]
     offloading = [row for row in faster if _only_offload_differs(row, best) and row not in pipelines]
     near = [row for row in faster if row not in pipelines and row not in offloading]
+    in_rings = [row for row in near if row.layout.cp > 1 and layout.cp == 1]
+    near = [row for row in near if row not in in_rings]
     # Others are named only if they are faster than the layout that is compared with.
     named = (near[0] if near else best).tokens_per_second
-    pipelines, offloading = (
-        [row for row in group if row.tokens_per_second > named] for group in (pipelines, offloading)
+    pipelines, offloading, in_rings = (
+        [row for row in group if row.tokens_per_second > named] for group in (pipelines, offloading, in_rings)
     )
-    layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
+    layouts = f"layout{' without offload' if offloading else ''}{' without context parallelism' if in_rings else ''}"
+    layouts += " that a stock Trainer runs" if pipelines else ""
     if near:
         gain, name = _percent(near[0], best), display_name(near[0].layout)
         text = f"simpler than the fastest {layouts}{sizes}: {name} is only {gain} % faster"
     else:
-        text = f"the fastest {layouts}{'' if offloading or pipelines else ' that fits'}{sizes}"
+        text = f"the fastest {layouts}{'' if offloading or pipelines or in_rings else ' that fits'}{sizes}"
     if offloading:
         text += (
             f". {display_name(offloading[0].layout)} is predicted to be {_percent(offloading[0], best)} % faster; "
@@ -247,12 +250,17 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
         )
     if ratio < AS_FAST:
         axes = candidate.layout.axes
-        assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"
+        why = {
+            "pp": "a stock Trainer cannot run a pipeline: PipelineTrainer does",
+            "cp": "context parallelism has to be faster by more than its interval, because the sequences fit without",
+        }
+        axis = next((axis for axis in why if axis in axes), None)
+        assert axis, "only pipelines and context parallelism that were not requested can be faster than the chosen one"
         wanted: dict[str, Any] = {field: axes[axis] for field, axis in AXIS_FIELDS.items() if axis in axes}
         flags = replace(job, **wanted).flags(job)
         return (
-            f"{name} would be {1 / ratio:.2f} times as fast ({speed}, up to {size}), but a stock Trainer cannot run a "
-            f"pipeline: PipelineTrainer does. Request it with {' '.join(flags)}."
+            f"{name} would be {1 / ratio:.2f} times as fast ({speed}, up to {size}), but {why[axis]}. Request it with "
+            f"{' '.join(flags)}."
         )
     if ratio <= 1 / AS_FAST:
         harder = ", but has more parts that can fail" if candidate.complexity > best.complexity else ""

@@ -110,13 +110,18 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
             "samples are planned without images: pass --images-per-sample and --image-size for data with some"
         )
     if model.dimensions.num_experts:
-        sentences.append("predictions were not checked on mixtures of experts")
-    experts = sum(parameter.total for parameter in model.parameters if parameter.kind == "experts")
-    if experts and job.method == "qlora":
-        sentences.append(
-            f"the fused experts ({experts / model.parameter_count:.0%} of the parameters) stay in 16 bit: bitsandbytes "
-            "0.50 packs Linear modules only"
-        )
+        sentences.append("the one published step of a mixture of experts took twice its prediction")
+    if job.method == "qlora":
+        packed = frozenset(model.packed_parameters)
+        kept = [p for p in model.parameters if p.kind in ("linear", "experts") and p.group != "head"]
+        kept = [p for p in kept if p not in packed]
+        for kind, what, packs in (
+            ("experts", "the fused experts", "Linear modules only"),
+            ("linear", "some Linear modules", "no modules that their class excludes"),
+        ):
+            if total := sum(p.total for p in kept if p.kind == kind):
+                share = f"{total / model.parameter_count:.0%} of the parameters"
+                sentences.append(f"{what} ({share}) stay in 16 bit: bitsandbytes 0.50 packs {packs}")
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,

@@ -188,6 +188,21 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
+def _fastest_that_needs_its_axes(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
+    """Return the fastest candidate, with context parallelism only if it was requested, is needed or certainly faster.
+
+    It is needed if nothing else fits, and certainly faster if even the upper end of its interval is.
+    """
+    whole = [index for index in indices if explored.by_layout[index][0].layout.cp == 1]
+    if len(whole) == len(indices) or job.axis_sizes["cp"] is not None:
+        return search_fastest(explored, indices)
+    best = search_fastest(explored, whole)
+    split = search_fastest(explored, [index for index in indices if index not in whole])
+    if best is None or split is None:
+        return best or split
+    return split if split.time.high_seconds < best.time.seconds else best
+
+
 def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
     """Return the candidate of these layouts that the objective prefers; `None` when none fits.
 
@@ -201,8 +216,8 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
         )
     without = [index for index in indices if explored.by_layout[index][0].layout.offload_optimizer == "none"]
     if job.offload != "auto" or len(without) == len(indices):
-        return search_fastest(explored, indices)
-    inside = search_fastest(explored, without)
+        return _fastest_that_needs_its_axes(explored, indices, job)
+    inside = _fastest_that_needs_its_axes(explored, without, job)
     least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
     offloaded = [
         index

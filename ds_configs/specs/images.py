@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args
 
 ImagePart = Literal["vision_tower", "projector"]
 IMAGE_PARTS: tuple[ImagePart, ...] = get_args(ImagePart)
-_PROJECTORS = frozenset({"multi_modal_projector", "connector", "image_newline", "merger", "deepstack_merger_list"})
+_PROJECTORS = (
+    r"(multi_modal|mm)_projector|projector|connector|aligner|merger|deepstack_merger_list|image_newline|embed_vision|"
+    r"resampler_model|qformer|query_tokens|\w*(vision|visual|image|language)\w*_(projection|proj|adapter|neck|alpha|table)"
+)
+_TOWERS = r"\w*(vision|visual)\w*|(image|video)_tower"
+_TEXT = r"language_model|text_model|generation_\w+|layers"
+"""Modules of which none belongs to images, such as experts of the text for patches."""
 EMBEDS_PATCHES = re.compile(r"\.patch_(embed|conv).*weight$")
 """Names of the matrix or convolution that embeds patches, with a column for each value of a patch."""
-_TOWERS = frozenset({"vision_tower", "vision_model", "visual"})
+
+_TOWER, _PROJECTOR = (rf"((?!({_TEXT})\.)\w+\.)*?({names})(\..*)?" for names in (_TOWERS, _PROJECTORS))
+_MODULES: Mapping[ImagePart, re.Pattern[str]] = {
+    "vision_tower": re.compile(rf"(?!{_PROJECTOR}$){_TOWER}"),
+    "projector": re.compile(_PROJECTOR),
+}
 
 
+@cache
 def image_part(name: str) -> ImagePart | None:
     """Return the part of a vision-language model to which a parameter or module belongs; `None` for the text model.
 
     >>> image_part("model.visual.merger.mlp.0.weight"), image_part("model.visual.blocks.0.norm1.weight")
     ('projector', 'vision_tower')
     """
-    parts = set(name.split("."))
-    if parts & _PROJECTORS:
-        return "projector"
-    return "vision_tower" if parts & _TOWERS else None
+    return next((part for part in reversed(IMAGE_PARTS) if _MODULES[part].fullmatch(name)), None)
 
 
 def names_of_parts(parts: Collection[ImagePart]) -> str:
@@ -34,9 +44,7 @@ def names_of_parts(parts: Collection[ImagePart]) -> str:
     >>> bool(re.fullmatch(names_of_parts({"vision_tower"}), "model.visual.merger.mlp.0"))
     False
     """
-    tower, projector = (rf"(.*\.)?({'|'.join(sorted(names))})(\..*)?" for names in (_TOWERS, _PROJECTORS))
-    patterns = {"vision_tower": rf"(?!{projector}$){tower}", "projector": projector}
-    return "|".join(f"({patterns[part]})" for part in sorted(parts))
+    return "|".join(f"({_MODULES[part].pattern})" for part in sorted(parts))
 
 
 @dataclass(frozen=True, kw_only=True)

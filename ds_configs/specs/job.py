@@ -24,7 +24,7 @@ from .texts import flag_words
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
 LoraVariant = Literal["lora", "dora", "rslora", "pissa"]
-Recomputation = Literal["auto", "on", "off"]
+Recomputation = Literal["auto", "on", "off", "reentrant"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
@@ -33,7 +33,10 @@ ObjectiveName = Literal["throughput", "memory"]
 """What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
-PartTraining = Literal["frozen", "trained"]
+InputOffload = Literal["auto", "on", "off", "transformers"]
+"""Whether the inputs of recomputed layers are kept in host memory, and whether Transformers copies them."""
+PartTraining = Literal["frozen", "trained", "full"]
+"""With adapters, `trained` adds some to a part for images, and `full` trains its weights beside those of the text."""
 """Whether a part of a model with images is trained: with LoRA, whether its Linear layers are adapted."""
 GenerationEngine = Literal["auto", "transformers", "vllm", "vllm-server"]
 WeightsType = Literal["auto", "fp32", "bf16"]
@@ -116,7 +119,7 @@ class TrainingFields:
     """How adapters start, are scaled and are added to weights; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
         Recomputation,
-        _option("Recompute layers in the backward pass"),
+        _option("Recompute layers in the backward pass; reentrant as use_reentrant=True does"),
     ] = "auto"
     strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
@@ -125,9 +128,10 @@ class TrainingFields:
     tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
     """`auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Annotated[
-        Switch, _option("Keep the inputs of recomputed layers in pinned host memory, for long sequences")
+        InputOffload, _option("Keep the inputs of recomputed layers in host memory, or Transformers does")
     ] = "auto"
-    """`auto` like `tiled_mlp`, for as few layers as fit."""
+    """`auto` like `tiled_mlp`, for as few layers as fit. `transformers`: `gradient_checkpointing_kwargs={"offload":
+    True}`, for all recomputed layers, without overlap."""
 
 
 @_fields
@@ -234,13 +238,13 @@ class ImageFields:
         _option("Largest area of a resized image. Default: of the family's processor", unit="pixels"),
     ] = None
     frames: Annotated[int, Count(100_000, lowest=0), _option("Frames of a video; 0: images")] = 0
-    vision_tower: Annotated[PartTraining, _option("Vision tower: frozen or trained")] = "frozen"
+    vision_tower: Annotated[
+        PartTraining, _option("Vision tower: frozen, trained (LoRA: by adapters), or full: all weights")
+    ] = "frozen"
     vision_checkpointing: Annotated[
         Literal["auto", "off"], _option("Recompute a trained vision tower: auto if the layers of the text are, or off")
     ] = "auto"
-    projector: Annotated[PartTraining, _option("Projector from the tower to the text model: frozen or trained")] = (
-        "frozen"
-    )
+    projector: Annotated[PartTraining, _option("Projector to the text model: as the vision tower")] = "frozen"
 
 
 @_fields
@@ -387,8 +391,12 @@ class TrainingJob(  # type: ignore[misc]
         """Return the model with its vision tower and its projector frozen or trained, as the job says."""
         if not model.reads_images:
             return model
-        frozen = {part for part in IMAGE_PARTS if getattr(self, part) == "frozen"}
-        parameters = (replace(p, frozen=image_part(p.name) in frozen) for p in model.parameters)
+        training = {part: getattr(self, part) for part in IMAGE_PARTS} | {None: "trained"}
+        parameters = (
+            replace(p, frozen=how == "frozen", whole=how == "full")
+            for p in model.parameters
+            for how in (training[image_part(p.name)],)
+        )
         return replace(model, parameters=tuple(parameters))
 
     def without_second_models(self) -> TrainingJob:
@@ -471,7 +479,7 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
         rule = "must be width and height in pixels"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
     if job.task != "sft" or job.teacher is not None:
-        trained = [part for part in IMAGE_PARTS if getattr(job, part) == "trained"]
+        trained = [part for part in IMAGE_PARTS if getattr(job, part) != "frozen"]
         rule = "is supported for supervised fine-tuning only"
         errors += [
             ConfigError(where=name, value=getattr(job, name), rule=rule, fix="omit it")

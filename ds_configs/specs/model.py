@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from math import prod
 from typing import Any, Literal
@@ -159,6 +160,15 @@ ADAPTED_SINCE = {
 TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter"})
 """Model types whose expert matrices are stored as (experts, in, out), as `is_transposed` of transformers 5.17 marks."""
 
+UNPACKED_LINEARS: Mapping[str, str] = {
+    "deepseek_v4": r"\.compressor\.(gate_proj|kv_proj|indexer\.(gate_proj|kv_proj|scorer\.weights_proj))$",
+    "falcon": "",
+    "mt5": r"\.wo$",
+    "t5": r"\.wo$",
+}
+"""Patterns of Linear modules that bitsandbytes does not pack, by model type: subclasses of Linear, as all of Falcon's
+are, and `_keep_in_fp32_modules` (transformers 5.17, integrations/bitsandbytes.py, `replace_with_bnb_linear`)."""
+
 CONV1D_FAMILIES = ("gpt2",)
 """Model types whose matrices are stored as (in, out)."""
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
@@ -205,6 +215,8 @@ class ParameterShape:
     """Kind of the owning module; decides what LoRA targets and what 4-bit loading replaces."""
     frozen: bool = False
     """Whether it belongs to a part that the job does not train, such as a vision tower."""
+    whole: bool = False
+    """Whether it is trained as it is where LoRA trains the rest, such as a vision tower."""
 
     @property
     def numel(self) -> int:
@@ -428,13 +440,17 @@ class ModelSpec:
         """Return the elements of all tensors of at most `threshold` elements, which ZeRO-3 keeps on every rank."""
         return sum(parameter.total for parameter in self.parameters if parameter.numel <= threshold)
 
-    def linear_parameters(self, *, include_head: bool) -> int:
-        """Return the elements of Linear weights, which bitsandbytes replaces (except the head) and autocast copies."""
-        return sum(
-            parameter.total
-            for parameter in self.parameters
-            if parameter.kind == "linear" and (include_head or parameter.group != "head")
-        )
+    @property
+    def linear_parameters(self) -> int:
+        """Elements of Linear weights, which autocast copies."""
+        return sum(parameter.total for parameter in self.parameters if parameter.kind == "linear")
+
+    @property
+    def packed_parameters(self) -> list[ParameterShape]:
+        """Linear weights that QLoRA stores in 4 bit; the head, fused experts and `UNPACKED_LINEARS` stay in 16 bit."""
+        kept = UNPACKED_LINEARS.get(self.model_type)
+        linears = [p for p in self.parameters if p.kind == "linear" and p.group != "head"]
+        return [p for p in linears if kept is None or not re.search(kept, p.module)]
 
 
 def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str], variant: str = "lora") -> int:
@@ -473,25 +489,26 @@ def adapted_mixtures(release: str) -> frozenset[str]:
     return ADAPTED_MIXTURES | {name for name, since in ADAPTED_SINCE.items() if is_within(release, f">={since}")}
 
 
-def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
+@lru_cache(maxsize=256)
+def adapted_experts(model: ModelSpec, targets: tuple[str, ...]) -> tuple[ParameterShape, ...]:
     """Return the router and fused expert matrices that LoRA adapts for these targets."""
-    wanted, experts = tuple(targets), [p for p in model.parameters if p.kind == "experts"]
-    if ALL_LINEAR in wanted and model.model_type in adapted_mixtures(model.release):
-        return [p for p in model.parameters if p.name.endswith(".gate.weight") and len(p.shape) == 2] + experts
-    names = [target for target in wanted if not targeted_linears(model, (target,))]
-    return [p for p in experts if EXPERTS in names or any(p.name.endswith(f".{name}") for name in names)]
+    experts = [p for p in model.parameters if p.kind == "experts"]
+    if ALL_LINEAR in targets and model.model_type in adapted_mixtures(model.release):
+        return (*(p for p in model.parameters if p.name.endswith(".gate.weight") and len(p.shape) == 2), *experts)
+    names = [target for target in targets if not targeted_linears(model, (target,))]
+    return tuple(p for p in experts if EXPERTS in names or any(p.name.endswith(f".{name}") for name in names))
 
 
-def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
+@lru_cache(maxsize=256)
+def targeted_linears(model: ModelSpec, targets: tuple[str, ...]) -> tuple[ParameterShape, ...]:
     """Return the Linear weights that LoRA adapts for these targets."""
-    wanted = tuple(targets)
     linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
-    linears = [parameter for parameter in linears if not parameter.frozen]
+    linears = [parameter for parameter in linears if not (parameter.frozen or parameter.whole)]
     if model.model_type in adapted_mixtures(model.release):
         linears = [p for p in linears if p.module.rpartition(".")[2] not in EXPERT_MODULES]
-    if ALL_LINEAR in wanted:
-        return [parameter for parameter in linears if parameter.group != "head"]
-    return [p for p in linears if any(p.module == t or p.module.endswith("." + t) for t in wanted)]
+    if ALL_LINEAR in targets:
+        return tuple(parameter for parameter in linears if parameter.group != "head")
+    return tuple(p for p in linears if any(p.module == t or p.module.endswith("." + t) for t in targets))
 
 
 def equal_head_widths(values: Mapping[str, Any]) -> bool:

@@ -84,10 +84,18 @@ def human_count(count: int) -> str:
     return str(count)
 
 
-def pinned_block_bytes(count: int) -> int:
-    """Return the bytes that torch reserves for a pinned block: the next power of two (CachingHostAllocator).
+ROUNDED_PINNED_MB = 64
+"""Largest pinned block that torch rounds up, and keeps when it is freed, as launches set; larger ones are exact."""
 
-    >>> pinned_block_bytes(3 * 2**30) == 4 * 2**30
+
+def pinned_block_bytes(count: int, *, rounded_mb: float = ROUNDED_PINNED_MB) -> int:
+    """Return the bytes of a pinned block: the next power of two up to a size (`CachingHostAllocator` of torch 2.13).
+
+    >>> pinned_block_bytes(3 * 2**20) == 4 * 2**20
+    True
+    >>> pinned_block_bytes(3 * 2**30) == 3 * 2**30
     True
     """
+    if count > rounded_mb * 2**20:
+        return count
     return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -13,11 +13,18 @@ from ..memory.communication import Gathered, reduced_buckets, zero3_gathers
 from ..memory.estimate import MemoryEstimate, declared_terms
 from ..memory.host import offload_seconds
 from ..memory.model_states import is_stepped_by_muon
-from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages, shards
+from ..memory.rank_parameters import (
+    NF4_BYTES,
+    engine_parameters,
+    expert_parallel_share,
+    pipeline_stages,
+    shards,
+    trained_parameters,
+)
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
-from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
+from ..specs.model import ModelSpec, ParameterShape, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import StepTerm, Term
@@ -259,13 +266,16 @@ def _mlp_seconds(step: StepInputs) -> float:
 def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, behind: float) -> float:
     """Return the seconds in which layer inputs are copied to the host and back that these layers do not hide.
 
-    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation.
+    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation, but
+    the copies of Transformers run on its stream (5.24.0, `activation_checkpointing_enable`).
     """
     layout, layers = step.layout, stage.num_layers
     count = layout.offloaded_layers(layers)
     width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
     size = count * step.tokens * step.work.whole.hidden_size * width
     seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
+    if step.job.offload_activations == "transformers":
+        return 2 * seconds
     return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
 
@@ -323,7 +333,9 @@ def stage_parameters(step: StepInputs, stage: PipelineStage) -> StageParameters:
     elif job.method != "full":
         # bitsandbytes leaves fused experts in 16 bit.
         frozen_bytes = dense * (NF4_BYTES if job.method == "qlora" else job.compute_bytes) + experts * job.compute_bytes
-        dense, experts = _adapters(model, job) / (layout.tp * layout.pp), 0.0
+        whole = sum(parameter.total for parameter in model.parameters if parameter.whole)
+        frozen_bytes -= whole * job.compute_bytes
+        dense, experts = _adapters(model, job) / (layout.tp * layout.pp) + whole, 0.0
     stepped = dense + experts
     if layout.engine not in ("ddp", "single") and layout.zero_stage != 0:
         of_dense, of_experts = shards(layout, dense, experts)
@@ -398,9 +410,9 @@ def _zero3_calls(
     if job.method == "full":
         reductions = float(reduced_buckets(gathered.trained_part, zero.reduce_bucket_size))
     else:
-        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
+        trained = trained_parameters(model, job).parameters
         # Gradients of adapters are small, so that they fill a bucket.
-        reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
+        reductions = max(1.0, sum(parameter.total for parameter in trained) / zero.reduce_bucket_size)
     gradients = sum(parameter.count for parameter in trained)
     return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
 
@@ -431,6 +443,8 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
 def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
+    FSDP2 copies gathered parameters in both passes.
+
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
     bucket of the reduction's type instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit
     ones in the forward pass, and the reverse for gradients.
@@ -445,6 +459,9 @@ def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
         if reduces_each:
             gradient_bytes = float(job.compute_bytes + (step.software.reduction_bytes or job.compute_bytes))
     traffic = (24.0 if autocast else gradient_bytes) * trainable
+    if step.software.copies_gathered and layout.engine == "fsdp2" and layout.dp_shard > 1:
+        # Read and written, in the forward and in the backward pass.
+        traffic += 4 * (trainable * job.compute_bytes + parameters.frozen_bytes)
     return traffic / step.device.memory_bytes_per_s
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, prod
+from typing import NamedTuple
 
 from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import expert_parallel_share, tensor_parallel_share
@@ -125,7 +126,11 @@ class Device:
     flops_per_s: float
     """Matrix FLOP/s of large products in the job's precision."""
     attention_flops_per_s: float
-    """FLOP/s of fused attention."""
+    """FLOP/s of fused attention, of long sequences."""
+    narrow_attention: float
+    """Speed of heads of 64 or less, relative to wider ones."""
+    attention_half_tokens: float
+    """Tokens of a sequence with which attention reaches half of these FLOP/s."""
     memory_bytes_per_s: float
     """Bandwidth that memory-bound operations reach."""
     layer_speedup: float
@@ -173,12 +178,15 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
     if job.precision == "fp32":
         attention = hardware.fp32_attention_flops_per_s
         peak, efficiency = hardware.fp32_flops_per_s or peak * constants.fp32_share, constants.fp32_efficiency
-    attention_efficiency = constants.attention_efficiency
-    if software.attention == "sdpa" and job.precision != "fp32":
-        attention_efficiency = constants.sdpa_efficiency or attention_efficiency
+    attention_efficiency, narrow, half_tokens = constants.attention_efficiency, 1.0, 0.0
+    if software.attention == "sdpa" and job.precision != "fp32" and constants.sdpa_efficiency and not attention:
+        attention_efficiency, half_tokens = constants.sdpa_efficiency, constants.sdpa_half_tokens
+        narrow = constants.sdpa_narrow_efficiency / attention_efficiency
     return Device(
         flops_per_s=peak * efficiency,
         attention_flops_per_s=attention or peak * attention_efficiency,
+        narrow_attention=narrow,
+        attention_half_tokens=half_tokens,
         memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
         layer_speedup=2.0 if software.float8 else 1.0,
         constants=constants,
@@ -231,7 +239,7 @@ def layer_passes(
         groups = work.whole.num_experts / max(1, work.local_experts)
         tokens_per_expert = tokens * groups * work.whole.experts_per_token / work.whole.num_experts
         for product in work.expert_products:
-            ahead, back = _both_passes(product, tokens_per_expert, device, full=full)
+            ahead, back = _expert_passes(product, tokens_per_expert, device, element_bytes, full=full)
             forward += work.local_experts * product.count * ahead
             backward += work.local_experts * product.count * back
     attention, attention_back, scores = _attention(work, tokens, seq_len_tokens, device, software, element_bytes)
@@ -246,20 +254,59 @@ def layer_passes(
     traffic += software.score_bytes_forward * scores * width
     traffic_back = software.hidden_bytes_backward * hidden + software.inner_bytes_backward * inner + projected
     traffic_back += software.score_bytes_backward * scores * width + expanded
+    kernels, kernels_back = software.kernels_forward, software.kernels_backward
+    if work.expert_products:
+        sizes, rows = work.whole, tokens * work.whole.experts_per_token * width
+        width_of_rows, inner_width = sizes.hidden_size, sizes.expert_intermediate_size
+        traffic += rows * (ROUTED.hidden_forward * width_of_rows + ROUTED.inner_forward * inner_width)
+        traffic_back += rows * (ROUTED.hidden_backward * width_of_rows + ROUTED.inner_backward * inner_width)
+        kernels, kernels_back = kernels + ROUTED.kernels_forward, kernels_back + ROUTED.kernels_backward
     return (
         Pass(
             products=forward,
             attention=attention,
-            memory=traffic / device.memory_bytes_per_s + software.kernels_forward * constants.kernel_seconds,
-            kernels=software.kernels_forward,
+            memory=traffic / device.memory_bytes_per_s + kernels * constants.kernel_seconds,
+            kernels=kernels,
         ),
         Pass(
             products=backward,
             attention=attention_back,
-            memory=traffic_back / device.memory_bytes_per_s + software.kernels_backward * constants.kernel_seconds,
-            kernels=software.kernels_backward,
+            memory=traffic_back / device.memory_bytes_per_s + kernels_back * constants.kernel_seconds,
+            kernels=kernels_back,
         ),
     )
+
+
+class Routed(NamedTuple):
+    """What a layer of experts does beside its products, per token and expert that it visits."""
+
+    hidden_forward: float
+    """Memory traffic per element of the hidden size, in bytes."""
+    hidden_backward: float
+    inner_forward: float
+    """The same per element of an expert's width, beside the activation function."""
+    inner_backward: float
+    kernels_forward: float
+    """Kernels of a layer: router, sort, offsets, masks, permutations and sum."""
+    kernels_backward: float
+
+
+ROUTED = Routed(
+    # Rows are gathered in the order of their experts (read and written, 4 bytes), masked (4), masked after the second
+    # product (4), weighted (4), put in the order of tokens (4) and summed (2).
+    hidden_forward=22,
+    # The sum's gradient is copied for each expert (4) and added to zeros at permuted rows (8). Weighting has a gradient
+    # of the rows (4) and one of the weights (8). Two masks (8), and rows added to their tokens' gradients (3).
+    hidden_backward=35,
+    # The output of the first product, twice an expert's width, is masked (8). Gradients of its halves are joined (8)
+    # and masked (8).
+    inner_forward=8,
+    inner_backward=16,
+    kernels_forward=40,
+    kernels_backward=50,
+)
+"""Counted in `grouped_mm_experts_forward` (transformers 5.17.0, integrations/moe.py) and the derivatives of its
+operations. Rows are in 16 bit."""
 
 
 def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
@@ -284,7 +331,7 @@ def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
             continue
         out, within = parameter.shape[0], prod(parameter.shape[1:])
         rows = sequences * (images.patches if part == "vision_tower" else images.tokens)
-        full = job.method == "full" and not parameter.frozen
+        full = not parameter.frozen and (job.method == "full" or parameter.whole)
         ahead, back = _both_passes(Product(in_features=within, out_features=out), rows, device, full=full)
         seconds["forward"] += parameter.count * ahead
         moved = parameter.count * rows * (out + within) * job.compute_bytes
@@ -327,6 +374,25 @@ def _both_passes(product: Product, tokens: float, device: Device, *, full: bool)
     return forward / efficiency, backward * constants.backward_slowdown / efficiency
 
 
+def _expert_passes(
+    product: Product, tokens: float, device: Device, element_bytes: int, *, full: bool
+) -> tuple[float, float]:
+    """Return the seconds of one expert's products in a grouped kernel, forward and backward.
+
+    Groups end inside a tile, half of whose rows are empty on average: tiles have 64 rows for up to 128 tokens per
+    expert, else 128 (torch, aten/src/ATen/native/cuda/GroupMM.cu). With few tokens, reading the weights takes longer
+    than multiplying, and so does writing their gradients.
+    """
+    out, within, constants = product.out_features, product.in_features, device.constants
+    empty = max(0.0, (32 if tokens <= 128 else 64) - constants.product_border)
+    moved = element_bytes * (out * within + tokens * (out + within)) / device.memory_bytes_per_s
+    forward = max(moved, product_seconds(device, tokens + empty, out, within))
+    backward = max(moved, constants.backward_slowdown * product_seconds(device, tokens + empty, within, out))
+    if full:
+        backward += max(moved, constants.backward_slowdown * product_seconds(device, out, within, tokens))
+    return forward, backward
+
+
 def _attention(
     work: ModelWork, tokens: float, seq_len_tokens: int, device: Device, software: Software, element_bytes: int
 ) -> tuple[float, float, float]:
@@ -338,12 +404,13 @@ def _attention(
     seen = min(seq_len_tokens, work.window or seq_len_tokens)
     # Sequence parallelism splits the heads and context parallelism the tokens; `tokens` is split by both.
     flops = 4.0 * tokens * seen * work.share.query_size
-    if software.attention != "eager":
-        half = 0.5 if work.causal else 1.0
-        forward = flops * half / device.attention_flops_per_s
-        return forward, 2.5 * forward, 0.0
     heads = max(1, work.share.num_attention_heads)
     width = work.share.query_size / heads
+    if software.attention != "eager":
+        half = 0.5 if work.causal else 1.0
+        rate = device.attention_flops_per_s * (device.narrow_attention if width <= 64 else 1.0)
+        forward = flops * half * (1 + device.attention_half_tokens / seen) / rate
+        return forward, 2.5 * forward, 0.0
     border, depth = device.constants.product_border, device.constants.product_depth
     # Batched products with the width of a head as inner or outer dimension fill tiles only partly.
     inner = (width + depth) / width * (1 + border / seen) ** 2

@@ -30,7 +30,12 @@ class GpuConstants:
     attention_efficiency: float
     """Share of the datasheet's matrix FLOP/s that fused attention reaches."""
     sdpa_efficiency: float = 0.0
-    """The same for the kernel that PyTorch's SDPA selects today, if it was measured apart; 0: as fused attention."""
+    """The same for the kernel that PyTorch's SDPA selects today, over both passes of long causal sequences with heads
+    of 128; 0: as fused attention."""
+    sdpa_narrow_efficiency: float = 0.0
+    """The same for heads of 64 or less."""
+    sdpa_half_tokens: float = 0.0
+    """Tokens of a sequence with which this kernel reaches half of its efficiency: `s / (s + half)` of it with s."""
     memory_efficiency: float
     """Share of the datasheet's memory bandwidth that memory-bound operations reach."""
     launch_seconds: float
@@ -239,6 +244,9 @@ class Software:
     """Host time per step: data loader, scheduler, logging."""
     micro_batch_seconds: float = 0.0
     """Host time per micro-batch beyond kernel launches: engine hooks, collation, copies to the device."""
+    copies_gathered: bool = False
+    """Whether a gather of FSDP copies its result into the parameters, on the stream that computes (torch 2.13.0,
+    `foreach_all_gather_copy_out` of FSDP2; FSDP1 gathers in place)."""
     overlaps_reduction: bool = True
     """Whether gradients are reduced during the backward pass of the last micro-batch."""
     overlaps_updates: bool = False
@@ -290,6 +298,7 @@ TRANSFORMERS = Software(
     kernels_forward=45.0,
     kernels_backward=85.0,
     optimizer_bytes=44.0,
+    copies_gathered=True,
     step_seconds=5e-3,
     micro_batch_seconds=2e-3,
 )

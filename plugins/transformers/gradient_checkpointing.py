@@ -13,6 +13,7 @@ runs beside the backward pass of the layer after it: two inputs are on the devic
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.images import image_part
-from ...ds_configs.specs.units import gigabytes, pinned_block_bytes
+from ...ds_configs.specs.units import ROUNDED_PINNED_MB, gigabytes, pinned_block_bytes
 from .. import patches
 
 if TYPE_CHECKING:
@@ -152,6 +153,30 @@ def offload_checkpoints(model: nn.Module, count: int) -> None:
         _keep_recomputed(model)
 
 
+def allow_offload_on_cpu_ranks() -> None:
+    """Let `gradient_checkpointing_kwargs={"offload": True}` run without an accelerator; values stay the same.
+
+    A saved input is copied to memory that is not pinned, and back when the backward pass needs it.
+    """
+    import torch
+
+    from ..metering import host_memory
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        with host_memory():
+            return tensor.clone()
+
+    def replaced(original: Any) -> Any:
+        def save_on_cpu(pin_memory: bool = False, device_type: str = "cuda") -> Any:
+            if device_type != "cpu":
+                return original(pin_memory=pin_memory, device_type=device_type)
+            return torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+
+        return save_on_cpu
+
+    patches.apply("offload-on-cpu-ranks", replaced)
+
+
 class _Offload:
     """State of the offloaded layers of one model."""
 
@@ -160,6 +185,9 @@ class _Offload:
         self._latest: weakref.ref[_Checkpoint] | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._checked_bytes = 0
+        # Buffers without a checkpoint: under launches torch keeps no large pinned block that is freed, and pinning
+        # takes longer than copying.
+        self._free: list[torch.Tensor] = []
 
     def run(self, index: int, checkpoint: Callable[..., Any], layer: Any, *inputs: Any) -> Any:
         """Call the checkpoint function of a layer; `inputs[0]` are its hidden states."""
@@ -201,15 +229,35 @@ class _Offload:
         if tensor.is_cuda and tensor.device not in self._streams:
             self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
         try:
-            return _Checkpoint(tensor.detach(), previous, self._streams.get(tensor.device))
+            buffer = self._buffer(tensor)
         except RuntimeError as error:
             # torch.OutOfMemoryError is of the device; a pinned allocation raises the driver's error.
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" not in str(error):
                 raise
             raise self._too_small(tensor) from error
+        checkpoint = _Checkpoint(tensor.detach(), buffer, previous, self._streams.get(tensor.device))
+        # All copies of a device are on one stream, so that a later one overwrites the buffer after they have ended.
+        weakref.finalize(checkpoint, self._free.append, buffer).atexit = False
+        return checkpoint
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a free buffer of at least the tensor's size; a new one replaces one that is too small."""
+        import torch
+
+        from ..metering import host_memory
+
+        if self._free:
+            self._free.sort(key=len)
+            if len(self._free[-1]) >= tensor.nbytes:
+                return self._free.pop()
+            del self._free[0]
+        with host_memory():
+            return torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
 
     def _needed(self, tensor: torch.Tensor) -> int:
-        block = pinned_block_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+        exact = "pinned_max_round_threshold_mb" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+        block = pinned_block_bytes(tensor.nbytes, rounded_mb=ROUNDED_PINNED_MB if exact else math.inf)
+        block = block if tensor.is_cuda else tensor.nbytes
         return self._layers * block * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def _too_small(self, tensor: torch.Tensor) -> UsageError:
@@ -230,15 +278,16 @@ def _free_host_bytes() -> int:
 class _Checkpoint:
     """One layer's input in host memory, and its copy on the device while either pass needs it."""
 
-    def __init__(self, tensor: torch.Tensor, previous: _Checkpoint | None, stream: torch.cuda.Stream | None) -> None:
-        import torch
-
-        from ..metering import host_memory
-
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        buffer: torch.Tensor,
+        previous: _Checkpoint | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         self._previous, self._stream, self._device = previous, stream, tensor.device
         self._on_device: torch.Tensor | None = tensor
-        with host_memory():
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=stream is not None)
+        self._host = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._copy(tensor, self._host)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

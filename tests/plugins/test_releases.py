@@ -131,3 +131,18 @@ def test_torch_that_cannot_compute_is_one_line(code: str, reason: str, site: Pat
         f"torch 2.13.0+cu130: cannot compute on the CPU: {reason}; pip install --force-reinstall torch, "
         "in a build for this machine (https://pytorch.org/get-started)"
     )
+
+
+def test_missing_packages_are_one_line_with_the_extra(site: Path) -> None:
+    for name in (*releases.LIGHT, "torch", "peft"):
+        install(site, name, NEWEST[name])
+    (line,) = errors()
+    assert line.startswith("accelerate, bitsandbytes, ") and "torch" not in line
+    assert line.endswith("are not installed; pip install 'shardwright[train]'")
+    assert releases.release_errors(releases.LIGHT) == []
+
+
+def test_two_versions_in_one_directory_are_rejected(complete: dict[str, Installed], site: Path) -> None:
+    install(site, "transformers", OLDEST["transformers"])
+    (line,) = errors()
+    assert "is also installed as" in line and "pip install --force-reinstall 'transformers" in line

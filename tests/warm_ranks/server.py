@@ -53,7 +53,6 @@ PRELOADED = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "distutils.sysconfig",
-    "matplotlib.figure",
     "torch._subclasses.schema_check_mode",
     "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.distributed.checkpoint.state_dict",

@@ -255,7 +255,10 @@ _ROUTED = (
     ),
     *("token*experts_per_token*expert_intermediate_size", "token*experts_per_token*experts"),
 )
-_IMAGE_TEXT: dict[str, Any] = {"attentions": ("fused", "math"), "adapters": ("none", "frozen_tower", "lora_language")}
+_IMAGE_TEXT: dict[str, Any] = {
+    "attentions": ("fused", "math"),
+    "adapters": ("none", "frozen_tower", "none_liger", "lora_language", "lora_full_tower"),
+}
 _QWEN_VL: dict[str, Any] = _IMAGE_TEXT | {
     "inputs": "patches",
     "image_mask": "mm_token_type_ids",
@@ -577,7 +580,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         image=draw_pooled_square,
         image_mask="token_type_ids",
         attentions=("masked",),
-        adapters=("none", "frozen_tower", "lora_language", "lora_all_linear"),
+        adapters=("none", "frozen_tower", "none_liger", "lora_language", "lora_full_tower", "lora_all_linear"),
     ),
     "Qwen2_5_VLForConditionalGeneration": KindFamily(
         model_type="qwen2_5_vl",
@@ -641,7 +644,8 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         },
         settings=("text_config.hidden_act", "vision_config.hidden_act", "vision_config.attention_bias"),
         image=draw_patches,
-        **_QWEN_VL,
+        # liger-kernel also replaces the MLPs of its tower, which `with_liger_layers` does not.
+        **(_QWEN_VL | {"adapters": tuple(name for name in _QWEN_VL["adapters"] if name != "none_liger")}),
     ),
     "InternVLForConditionalGeneration": KindFamily(
         model_type="internvl",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from shardwright.ds_configs.memory.activations import Adapter, Mode, feature_factors, image_factors
+from shardwright.ds_configs.specs.images import image_part
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,9 +24,11 @@ from .families import attention_kernel
 from .image_sizes import SPECIAL_TOKENS, Image
 from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_sizes import Values
+from .liger import with_liger_layers
 from .run import TracedStep, enable_checkpointing, trace_training_step
 
-_LORA: tuple[Adapter, ...] = ("lora_all_linear", "lora_language")
+_LORA: tuple[Adapter, ...] = ("lora_all_linear", "lora_language", "lora_full_tower")
+_LORA_OF_TEXT = ("lora_language", "lora_full_tower")
 # No batch size: an adapter's matrix would look like one vector of each sequence.
 _LORA_RANKS = (4, 8, 12, 16)
 
@@ -75,7 +78,7 @@ def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int =
             values=family.sizes(choose),
             micro_batch_size=choose.choice([2, 3, 5, 6]),
             seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
-            lora_rank=0 if adapter in ("none", "frozen_tower") else choose.choice(_LORA_RANKS),
+            lora_rank=choose.choice(_LORA_RANKS) if adapter in _LORA else 0,
         )
         if family.image:
             image, places = family.image(choose, shape.values), choose.choices(range(shape.micro_batch_size), k=2)
@@ -165,16 +168,22 @@ def build_model(
             LoraConfig(
                 r=rank,
                 lora_alpha=2 * rank,
-                target_modules=linear if adapter == "lora_language" else "all-linear",
+                target_modules=linear if adapter in _LORA_OF_TEXT else "all-linear",
                 lora_dropout=0.0,
             ),
         )
+    if adapter == "lora_full_tower":
+        for name, parameter in model.named_parameters():
+            if image_part(name):
+                parameter.requires_grad_(True)
     if adapter not in _LORA or mode != "bf16_autocast":
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
     model.train()
+    if adapter == "none_liger":
+        model = with_liger_layers(model)
     if checkpointing:
         enable_checkpointing(model)
-        if adapter == "lora_language":
+        if adapter in _LORA_OF_TEXT:
             # As TRL and PEFT do. It also hooks the embedding of patches, so that a frozen tower keeps its checkpoints.
             model.enable_input_require_grads()
     return model

@@ -7,11 +7,16 @@ place and which save nothing else than eager ones, and mixtures' experts stay ea
 
 from __future__ import annotations
 
+import re
 from types import MethodType
 from typing import Any
 
 import torch
+from shardwright.ds_configs.specs.images import image_part
+from shardwright.ds_configs.specs.model import TEXT_MODEL, liger_kernels
 from torch import nn
+
+_PATCHED_BESIDE_TEXT = re.compile(r"\.blocks\.|\.encoder\.layer\.|\.mm_soft_emb_norm$")
 
 
 class _Norm(torch.autograd.Function):
@@ -47,7 +52,12 @@ class _Gated(torch.autograd.Function):
 
 
 def with_liger_layers(model: nn.Module) -> nn.Module:
-    """Replace the norms and gated MLPs of a model that Liger replaces."""
+    """Replace the norms and gated MLPs of a model that Liger replaces.
+
+    Beside language models these are RMS norms of blocks and heads of vision towers, and the norm of Gemma 3's projector
+    (monkey_patch.py, `apply_liger_kernel_to_qwen2_5_vl`, `_internvl`, `_gemma3`); of layer norms, Liger's kernel saves
+    what the eager one does.
+    """
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         # Gemma's norms do not write in place (monkey_patch.py, `_patch_rms_norm_module_for_gemma2`).
@@ -59,10 +69,13 @@ def with_liger_layers(model: nn.Module) -> nn.Module:
     def fused(self: Any, x: torch.Tensor) -> Any:
         return self.down_proj(_Gated.apply(*self.gate_up_proj(x).chunk(2, dim=-1)))  # type: ignore[no-untyped-call]
 
-    for module in model.modules():
-        name = type(module).__name__
-        if name.endswith("RMSNorm"):
+    model_type: Any = getattr(getattr(model, "config", None), "model_type", "")
+    kernels = liger_kernels().get(model_type, {})
+    gates = any(kernels.get(name) for name in ("swiglu", "geglu", TEXT_MODEL))
+    for path, module in model.named_modules():
+        name, of_text = type(module).__name__, image_part(path) is None
+        if name.endswith("RMSNorm") and (of_text or _PATCHED_BESIDE_TEXT.search(path)):
             module.forward = MethodType(norm, module)
-        elif name.endswith("MLP"):
+        elif name.endswith("MLP") and gates and of_text:
             module.forward = MethodType(fused if hasattr(module, "gate_up_proj") else gated, module)
     return model

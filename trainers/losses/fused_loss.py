@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...ds_configs.memory.loss import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
-from ...ds_configs.memory.loss import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
+from ...ds_configs.memory.loss import CPU_BLOCK_BYTES, HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.transformers.output_heads import OutputHead, further_bias, head_module, logit_shape, shaped_logits
@@ -43,11 +43,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = {"cpu": 4 * 2**20}
+BLOCK_BYTES = {"cpu": CPU_BLOCK_BYTES}
 """Largest fp32 temporary of an uncompiled block: small for a CPU's cache, `ACCELERATOR_BLOCK_BYTES` elsewhere."""
 _COMPILED_DEVICES = ("cuda",)
 SCALED_ROWS = 1024
-"""Rows of a 16-bit gradient that are multiplied together in the backward pass."""
+"""Rows of a gradient that are scaled and cast together in the backward pass."""
+ALIGNED_ROWS = 8
+"""Tensor cores need columns aligned to 16 bytes, so that the head is split at a multiple of this."""
+_RECOMPUTES = dict.fromkeys(
+    ("realize_reads_threshold", "realize_opcount_threshold", "realize_acc_reads_threshold"), 10_000
+)
+"""Inductor computes values again from the 16-bit logits instead of storing them in fp32, which is three times as many
+bytes."""
 _FP16_GRADIENT_SCALE = 256.0
 """A gradient of 1e-6, of which fp16 keeps two digits, has a full significand at this scale."""
 
@@ -80,6 +87,9 @@ def fused_token_loss(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else student_hidden_NH.dtype
     taught = teacher.head if isinstance(teacher, HiddenTargets) else None
     taught_bytes = 0 if taught is None else taught.vocab_size * taught.weight_VH.dtype.itemsize
+    if isinstance(teacher, TopKTargets):
+        # Indices of the K tokens scatter into fp32 values of all.
+        taught_bytes = 4 * student_head.vocab_size
     work = _Work(
         head=student_head,
         labels_N=labels_N,
@@ -119,12 +129,11 @@ class _FusedTokenLoss(torch.autograd.Function):
         ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
     ) -> torch.Tensor:
         needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = [
-            torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
-            torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
-            torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
-        ]
-        ctx.gradients, ctx.scale = gradients, 1.0 / work.gradient_scale
+        hidden_gradient = torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None
+        bias_gradient = torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None
+        weight_gradient, sums = _empty_head_gradient(weight_VH) if needs[1] else (None, [])
+        gradients = [hidden_gradient, weight_gradient, bias_gradient]
+        ctx.sums, ctx.gradients, ctx.scale = sums, gradients, 1.0 / work.gradient_scale
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NH, weight_VH, bias_V)]
         values: list[dict[str, torch.Tensor]] = []
         count = len(work.labels_N)
@@ -137,7 +146,7 @@ class _FusedTokenLoss(torch.autograd.Function):
                 hidden = hidden_NH[chunk].to(work.dtype)
                 product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
                 values += _chunk_values(product, chunk, work, gradient=any(needs))
-                _add_gradients(gradients, product, hidden, cast_VH, chunk)
+                _add_gradients(hidden_gradient, sums, bias_gradient, product, hidden, cast_VH, chunk)
                 del product
         rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
         work.rows.update(rows_N)
@@ -152,19 +161,50 @@ class _FusedTokenLoss(torch.autograd.Function):
         if ctx.gradients is None:
             rule = "the fused loss frees its gradients in the first backward pass; a second one is impossible"
             raise RuntimeError(rule)
-        gradients, ctx.gradients = ctx.gradients, None
+        (hidden, weight, bias), ctx.gradients = ctx.gradients, None
+        sums, ctx.sums = ctx.sums, []
         factor = gradient.float() * ctx.scale
-        scaled: list[torch.Tensor | None] = []
-        for index, dtype in enumerate(ctx.dtypes):
-            own, gradients[index] = gradients[index], None
-            # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
-            if own is not None and own.dtype == torch.float32:
-                own.mul_(factor)
-            elif own is not None:
-                for rows in own.split(SCALED_ROWS):
-                    rows.copy_(rows.float().mul_(factor))
-            scaled.append(None if own is None else own.to(dtype))
+        # In fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
+        if hidden is not None:
+            _scale_into(hidden, [hidden], factor)
+        if weight is not None:
+            _scale_into(weight, sums, factor)
+        if bias is not None:
+            bias.mul_(factor)
+        scaled = [
+            None if own is None else own.to(dtype)
+            for own, dtype in zip((hidden, weight, bias), ctx.dtypes, strict=True)
+        ]
         return (*scaled, None)
+
+
+def _empty_head_gradient(weight_VH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the gradient of a head, and the fp32 sums of consecutive rows that become it.
+
+    The sums of the first half need as many bytes as all 16-bit rows: they are in the memory of the result, so that the
+    cast needs no further copy of the head.
+    """
+    if weight_VH.dtype.itemsize != 2:
+        gradient = torch.zeros_like(weight_VH, dtype=torch.float32)
+        return gradient, [gradient]
+    gradient = torch.zeros(weight_VH.shape, dtype=weight_VH.dtype, device=weight_VH.device)
+    rows, width = gradient.shape
+    half = rows // 2 // ALIGNED_ROWS * ALIGNED_ROWS
+    lower = gradient[: 2 * half].view(-1).view(torch.float32).view(half, width)
+    return gradient, [lower, torch.zeros((rows - half, width), dtype=torch.float32, device=gradient.device)]
+
+
+def _scale_into(gradient: torch.Tensor, sums: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Write sums of consecutive rows times a factor into a gradient, which may share its memory with the first."""
+    if gradient.dtype == torch.float32:
+        gradient.mul_(factor)
+        return
+    first = 0
+    for part in sums:
+        # Row r of the result overwrites row r / 2 of the sums, which has been read by then.
+        for rows in part.split(SCALED_ROWS):
+            gradient[first : first + len(rows)] = rows.float().mul_(factor).to(gradient.dtype)
+            first += len(rows)
 
 
 def _chunk_values(
@@ -267,7 +307,9 @@ class _Kernels:
     def _compiled(self) -> Callable[..., dict[str, torch.Tensor]]:
         # Which of two forms of the softmax Inductor selects is no concern of a user.
         warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
-        compiled: Callable[..., dict[str, torch.Tensor]] = torch.compile(block_values, fullgraph=True)
+        compiled: Callable[..., dict[str, torch.Tensor]] = torch.compile(
+            block_values, fullgraph=True, options=_RECOMPUTES
+        )
         return compiled
 
     def block_values(self, *inputs: Any, **constants: Any) -> dict[str, torch.Tensor]:
@@ -283,28 +325,29 @@ _kernels = _Kernels()
 
 
 def _add_gradients(
-    gradients: list[torch.Tensor | None],
+    hidden_gradient: torch.Tensor | None,
+    head_sums: Sequence[torch.Tensor],
+    bias_gradient: torch.Tensor | None,
     dz_nV: torch.Tensor,
     hidden_nH: torch.Tensor,
     weight_VH: torch.Tensor,
     chunk: slice,
 ) -> None:
     """Add the gradients of one chunk: dh = dz W, dW += dzᵀ h and db += Σ dz, with sums over chunks in fp32."""
-    hidden_gradient, weight_gradient, bias_gradient = gradients
     if hidden_gradient is not None:
         torch.mm(dz_nV, weight_VH, out=hidden_gradient[chunk])
     if bias_gradient is not None:
         bias_gradient += dz_nV.sum(dim=0, dtype=torch.float32)
-    if weight_gradient is None:
-        return
-    if dz_nV.dtype == torch.float32:
-        weight_gradient.addmm_(dz_nV.T, hidden_nH)
-    elif dz_nV.is_cuda:
-        torch.addmm(weight_gradient, dz_nV.T, hidden_nH, out_dtype=torch.float32, out=weight_gradient)
-    else:
-        for first in range(0, weight_gradient.shape[0], HEAD_ROWS):
-            rows = slice(first, first + HEAD_ROWS)
-            weight_gradient[rows] += dz_nV[:, rows].T @ hidden_nH
+    columns_of = dz_nV.split([len(part) for part in head_sums], dim=1) if head_sums else ()
+    for part, dz in zip(head_sums, columns_of, strict=True):
+        if dz.dtype == torch.float32:
+            part.addmm_(dz.T, hidden_nH)
+        elif dz.is_cuda:
+            torch.addmm(part, dz.T, hidden_nH, out_dtype=torch.float32, out=part)
+        else:
+            for first in range(0, len(part), HEAD_ROWS):
+                rows = slice(first, first + HEAD_ROWS)
+                part[rows] += dz[:, rows].T @ hidden_nH
 
 
 HeadWork = Callable[["torch.Tensor"], "torch.Tensor"]

@@ -28,6 +28,7 @@ from ...plugins.accelerate import RepeatedSamples, let_ranks_read_streams
 from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention import attend_by_document
+from ...plugins.transformers.gradient_checkpointing import allow_offload_on_cpu_ranks
 from ...plugins.transformers.optimizers import (
     OwnOptimizer,
     model_errors,
@@ -360,10 +361,14 @@ def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> Non
     tiled_loss = job.loss == "chunked" and not job.second_models and layout.pp == 1 and layout.tp == 1
     tiled_loss = tiled_loss and accepts_shifted_labels(base_model(trainer.model))
     attached = any(isinstance(other, LongSequenceCallback) for other in trainer.callback_handler.callbacks)
-    if not attached and (layout.tiled_mlp or tiled_loss or layout.offloaded_checkpoints):
-        LongSequenceCallback(
-            tiled_mlp=layout.tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=layout.offloaded_checkpoints
-        ).attach(trainer)
+    offloaded = layout.offloaded_checkpoints
+    if offloaded and job.offload_activations == "transformers":
+        allow_offload_on_cpu_ranks()
+        offloaded = 0
+    if not attached and (layout.tiled_mlp or tiled_loss or offloaded):
+        LongSequenceCallback(tiled_mlp=layout.tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=offloaded).attach(
+            trainer
+        )
 
 
 MULTIPLY_BY_RANKS = frozenset({"AsyncGRPOTrainer", "DistillationTrainer", "SFTTrainer"})

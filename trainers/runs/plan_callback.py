@@ -26,7 +26,13 @@ from ...ds_configs.plan.measurement import (
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys, task_arguments
+from ...ds_configs.plan.rendering import (
+    DEEPSPEED_FILE,
+    checkpointing_kwargs,
+    copied_configuration,
+    differing_keys,
+    task_arguments,
+)
 from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
 from ...ds_configs.specs.images import IMAGE_PARTS, image_part
 from ...ds_configs.step_time.learning import published_time
@@ -312,6 +318,7 @@ def argument_differences(
         names = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
         trained_type = names.get(types.pop()) if len(types) == 1 else None
     autocasts = plan.job.weights_dtype != "bf16"
+    kwargs = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
     fixes = {
         (TRAINED_TYPE, "fp32"): ': load the model with dtype="float32", or plan with --weights-dtype bf16',
         (TRAINED_TYPE, "bf16"): ': load the model with dtype="bfloat16", or plan without --weights-dtype',
@@ -326,6 +333,10 @@ def argument_differences(
         "per_device_train_batch_size": (args.per_device_train_batch_size, layout.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, layout.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, layout.gradient_checkpointing),
+        **{
+            name: (kwargs.get(name, default), checkpointing_kwargs(plan).get(name, default))
+            for name, default in {"use_reentrant": False, "offload": False, "every_n_layers": 1}.items()
+        },
         "precision": (
             {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
             plan.job.precision if autocasts else "fp32",
@@ -343,8 +354,11 @@ def argument_differences(
     } | {name: (getattr(args, name, None), planned) for name, planned in task_arguments(plan).items()}
     named = list(model.named_parameters()) if hasattr(model, "named_parameters") else []
     for part in IMAGE_PARTS:
-        if trains := [weight.requires_grad for name, weight in named if image_part(name) == part]:
-            facts[part] = ("trained" if any(trains) else "frozen", getattr(plan.job, part))
+        if trains := {name: weight.requires_grad for name, weight in named if image_part(name) == part}:
+            is_whole = any(trained for name, trained in trains.items() if ".lora_" not in name)
+            ran = "full" if is_whole and plan.job.method != "full" else "trained" if any(trains.values()) else "frozen"
+            planned = getattr(plan.job, part)
+            facts[part] = (ran, "trained" if planned == "full" and plan.job.method == "full" else planned)
             fixes[part, "frozen"] = ": call requires_grad_(False) on it, or plan with it trained"
     return [
         f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"

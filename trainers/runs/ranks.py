@@ -305,7 +305,9 @@ def trained_model(
         )
     frozen = frozen_parts(settings)
     if settings.method != "full":
-        return add_lora(model, **settings.lora_options(), fp32_adapters=context.engine != "deepspeed", frozen=frozen)
+        whole = {part for part in IMAGE_PARTS if getattr(settings, part, "frozen") == "full"}
+        fp32_adapters = context.engine != "deepspeed"
+        return add_lora(model, **settings.lora_options(), fp32_adapters=fp32_adapters, frozen=frozen, whole=whole)
     if not isinstance(model, str):
         freeze(model, frozen)
     return model

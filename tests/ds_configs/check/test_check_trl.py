@@ -116,6 +116,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("sft", {**SELECTIVE, "gradient_checkpointing": False}, E, "gradient_checkpointing_kwargs", "selective requires"),
     ("sft", {"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}},
      E, "gradient_checkpointing_kwargs", "use_reentrant false"),
+    ("dpo", {"gradient_checkpointing_kwargs": {"offload": True}},
+     W, "gradient_checkpointing_kwargs", "offload requires"),
     ("sft", {"label_smoothing_factor": 0.1}, W, "label_smoothing_factor", "second forward pass"),
     # Groups of completions, here for 4 processes.
     ("grpo", {"num_generations": 1}, E, "num_generations", "at least 2"),

@@ -229,6 +229,11 @@ CASES = {
         {},
         "offload_activations = 'on': requires gradient checkpointing; use --gradient-checkpointing on",
     ),
+    "reentrant recomputation in a pipeline": (
+        replace(ZERO1, gradient_checkpointing=True, pp=2, dp_shard=4),
+        {"gradient_checkpointing": "reentrant"},
+        "use pp = 1, or --gradient-checkpointing on",
+    ),
     "offload of too many layers": (
         replace(ZERO1, gradient_checkpointing=True, checkpointed_layers=2, offloaded_checkpoints=3),
         {},
@@ -251,7 +256,16 @@ CASES = {
         {"method": "qlora", "lora_variant": "pissa"},
         "which QLoRA loads in 4 bit; use --method lora, or --lora-variant lora",
     ),
-    "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),
+    "whole tower in 4 bit": (
+        ZERO1,
+        {"method": "qlora", "vision_tower": "full"},
+        "trains weights that QLoRA loads in 4 bit; use trained, or --method lora",
+    ),
+    "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, to whose output PEFT cannot add"),
+    "qlora falcon": (
+        *(ZERO1, {"method": "qlora", "model": replace(LLAMA, model_type="falcon")}),
+        "packs no weights of falcon: bitsandbytes 0.50 replaces no subclasses of Linear; use --method lora",
+    ),
     "lora mamba": (ZERO1, {"method": "lora", "model": MAMBA}, "mixer.out_proj, which PEFT rejects in Mamba layers"),
 }
 

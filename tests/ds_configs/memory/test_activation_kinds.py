@@ -127,8 +127,15 @@ def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, m
 
 @pytest.mark.trace
 @pytest.mark.parametrize("images", IMAGES_OF_TWO_SEQUENCES.values(), ids=IMAGES_OF_TWO_SEQUENCES)
-@pytest.mark.parametrize("adapter", ["none", "frozen_tower"])
-@pytest.mark.parametrize("architecture", READS_IMAGES)
+@pytest.mark.parametrize(
+    ("architecture", "adapter"),
+    [
+        (name, adapter)
+        for name in READS_IMAGES
+        for adapter in ("none", "frozen_tower", "none_liger", "lora_full_tower")
+        if adapter in KIND_FAMILIES[name].adapters
+    ],
+)
 def test_measured_bytes_with_images_match_estimate(
     architecture: str, adapter: Adapter, images: tuple[int, int]
 ) -> None:
@@ -178,6 +185,10 @@ def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:
     assert kept(text) < kept(frozen) < kept(trained)
     assert activations_of(spec, frozen, 1, "bf16").tower_saved_bytes == 0
     assert kept(adapted) < kept(frozen)
+    assert kept(replace(adapted, vision_tower="full", projector="full")) > kept(adapted)
+    # With Liger's kernels, norms of the language model keep less.
+    for job in (text, frozen, trained):
+        assert kept(replace(job, use_liger_kernel=True)) < kept(job)
 
 
 def test_labels_of_a_saved_configuration_count() -> None:

@@ -12,11 +12,14 @@ from shardwright.ds_configs.memory.estimate import (
     estimate_memory,
     expands_segments,
     share_moment_terms,
+    side_stream_pools,
 )
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
 from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.rendering import trainer_line
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import anything_fits, search
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -157,9 +160,61 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
     )
 
 
+def test_side_streams_keep_their_largest_blocks():
+    embedding = 128_256 * 4096
+    pools = side_stream_pools(replace(LAYOUT, dp_shard=1), MODEL, JOB)
+    # A copy of the largest gradient in 16 bit and one in fp32 beside a smaller reduction at the fullest moment.
+    fullest = max(moments(replace(LAYOUT, dp_shard=1)).values(), key=lambda terms: sum(terms.values()))
+    assert pools["reduce_pool"] == 6 * embedding - fullest.get("reduce_copy", 0)
+    # On 8 ranks each converts an eighth of it, in fp64 for the norm.
+    eighth = side_stream_pools(LAYOUT, MODEL, JOB)["reduce_pool"]
+    assert 0 <= eighth <= 10 * embedding // 8
+    assert pools["gather_pool"] >= 0
+    assert not side_stream_pools(replace(LAYOUT, zero=replace(LAYOUT.zero, overlap_comm=False)), MODEL, JOB)
+    assert not side_stream_pools(Layout(engine="fsdp2", dp_shard=8), MODEL, JOB)
+
+
+def test_reentrant_recomputation_keeps_the_output_of_a_layer():
+    layout = replace(LAYOUT, tiled_mlp=True)
+    terms = {
+        kind: estimate_memory(
+            layout, MODEL, H100, TrainingJob(seq_len_tokens=32_768, loss="chunked", gradient_checkpointing=kind)
+        ).gpu
+        for kind in ("on", "reentrant")
+    }
+    output = 2 * 32_768 * MODEL.dimensions.hidden_size
+    assert terms["reentrant"].phases["backward"] - terms["on"].phases["backward"] == output
+    assert terms["reentrant"].terms["reentrant_output"] == output
+
+
+def test_offload_of_transformers_needs_its_release_and_stages_one_input():
+    older, newer = (replace(MODEL, release=release) for release in ("5.17.0", "5.24.0"))
+    job = TrainingJob(seq_len_tokens=32_768, offload_activations="transformers")
+    with pytest.raises(UsageError, match=r"requires Transformers 5.24 or newer, not 5.17.0"):
+        make_plan(older, H100, job)
+    plan = make_plan(newer, H100, job)
+    assert plan.training_arguments("out")["gradient_checkpointing_kwargs"] == {"offload": True}
+    assert "checkpoints in host memory" not in trainer_line(plan)
+    layout = plan.chosen.layout
+    assert layout.offloaded_checkpoints == layout.recomputed_layers(32)
+    job = replace(plan.job, offload_activations="on")
+    own = estimate_memory(layout, newer, H100, job)
+    upstream = estimate_memory(layout, newer, H100, plan.job)
+    on_gpu = [moments(layout, each)["last_layer_backward"].get("checkpoint_staging", 0) for each in (job, plan.job)]
+    assert on_gpu[0] - on_gpu[1] == 2 * 32_768 * 4096
+    assert own.host == upstream.host
+    reentrant = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096, gradient_checkpointing="reentrant"))
+    assert reentrant.chosen.layout.gradient_checkpointing
+    assert reentrant.training_arguments("out")["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+
+
 def test_plans_carry_the_mechanisms():
     plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000))
-    assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    pinned = "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+    assert plan.environment == {"PYTORCH_ALLOC_CONF": f"expandable_segments:True,{pinned}"}
+    assert make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096)).environment == {}
+    offloaded = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=4096, offload="cpu"))
+    assert offloaded.environment == {"PYTORCH_ALLOC_CONF": pinned}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")
     assert again.chosen.layout == plan.chosen.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,13 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import RELEASE
+from shardwright.ds_configs.memory.rank_parameters import trained_parameters
 from shardwright.ds_configs.models.images import RULES, image_sizes, image_tokens
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.images import IMAGE_PARTS, image_part, names_of_parts
 from shardwright.ds_configs.specs.job import TrainingJob, job_errors
+from shardwright.ds_configs.specs.model import lora_parameter_count
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -181,3 +185,32 @@ def test_errors_of_images() -> None:
         "image_size",
         "frames",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("model.vision_encoder.transformer.layers.0.attention.q_proj.weight", "vision_tower"),
+        ("model.image_tower.encoder.layers.0.mlp.fc1.weight", "vision_tower"),
+        ("model.high_res_vision_model.vision_encoder.layers.0.attn.qkv.weight", "vision_tower"),
+        ("model.vision_projection.patch_merger.merging_layer.weight", "projector"),
+        ("model.mm_projector.in_proj.weight", "projector"),
+        ("qformer.encoder.layer.0.attention.attention.query.weight", "projector"),
+        ("image_to_text_projection.dense.weight", "projector"),
+        ("model.visual.blocks.0.attn.proj.weight", "vision_tower"),
+        # Experts of a language model for patches, and the head of generated images.
+        ("model.language_model.layers.1.mlp.vision_moe.experts.gate_up_proj", None),
+        ("model.generation_head.vision_head.weight", None),
+    ],
+)
+def test_parts_of_rarer_models_are_recognized(name: str, part: str | None) -> None:
+    assert image_part(name) == part
+    module, pattern = name.rpartition(".")[0], {each: names_of_parts({each}) for each in IMAGE_PARTS}
+    assert {each for each in IMAGE_PARTS if re.fullmatch(pattern[each], module)} == ({part} if part else set())
+
+
+def test_adapters_of_modules_with_one_name_pattern_are_counted_once() -> None:
+    job = TrainingJob(method="lora", vision_tower="trained", projector="trained")
+    model = job.freeze(MODEL)
+    counted = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+    assert sum(parameter.total for parameter in trained_parameters(model, job).parameters) == counted

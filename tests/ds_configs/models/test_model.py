@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from paths import CONFIGS
 from planning import RELEASE
+from shardwright.ds_configs.legality.rules import lora_targets_can_be_adapted
 from shardwright.ds_configs.models.model_config import SIZED_FAMILIES, config_errors
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.errors import RefusedInputError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import (
     MAMBA_TYPES,
     NOT_ADAPTED_IN_MAMBA,
@@ -21,6 +26,7 @@ from shardwright.ds_configs.specs.model import (
     adapted_mixtures,
     lora_parameter_count,
 )
+from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.planning import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
@@ -208,6 +214,53 @@ def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> No
             get_peft_model(model, lora)
         return
     assert get_peft_model(model, lora).get_nb_trainable_parameters()[0] == expected
+
+
+def stored_classes(kind: str = "") -> list[tuple[str, str]]:
+    """Return the text classes whose stored shapes have a kind of parameters, and others with their own layers."""
+    classes = json.loads((CONFIGS.parent / "parameter_shapes.json").read_text())["classes"].items()
+    stored = [(value["model_type"], name) for name, value in classes if f'"{kind}' in json.dumps(value)]
+    return [
+        *(names for names in stored if not names[1].endswith(("ConditionalGeneration", "CLIPModel"))),
+        *(("deepseek_v4", "DeepseekV4ForCausalLM"), ("phimoe", "PhimoeForCausalLM")),
+        *(("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), ("granitemoehybrid", "GraniteMoeHybridForCausalLM")),
+    ]
+
+
+@pytest.mark.parametrize(("model_type", "architecture"), stored_classes("experts"))
+def test_adapters_of_mixtures_are_counted_as_peft_makes_them_or_rejected(model_type: str, architecture: str) -> None:
+    config = {"model_type": model_type, "architectures": [architecture], "num_hidden_layers": 4}
+    spec = model_spec_from_meta(config, name="m")
+    for target in ("all-linear", "experts", "experts.down_proj"):
+        job = TrainingJob(method="lora", lora_targets=(target,), lora_rank=3)
+        layout, hardware = Layout(engine="ddp", dp_replicate=8), parse_hardware("8xH100-80GB")
+        if errors := list(lora_targets_can_be_adapted(spec, layout, job, hardware)):
+            assert any(p.module in str(errors[0]) for p in spec.parameters if p.kind == "router"), str(errors[0])
+            continue
+        model = build_meta_model(config, source="m")
+        adapted = add_lora(model, rank=3, targets=target, fp32_adapters=False)
+        assert adapted.get_nb_trainable_parameters()[0] == lora_parameter_count(spec, rank=3, targets=[target]), target
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [*stored_classes(), *((name.lower(), f"{name}ForConditionalGeneration") for name in ("T5", "MT5"))],
+)
+def test_four_bit_weights_are_those_that_bitsandbytes_packs(model_type: str, architecture: str) -> None:
+    from bitsandbytes.nn import Linear4bit
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import HfQuantizer
+
+    config: dict[str, Any] = {"model_type": model_type, "architectures": [architecture]}
+    if model_type == "hunyuan_v1_dense":
+        # Its default configuration has no width of heads.
+        config["head_dim"] = 128
+    model, spec = build_meta_model(config, source="m"), model_spec_from_meta(config, name="m")
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    replace_with_bnb_linear(model, kept, four_bit_loading(torch.bfloat16))
+    packed = [name for name, module in model.named_modules() if isinstance(module, Linear4bit)]
+    assert sum(p.total for p in spec.packed_parameters) == sum(sizes[f"{name}.weight"] for name in packed)
 
 
 def test_adapted_mixtures_match_peft() -> None:

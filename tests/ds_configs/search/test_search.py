@@ -11,6 +11,7 @@ from planning import llama, public_model
 from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_errors
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.search import candidates
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.reasons import AS_FAST
 from shardwright.ds_configs.search.search import anything_fits, search
@@ -18,6 +19,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.step_time.estimate import estimate_step_time
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -31,8 +33,39 @@ def test_no_fitting_layout_that_a_trainer_runs_is_more_than_five_percent_faster(
     )
     assert outcome.chosen is not None
     best = outcome.chosen.time.tokens_per_second
-    others = [one for one in outcome.rejected if one.memory.fits and one.layout.pp == 1]
+    others = [one for one in outcome.rejected if one.memory.fits and one.layout.pp == one.layout.cp == 1]
     assert all(one.time.tokens_per_second * AS_FAST <= best for one in others)
+
+
+@pytest.mark.parametrize(("gain", "is_chosen"), [(1.0, False), (1.1, False), (10.0, True)])
+def test_context_parallelism_is_chosen_only_if_certainly_faster(gain, is_chosen, monkeypatch):
+    """LoRA of 70B with 4,096 tokens, whatever the price of context parallelism."""
+    exact = estimate_step_time
+
+    def favored(layout, *arguments, **words):
+        time = exact(layout, *arguments, **words)
+        faster = gain if layout.cp > 1 else 1.0
+        scaled = {name: getattr(time, name) / faster for name in ("seconds", "low_seconds", "high_seconds")}
+        return replace(time, **scaled, tokens_per_second=faster * time.tokens_per_second)
+
+    monkeypatch.setattr(candidates, "estimate_step_time", favored)
+    job = TrainingJob(method="lora", seq_len_tokens=4096)
+    outcome = search(SearchContext(model=LLAMA_70B, hardware=parse_hardware("8xH100-80GB"), job=job))
+    assert outcome.chosen is not None
+    assert (outcome.chosen.layout.cp > 1) == is_chosen
+    least = outcome.chosen.time.tokens_per_second / AS_FAST
+    faster = [one for one in outcome.rejected if one.time.tokens_per_second > least]
+    faster = [one for one in faster if one.memory.fits]
+    assert all("--context-parallel-size" in one.reason for one in faster)
+    assert ("without context parallelism" in outcome.chosen.reason) == (gain == 1.1)
+
+
+def test_sharded_parameters_are_not_simpler_than_a_chunked_loss():
+    """ZeRO-1 and ZeRO-3 within 5 %: QLoRA of 8B on four cards of 24 GB, where only ZeRO-1 needs the chunked loss."""
+    hardware, job = parse_hardware("4xRTX3090"), TrainingJob(method="qlora", seq_len_tokens=2048)
+    chosen = search(SearchContext(model=LLAMA_8B, hardware=hardware, job=job)).chosen
+    assert chosen is not None
+    assert not chosen.layout.shards_parameters
 
 
 def test_fewest_layers_that_fit_are_recomputed():

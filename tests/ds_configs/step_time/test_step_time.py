@@ -20,6 +20,7 @@ from shardwright.ds_configs.step_time.communication import Calls, data_traffic
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.ds_configs.step_time.model_work import (
     device_of,
+    layer_passes,
     model_work,
     product_seconds,
 )
@@ -92,7 +93,7 @@ def one_f_one_b_seconds(stages: int, micro_batches: int, forward: float, backwar
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8)])
 def test_pipeline_time_equals_simulated_schedule(stages, micro_batches):
-    model = llama(num_hidden_layers=16, vocab_size=16, hidden_size=2048, num_attention_heads=16)
+    model = llama(num_hidden_layers=32, vocab_size=16, hidden_size=2048, num_attention_heads=16)
     layout = Layout(engine="deepspeed", zero_stage=1, pp=stages, gradient_accumulation_steps=micro_batches)
     time = seconds(layout, model, parse_hardware(f"{stages}xA100-80GB"), seq_len_tokens=4096)
     once = sum(time.terms.get(name, 0.0) for name in ("optimizer", "step_overhead"))
@@ -286,6 +287,7 @@ def test_published_step_times_are_matched():
         "fms-fsdp": 0.1,
         "Korthikanti 22B to 1T": 0.1,
         "torchtitan H100": 0.15,
+        "VectorLM A100": 0.09,
     }
     assert {name: mean(map(abs, errors[name])) for name in limits} == {
         name: pytest.approx(limit / 2, abs=limit / 2) for name, limit in limits.items()
@@ -293,6 +295,61 @@ def test_published_step_times_are_matched():
     assert abs(median(errors["vTrain single node"])) < 0.02
     # Without a fit: fp32 on fp32 units.
     assert mean(map(abs, errors["DeepSpeed autotuner V100"])) < 0.35
+    # Routing and small groups are counted, what makes Transformers' mixtures slow beyond them is not known.
+    assert -0.55 < errors["mixtures H100"][0] < 0
+
+
+@pytest.mark.parametrize(
+    ("width", "published"), [(128, (99, 133, 155, 173, 182, 189)), (64, (88, 119, 140, 156, 165, 171))]
+)
+def test_attention_on_ampere_is_as_fast_as_its_paper(width, published):
+    """TFLOP/s of both passes for 512 to 16,384 tokens (arXiv 2307.08691, figure 4)."""
+    model = llama(hidden_size=2048, num_attention_heads=2048 // width, num_key_value_heads=2048 // width)
+    hardware = parse_hardware("1xA100-80GB")
+    for power, rate in enumerate(published):
+        tokens = 512 << power
+        time = seconds(Layout(engine="single"), model, hardware, seq_len_tokens=tokens, global_batch_size=1)
+        flops = 3.5 * 4 * tokens**2 * 2048 / 2 * model.dimensions.num_layers
+        assert flops / time.terms["attention"] / 1e12 == pytest.approx(rate, rel=0.03)
+
+
+def test_mixtures_pay_for_routing_and_small_groups():
+    hardware = parse_hardware("8xH100-80GB")
+    fsdp2 = Layout(engine="fsdp2", dp_shard=8)
+    step = step_inputs(fsdp2, QWEN_MOE, hardware)
+    sizes, work = QWEN_MOE.dimensions, model_work(QWEN_MOE)
+    weights = sum(product.count * product.weight for product in work.expert_products) * work.local_experts
+
+    def layer(tokens):
+        return layer_passes(work, tokens, 4096, step.device, TRANSFORMERS, 2, True, False)
+
+    # A token or two for each expert: all weights are read forward, and read and written as gradients backward.
+    few, few_back = layer(32)
+    assert few.products > 2 * weights / step.device.memory_bytes_per_s
+    assert few_back.products > 2 * 2 * weights / step.device.memory_bytes_per_s
+    # Norms, rotary embeddings and activations of a token, and its row for each of its experts.
+    more, more_back = (after.memory - before.memory for before, after in zip(layer(4096), layer(8192), strict=True))
+    heads = 30 * (sizes.query_size + sizes.key_value_size)
+    hidden, inner = sizes.hidden_size, sizes.expert_intermediate_size
+    rate, experts = step.device.memory_bytes_per_s / 4096, sizes.experts_per_token
+    assert more * rate == pytest.approx(84 * hidden + heads + experts * (22 * hidden + (10 + 8) * inner), rel=1e-6)
+    back = 130 * hidden + heads + experts * (35 * hidden + (18 + 16) * inner)
+    assert more_back * rate == pytest.approx(back, rel=1e-6)
+
+
+def test_only_fsdp2_copies_what_it_gathers():
+    hardware = parse_hardware("8xH100-80GB")
+    layout, plain = Layout(engine="fsdp2", dp_shard=8), replace(TRANSFORMERS, copies_gathered=False)
+    job = TrainingJob(global_batch_size=8)
+
+    def traffic(layout, software):
+        time = estimate_step_time(layout, LLAMA_8B, hardware, job, software=software)
+        return time.terms["memory_operations"]
+
+    copies = traffic(layout, TRANSFORMERS) - traffic(layout, plain)
+    step = step_inputs(layout, LLAMA_8B, hardware)
+    assert copies == pytest.approx(2 * 4 * LLAMA_8B.parameter_count / step.device.memory_bytes_per_s, rel=1e-6)
+    assert traffic(ZERO3, TRANSFORMERS) == traffic(ZERO3, plain)
 
 
 def test_lora_adds_traffic_of_its_updates_and_casts():

@@ -401,6 +401,17 @@ def test_compiled_kernels_equal_the_uncompiled_loss(monkeypatch: pytest.MonkeyPa
         assert_near(own, reference, 1e-6, "jsd")
 
 
+def test_16_bit_head_gradients_are_cast_within_their_memory() -> None:
+    weight = torch.zeros(5 * 1024 + 3, 16, dtype=torch.bfloat16)
+    gradient, sums = fused_loss._empty_head_gradient(weight)
+    values = torch.randn(len(weight), 16)
+    for part, rows in zip(sums, values.split([len(part) for part in sums]), strict=True):
+        part.copy_(rows)
+    fused_loss._scale_into(gradient, sums, torch.tensor(0.3))
+    assert torch.equal(gradient, (values * torch.tensor(0.3)).bfloat16())
+    assert sums[0].untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+
+
 def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,6 +99,26 @@ def test_tiles_and_offload_leave_loss_and_gradients_unchanged(family: str) -> No
     assert mean.logits is None
 
 
+def test_buffers_on_the_host_are_used_again_for_other_lengths_but_not_while_a_pass_needs_them() -> None:
+    model = model_of("Llama")
+    model.gradient_checkpointing_enable()
+    batches = [batch(length=length) for length in (21, 13, 30)]
+    plain = [gradients(model, inputs) for inputs in batches]
+    offload_checkpoints(model, 3)
+    with ByteMeter() as meter:
+        for inputs, expected in zip(batches, plain, strict=True):
+            check_equal(gradients(model, inputs), expected, tolerance=0.0)
+        assert meter.reading().host_peak_bytes == 3 * 4 * 32 * 3 * 30
+        # Two forward passes before the backward passes.
+        for inputs, expected in [(batches[0], plain[0]), (batches[2], plain[2])]:
+            model.zero_grad()
+            first, second = model(**inputs).loss, model(**batches[1]).loss
+            first.backward()
+            found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            second.backward()
+
+
 def test_adapters_of_four_bit_weights_get_the_same_gradients(tmp_path: Path) -> None:
     from shardwright.plugins.peft import add_lora, four_bit_loading
     from transformers import AutoModelForCausalLM

@@ -173,6 +173,16 @@ def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Pat
     )
 
 
+def test_another_kind_of_recomputation_than_planned_is_named(planned: Path, tmp_path: Path) -> None:
+    plan, kwargs = Plan.load(planned), {"use_reentrant": True}
+    plan = replace(plan, chosen=replace(plan.chosen, layout=plan.chosen.layout.changed(gradient_checkpointing=True)))
+    arguments = cpu_arguments(tmp_path, 2, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
+    line = "use_reentrant was True, but the plan has False"
+    assert line in argument_differences(plan, arguments, None, ranks=1)
+    reentrant = replace(plan, job=replace(plan.job, gradient_checkpointing="reentrant"))
+    assert not any("reentrant" in text for text in argument_differences(reentrant, arguments, None, ranks=1))
+
+
 def test_weights_of_another_type_than_planned_are_named(planned: Path, tmp_path: Path) -> None:
     import torch
 
