@@ -117,7 +117,6 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print(Text.assemble((model.name, "bold"), summary))
     out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.layout), "bold")))
     out.print(chosen.reason, markup=False)
-    out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
     (_show_terms if verbose else _show_totals)(out, plan)
     rows: list[tuple[str, ...]] = []
@@ -176,9 +175,9 @@ def _show_totals(out: Console, plan: Plan) -> None:
         out.print(f"{role.capitalize()}: {choice.placement}, {sizes}", markup=False)
     time, tokens = chosen.time, f"{chosen.time.tokens_per_second:,.0f} tokens/s"
     interval = f"{time.seconds:.4f} s per step ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    out.print(f"Speed: {tokens}{_model_flops(plan)}, {interval}")
-    if less_certain := doubts(chosen.layout, plan.model, plan.hardware, plan.job):
-        out.print(f"Less certain for {len(less_certain)} reason{'s' * (len(less_certain) > 1)} (--verbose)")
+    reasons = doubts(chosen.layout, plan.model, plan.hardware, plan.job)
+    less_certain = f"; less certain for {len(reasons)} reason{'s' * (len(reasons) > 1)} (--verbose)" if reasons else ""
+    out.print(f"Speed: {tokens}{_model_flops(plan)}, {interval}{less_certain}")
 
 
 def _show_terms(out: Console, plan: Plan) -> None:
