@@ -219,8 +219,8 @@ def _show_host_and_pools(out: Console, plan: Plan) -> None:
         gpu, pools = chosen.memory.gpu, sum(kept.values())
         in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
         out.print(
-            f"nvidia-smi may show {in_use} GB: {gigabytes(pools)} GB are free blocks of side streams, which torch gives "
-            "back before an allocation fails"
+            f"nvidia-smi may show {in_use} GB: {gigabytes(pools)} GB are free blocks of side streams, which torch "
+            "gives back before an allocation fails"
         )
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     nvme = f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else ""

@@ -51,6 +51,12 @@ def test_the_first_screen_of_a_plan_has_24_lines(capsys: pytest.CaptureFixture[s
     show_plan(plan, Path("plan"))
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 24
-    for text in (plan.chosen.reason.split(". ")[0], "tokens/s", "Host memory", "report.html", "shardwright explain plan"):
+    for text in (
+        plan.chosen.reason.split(". ")[0],
+        "tokens/s",
+        "Host memory",
+        "report.html",
+        "shardwright explain plan",
+    ):
         assert text in " ".join(shown.split())
     assert "\nRun: " in shown or "\nRun on each node: " in shown
