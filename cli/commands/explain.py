@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.check.failed_runs import find_causes
-from ...ds_configs.check.flight_recorder import summary
+from ...ds_configs.check.flight_recorder import record_files, summary
 from ...ds_configs.check.trl import MEANINGS
 from ...ds_configs.legality.rules import RULES
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
@@ -136,8 +136,12 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         UsageError: the log cannot be read.
         ShardwrightError: it has no error.
     """
+    loaded = None if plan is None else Plan.load(plan)
     if log.is_dir():
         # Records of collective operations, of all machines.
+        if not record_files(log):
+            rule, fix = "has no records of torch's flight recorder", "pass a log, or the directory of the records"
+            raise UsageError(ConfigError(where="error", value=str(log), rule=rule, fix=fix))
         lines = summary(log)
         if as_json:
             print(json.dumps({"schema_version": 1, "collectives": lines}))
@@ -158,11 +162,11 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
     failure = cause.failure
     fix, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
     needs_less = ""
-    if plan is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
+    if loaded is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
         is_host = failure.name != "accelerator_out_of_memory"
         phase = cause.groups[0] if cause.groups else "unknown"
         out_of_memory = OutOfMemory(phase=phase, error=cause.text, on_host=is_host)
-        needs_less = out_of_memory_text(Plan.load(plan), out_of_memory)
+        needs_less = out_of_memory_text(loaded, out_of_memory)
         command = next((line.strip() for line in needs_less.splitlines() if line.startswith("    shard")), command)
     if as_json:
         answer: dict[str, Any] = {
