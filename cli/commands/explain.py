@@ -142,11 +142,11 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         if not record_files(log):
             rule, fix = "has no records of torch's flight recorder", "pass a log, or the directory of the records"
             raise UsageError(ConfigError(where="error", value=str(log), rule=rule, fix=fix))
-        lines = summary(log)
+        collectives = summary(log)
         if as_json:
-            print(json.dumps({"schema_version": 1, "collectives": lines}))
+            print(json.dumps({"schema_version": 1, "collectives": collectives}))
         else:
-            print("\n".join(lines) or "all ranks ended the same collective operations")
+            print("\n".join(collectives) or "all ranks ended the same collective operations")
         return 0
     try:
         with sys.stdin.buffer if str(log) == "-" else log.open("rb") as stream:
@@ -160,7 +160,7 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         )
     cause, *others = causes
     failure = cause.failure
-    fix, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
+    fixes, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
     needs_less = ""
     if loaded is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
         is_host = failure.name != "accelerator_out_of_memory"
@@ -174,7 +174,7 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
             "cause": failure.name,
             "meaning": cause.filled(failure.meaning),
             "evidence": {"line": cause.line, "rank": cause.rank, "text": cause.text, "frame": cause.frame},
-            "fix": fix,
+            "fix": fixes,
             "command": command,
             "others": [{"cause": other.failure.name, "line": other.line, "rank": other.rank} for other in others],
             "plans": needs_less,
@@ -190,7 +190,7 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
     if others:
         followed = ", ".join(f"{other.failure.name.replace('_', ' ')} (line {other.line})" for other in others)
         lines.append(f"  other errors in the log: {followed}")
-    lines += ["fix:", *(f"  {text}" for text in fix), f"next: {command}"]
+    lines += ["fix:", *(f"  {text}" for text in fixes), f"next: {command}"]
     lines += [f"more: docs/guides/{failure.page}"] if failure.page else []
     print("\n".join([*lines, *([needs_less] if needs_less else [])]))
     return 0
