@@ -4,7 +4,7 @@ A packed row has `position_ids` that restart with each document, and a batch of 
 without a cache, Transformers then derives a mask for each document from the positions
 (`masking_utils.find_packed_sequence_indices`), and FlashAttention reads the documents of a batch of one row as
 sequences of different lengths (`modeling_flash_attention_utils._is_packed_sequence`). The first token of a document has
-no label, as nothing of its own document predicts it.
+no label, because no earlier token of its document predicts it.
 """
 
 from __future__ import annotations
@@ -618,5 +618,5 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
             if not torch.allclose(logits_BSV[:, own], alone_BSV, rtol=1e-4, atol=1e-5):
                 return f"{type(model).__name__} does not treat each document of a packed row as a new sequence"
     except Exception as error:
-        return f"a small model of its classes cannot read packed rows ({type(error).__name__}: {error})"
+        return f"packed rows fail in a small model of the same classes ({type(error).__name__}: {error})"
     return None
