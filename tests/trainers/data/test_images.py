@@ -391,7 +391,7 @@ def test_a_processor_is_loaded_with_its_template_and_must_belong_to_the_model(tm
     other.save_pretrained(tmp_path)
     with pytest.raises(
         UsageError,
-        match='is of another model or release: patch_size is 4, and the model has 8; save .* or write "patch_size": 8',
+        match=r'is of another model or release: patch_size is 4, and the model has 8; save .* or write "patch_size": 8',
     ):
         loaded(tmp_path)
     (tmp_path / "processor_config.json").write_text("{")
@@ -438,7 +438,7 @@ def test_a_processor_of_another_release_is_rejected_before_training(
 
 def test_a_processor_that_is_no_object_is_rejected(tmp_path: Path) -> None:
     (save_image_model(tmp_path) / "processor_config.json").write_text("[1]")
-    with pytest.raises(RefusedInputError, match="processor of .*: cannot be loaded"):
+    with pytest.raises(RefusedInputError, match=r"processor of .*: cannot be loaded"):
         loaded(tmp_path)
 
 
