@@ -231,7 +231,7 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
     for name, unset, expected in (
         ("patch_size", "not set", getattr(vision, "patch_size", None)),
         ("vision_feature_select_strategy", "full", getattr(config, "vision_feature_select_strategy", None)),
-        ("num_additional_image_tokens", 0, {"clip_vision_model": 1, "siglip_vision_model": 0}.get(tower)),
+        ("num_additional_image_tokens", 0, {"clip_vision_model": 1, "siglip_vision_model": 0}.get(str(tower))),
     ):
         if hasattr(processor, name):
             pairs[name] = (getattr(processor, name) or unset, expected)
