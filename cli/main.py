@@ -125,7 +125,7 @@ EXAMPLES = {
     "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
     "ui": ("", "--port 8080"),
     "configs": ("ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
-    "schema": ("settings", "explain-error"),
+    "schema": ("settings", "plan-answer"),
     "env": ("", "--patches"),
     "demo": ("", "my-demo --steps 10"),
 }

@@ -96,8 +96,8 @@ def schema_command(subject: str = "settings", *, options: Options[Output] = FILL
     Parameters
     ----------
     subject
-        settings (YAML of plan --config), hardware (YAML of --hardware), or plan, check or explain-error: what these
-        print with --format json.
+        settings (YAML of plan --config), hardware (YAML of --hardware), or plan-answer, check-answer or
+        error-answer: what `plan`, `check` and `explain --error` print with --format json.
     """
     if subject not in SUBJECTS:
         rule, fix = f"must be one of {', '.join(SUBJECTS)}", REMOVED.get(f"subject={subject}", "")

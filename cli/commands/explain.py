@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.check.failed_runs import find_causes
-from ...ds_configs.check.flight_recorder import summary
+from ...ds_configs.check.flight_recorder import record_files, summary
 from ...ds_configs.check.trl import MEANINGS
 from ...ds_configs.legality.rules import RULES
 from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
@@ -136,13 +136,17 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         UsageError: the log cannot be read.
         ShardwrightError: it has no error.
     """
+    loaded = None if plan is None else Plan.load(plan)
     if log.is_dir():
         # Records of collective operations, of all machines.
-        lines = summary(log)
+        if not record_files(log):
+            rule, fix = "has no records of torch's flight recorder", "pass a log, or the directory of the records"
+            raise UsageError(ConfigError(where="error", value=str(log), rule=rule, fix=fix))
+        collectives = summary(log)
         if as_json:
-            print(json.dumps({"schema_version": 1, "collectives": lines}))
+            print(json.dumps({"schema_version": 1, "collectives": collectives}))
         else:
-            print("\n".join(lines) or "all ranks ended the same collective operations")
+            print("\n".join(collectives) or "all ranks ended the same collective operations")
         return 0
     try:
         with sys.stdin.buffer if str(log) == "-" else log.open("rb") as stream:
@@ -156,13 +160,13 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         )
     cause, *others = causes
     failure = cause.failure
-    fix, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
+    fixes, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
     needs_less = ""
-    if plan is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
+    if loaded is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
         is_host = failure.name != "accelerator_out_of_memory"
         phase = cause.groups[0] if cause.groups else "unknown"
         out_of_memory = OutOfMemory(phase=phase, error=cause.text, on_host=is_host)
-        needs_less = out_of_memory_text(Plan.load(plan), out_of_memory)
+        needs_less = out_of_memory_text(loaded, out_of_memory)
         command = next((line.strip() for line in needs_less.splitlines() if line.startswith("    shard")), command)
     if as_json:
         answer: dict[str, Any] = {
@@ -170,7 +174,7 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
             "cause": failure.name,
             "meaning": cause.filled(failure.meaning),
             "evidence": {"line": cause.line, "rank": cause.rank, "text": cause.text, "frame": cause.frame},
-            "fix": fix,
+            "fix": fixes,
             "command": command,
             "others": [{"cause": other.failure.name, "line": other.line, "rank": other.rank} for other in others],
             "plans": needs_less,
@@ -186,7 +190,7 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
     if others:
         followed = ", ".join(f"{other.failure.name.replace('_', ' ')} (line {other.line})" for other in others)
         lines.append(f"  other errors in the log: {followed}")
-    lines += ["fix:", *(f"  {text}" for text in fix), f"next: {command}"]
+    lines += ["fix:", *(f"  {text}" for text in fixes), f"next: {command}"]
     lines += [f"more: docs/guides/{failure.page}"] if failure.page else []
     print("\n".join([*lines, *([needs_less] if needs_less else [])]))
     return 0

@@ -98,4 +98,4 @@ class ExplainErrorAnswer(TypedDict):
     plans: str
 
 
-ANSWERS = {"plan": PlanAnswer, "check": CheckAnswer, "explain-error": ExplainErrorAnswer}
+ANSWERS = {"plan-answer": PlanAnswer, "check-answer": CheckAnswer, "error-answer": ExplainErrorAnswer}

@@ -104,7 +104,9 @@ def write_collectives() -> None:
     if os.environ.get(TRACES):
         from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
-        Path(f"{os.environ[TRACES]}{os.environ.get('RANK', '0')}").write_bytes(_dump_fr_trace())
+        # A directory that cannot be written must not hide why the rank ends.
+        with contextlib.suppress(OSError):
+            Path(f"{os.environ[TRACES]}{os.environ.get('RANK', '0')}").write_bytes(_dump_fr_trace())
 
 
 def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:

@@ -115,7 +115,7 @@ KEYS = {
     "env --patches": "schema_version patches",
     "explain --error LOGS/dtype.log": "schema_version cause meaning evidence fix command others plans",
     "explain --error LOGS/collectives": "schema_version collectives",
-    "schema check": "$defs description properties required title type",
+    "schema check-answer": "$defs description properties required title type",
     "schema settings": "additionalProperties description properties title type",
 }
 
@@ -138,10 +138,10 @@ def test_the_answer_of_a_command_keeps_its_keys(
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("plan", "plan LLAMA --hardware 8xA100-80GB"),
-        ("plan", "plan LLAMA --hardware 1xL4"),
-        ("check", "check wrong.json"),
-        ("explain-error", "explain --error LOGS/dtype.log"),
+        ("plan-answer", "plan LLAMA --hardware 8xA100-80GB"),
+        ("plan-answer", "plan LLAMA --hardware 1xL4"),
+        ("check-answer", "check wrong.json"),
+        ("error-answer", "explain --error LOGS/dtype.log"),
     ],
 )
 def test_an_answer_has_the_schema_that_is_printed(

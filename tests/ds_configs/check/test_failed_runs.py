@@ -185,6 +185,8 @@ def test_explain_names_the_cause_and_the_next_command(
     assert done.code == 1 and "no error of a run in it; pass the complete output of all ranks" in done.err
     done = shell("explain", "--error", tmp_path / "none.log")
     assert done.code == 2 and "cannot be read (No such file or directory)" in done.err
+    done = shell("explain", tmp_path / "no-plan", "--error", LOGS / "dtype.log")
+    assert done.code == 2 and "no-plan" in done.err
     done = shell("explain")
     assert done.code == 2 and "subject: is missing" in done.err
 

@@ -98,9 +98,11 @@ def test_a_file_that_is_no_record_is_rejected_and_runs_nothing(
 
 
 def test_explain_reads_a_directory_of_records(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shell = every_command(capsys, monkeypatch)
+    done = shell("explain", "--error", tmp_path)
+    assert done.code == 2 and "has no records of torch's flight recorder" in done.err
     done = shell("explain", "--error", RECORDS)
     assert done.code == 0 and "rank 1 lags" in done.out
     assert json.loads(shell("explain", "--error", RECORDS, "--format", "json").out)["collectives"] == summary(RECORDS)
