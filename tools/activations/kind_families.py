@@ -290,6 +290,12 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "adapters": ("none",),
 }
 """Grouped heads, its first layers dense (GLM-4.5)."""
+_EXAONE4: dict[str, Any] = {
+    "widths": (*_GROUPED_WIDTHS, "intermediate_size"),
+    "more": (*_TEXT, "token*position*attention_heads", "position*head_dim"),
+    "adapters": ("none",),
+}
+"""Full layers have positions only where none has a window (EXAONE 4)."""
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 _TOWER = (
@@ -403,6 +409,25 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         settings=("hidden_act",),
         attentions=("fused", "masked", "math"),
         adapters=("none",),
+    ),
+    "Exaone4ForCausalLM": KindFamily(
+        model_type="exaone4",
+        sizes=draw_cohere,
+        depth=_layer_types,
+        kinds={"sliding": "layer_types=sliding_attention", "full": "layer_types=full_attention"},
+        interleaved=True,
+        settings=("hidden_act", "sliding_window"),
+        attentions=("fused", "masked"),
+        **_EXAONE4,
+    ),
+    "Exaone4ForCausalLM full": KindFamily(
+        model_type="exaone4",
+        sizes=lambda choose: draw_cohere(choose) | {"sliding_window": None},
+        depth=lambda values, depths: _layer_types(values, {"full": depths["layer"]}),
+        kinds={"layer": "model.layers.*.mlp.down_proj.weight"},
+        settings=("hidden_act", "sliding_window_pattern"),
+        attentions=("fused",),
+        **_EXAONE4,
     ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",
