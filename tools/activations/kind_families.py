@@ -327,13 +327,22 @@ def _smolvlm(model_type: str) -> KindFamily:
         model_type=model_type,
         sizes=draw_smolvlm,
         widths=(*_GROUPED_WIDTHS, "intermediate_size"),
-        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
+        # A mask of pixels marks what was padded; a patch has three values for each.
+        more=(
+            *("patch*vision_config.patch_size*vision_config.patch_size", "image"),
+            *_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
+        ),
         depth=_towers,
         kinds={
             "vision": "model.vision_model.encoder.layers.*.mlp.fc2.weight",
             "text": "model.text_model.layers.*.mlp.down_proj.weight",
         },
-        settings=("text_config.model_type", "text_config.hidden_act", "vision_config.hidden_act"),
+        settings=(
+            "text_config.model_type",
+            "text_config.hidden_act",
+            "vision_config.hidden_act",
+            "vision_config.num_channels",
+        ),
         inputs="padded images",
         image=draw_scaled_square,
         **_IMAGE_TEXT,
