@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "plan": ("plan:plan_command", "Choose a layout and write configs for accelerate launch."),
     "check": ("configuration:check_command", "Find all errors in DeepSpeed, Accelerate and TRL configuration files."),
-    "explain": ("explain:explain_command", "Explain a written plan, or one term, layout or rule."),
+    "explain": ("explain:explain_command", "Explain a plan, a term, a layout, a rule, or why a run failed."),
     "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
     "rehearse": ("trials:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
     "tune": ("trials:tune_command", "Measure the best layouts of a plan in short runs, and keep the fastest."),
@@ -47,7 +47,7 @@ _COMMANDS = {
     "ui": ("pages:ui_command", "Plan and check in the browser."),
     "configs": ("configuration:app", "List ready-made configurations, or copy one."),
     "env": ("env:env_command", "Print versions and hardware for a bug report."),
-    "schema": ("configuration:schema_command", "Print the JSON schema of a file of Shardwright."),
+    "schema": ("configuration:schema_command", "Print the JSON schema of a file or an answer of Shardwright."),
     "demo": ("demo:demo_command", "Plan a model, then train a small one on two CPU ranks."),
 }
 
@@ -90,7 +90,7 @@ EXAMPLES = {
         "MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048",
     ),
     "check": ("plan", "ds_config.json --num-processes 8", "grpo.yaml --hardware 8xH100-80GB"),
-    "explain": ("plan", "gathered_parameters"),
+    "explain": ("plan", "gathered_parameters", "--error run.log"),
     "calibrate": ("plan/model", "--list"),
     "rehearse": ("plan", "plan --script finetune.py -- --epochs 1"),
     "tune": ("plan", "plan --trials 8 --steps 10"),
@@ -125,7 +125,7 @@ EXAMPLES = {
     "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
     "ui": ("", "--port 8080"),
     "configs": ("ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
-    "schema": ("settings", "hardware"),
+    "schema": ("settings", "plan-answer"),
     "env": ("", "--patches"),
     "demo": ("", "my-demo --steps 10"),
 }

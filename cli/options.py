@@ -72,7 +72,7 @@ class Machine(Settings):
         if self.main_address is not None and self.node_rank is None:
             return [ConfigError(where="main_address", value=self.main_address, rule="needs --node-rank")]
         if self.node_rank is None and self.main_port != MAIN_PORT:
-            rule, fix = "is for one of several machines", "pass --node-rank and --main-address too"
+            rule, fix = "is used by several machines only", "pass --node-rank and --main-address too"
             return [ConfigError(where="main_port", value=self.main_port, rule=rule, fix=fix)]
         return []
 

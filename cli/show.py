@@ -29,8 +29,10 @@ from ..ds_configs.step_time.utilization import utilization
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
-_BRIEF_ROWS = 5
-"""Alternatives in a brief plan."""
+_FIRST_ROWS = 3
+"""Alternatives on the first screen of a plan."""
+_FIRST_TERMS = 4
+_UPPER_BOUND = "Activations and loss are an upper bound from the model's structure. The run may need less."
 
 
 def console() -> Console:
@@ -100,11 +102,11 @@ def print_figures(out: Console, headings: Sequence[str], rows: Iterable[Sequence
     print_rows(out, headings, styled, figures=headings)
 
 
-def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True, brief: bool = False) -> None:
-    """Print a plan: model, selected layout, memory, time, alternatives, files and launch command.
+def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True, verbose: bool = False) -> None:
+    """Print a plan in at most 24 lines of 120 columns: model, layout, reason, memory, time, files and next command.
 
-    `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them. `brief` ends
-    after the reason, the memory and the fastest alternatives.
+    `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them. `verbose` adds
+    every term of memory and time, and every alternative.
     """
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
@@ -113,15 +115,12 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         f"on {hardware.world_size} x {hardware.gpu} ({gigabytes(hardware.gpu_bytes)} GB usable each)"
     )
     out.print(Text.assemble((model.name, "bold"), summary))
-    out.print()
     out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.layout), "bold")))
     out.print(chosen.reason, markup=False)
-    out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
-    if not brief:
-        _show_costs(out, plan)
+    (_show_terms if verbose else _show_totals)(out, plan)
     rows: list[tuple[str, ...]] = []
-    for candidate in plan.rejected[: _BRIEF_ROWS if brief else None]:
+    for candidate in plan.rejected[: None if verbose else _FIRST_ROWS]:
         layout, memory = candidate.layout, candidate.memory
         layers = -(-model.dimensions.num_layers // layout.pp)
         recomputed = layout.recomputed_layers(layers)
@@ -134,14 +133,12 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         rows.append((display_name(layout), str(layout.micro_batch_size), recomputation, size, speed, verdict))
     out.print()
     headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
-    # `explain` prints their reasons.
-    print_rows(out, headings, rows, title="Alternatives", figures=headings[1:], folded={"layout": 20})
-    if brief:
-        return
+    title = "Alternatives" if verbose else f"Alternatives, {len(rows)} of {len(plan.rejected)}"
+    print_rows(out, headings, rows, title=title, figures=headings[1:], folded={"layout": 20})
     if directory is not None or output_dir_hint:
+        more = "Reasons" if verbose else "Every term and alternative: --verbose; reasons"
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
-        out.print(f"Reasons: shardwright explain {explained}", markup=False)
-    out.print()
+        out.print(f"{more}: shardwright explain {explained}", markup=False)
     if directory is not None or output_dir_hint:
         from ..plugins.transformers.training_arguments import missing_packages
 
@@ -154,44 +151,45 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         if output_dir_hint:
             out.print("No files written; pass --output-dir to write", ", ".join(plan.file_names))
         return
-    out.print(f"Files in {directory}: {', '.join(plan.file_names)}", markup=False)
-    out.print("Run on each node:" if hardware.nodes > 1 else "Run:", style="bold")
+    out.print(f"Files in {directory}: {', '.join((*plan.file_names, 'report.html'))}", markup=False)
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
         line += ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
     else:
         line = train_arguments(plan, directory=str(directory))
-    Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
+    where = "Run on each node:" if hardware.nodes > 1 else "Run:"
+    Console(soft_wrap=True, highlight=False).print(Text.assemble((where, "bold"), f" {shlex.join(line)}"))
 
 
-def _show_costs(out: Console, plan: Plan) -> None:
+def _show_totals(out: Console, plan: Plan) -> None:
+    """Print the largest terms of memory, and a line each for the host, the time and each second model."""
+    chosen = plan.chosen
+    largest = sorted(chosen.memory.gpu.terms.items(), key=lambda item: -item[1])[:_FIRST_TERMS]
+    terms = ", ".join(f"{term_title(name)} {gigabytes(count)}" for name, count in largest)
+    out.print(f"Largest in the {chosen.memory.gpu.phase} phase: {terms} GB", markup=False)
+    if plan.activations == "upper bound":
+        out.print(_UPPER_BOUND)
+    _show_host_and_pools(out, plan)
+    for role, choice in chosen.placements.items():
+        sizes = f"{gigabytes(choice.gpu_bytes)} GB per accelerator, {gigabytes(choice.host_bytes)} GB per host"
+        out.print(f"{role.capitalize()}: {choice.placement}, {sizes}", markup=False)
+    time, tokens = chosen.time, f"{chosen.time.tokens_per_second:,.0f} tokens/s"
+    interval = f"{time.seconds:.4f} s per step ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
+    reasons = doubts(chosen.layout, plan.model, plan.hardware, plan.job)
+    less_certain = f"; less certain for {len(reasons)} reason{'s' * (len(reasons) > 1)} (--verbose)" if reasons else ""
+    out.print(f"Speed: {tokens}{_model_flops(plan)}, {interval}{less_certain}")
+
+
+def _show_terms(out: Console, plan: Plan) -> None:
     """Print the terms of memory and time, what is less certain, and the placements of second models."""
     hardware, chosen = plan.hardware, plan.chosen
     title = f"Memory per accelerator, {chosen.memory.gpu.phase} phase"
     print_rows(out, (title, "GB"), terms_rows(chosen.memory.gpu.terms), figures=("GB",))
     if plan.activations == "upper bound":
-        out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    kept = side_stream_pools(chosen.layout, plan.model, plan.job) if hardware.gpu != "CPU" else {}
-    if kept:
-        gpu, pools = chosen.memory.gpu, sum(kept.values())
-        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
-        out.print(
-            f"nvidia-smi may show {in_use} GB: {gigabytes(gpu.allocated_bytes)} GB of tensors, "
-            f"{gigabytes(gpu.peak_bytes - gpu.allocated_bytes)} GB around them, and {gigabytes(pools)} GB of free "
-            "blocks of side streams, which torch gives back before an allocation fails."
-        )
-    host = chosen.memory.host
-    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
-    host_line = f"Host memory {used} of {capacity} GB per node"
-    if host.nvme_bytes_per_node:
-        host_line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
-    if "host_bytes_per_node" in hardware.assumed:
-        host_line += " (assumed; set yours with --host-memory)"
-    out.print(host_line)
+        out.print(_UPPER_BOUND)
+    _show_host_and_pools(out, plan)
     out.print()
-    title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s"
-    if hardware.gpu != "CPU":
-        title += f", {utilization(chosen.time, plan.model, hardware, plan.job):.0%} MFU"
+    title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s{_model_flops(plan)}"
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
     terms = sorted(time.terms.items(), key=lambda item: -item[1])
     rows: list[tuple[str | Text, str | Text]]
@@ -212,6 +210,29 @@ def _show_costs(out: Console, plan: Plan) -> None:
         ]
         styled: list[Sequence[str | Text]] = [[Text(cell, style="bold green") for cell in selected], *others]
         print_rows(out, headings, styled, title=role.capitalize(), figures=headings[1:3], folded={"why": 24})
+
+
+def _show_host_and_pools(out: Console, plan: Plan) -> None:
+    """Print what the host holds, and what accelerators show beyond what a step needs."""
+    chosen, host = plan.chosen, plan.chosen.memory.host
+    if plan.hardware.gpu != "CPU" and (kept := side_stream_pools(chosen.layout, plan.model, plan.job)):
+        gpu, pools = chosen.memory.gpu, sum(kept.values())
+        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
+        out.print(
+            f"nvidia-smi may show {in_use} GB: {gigabytes(pools)} GB are free blocks of side streams, which torch "
+            "gives back before an allocation fails"
+        )
+    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
+    nvme = f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else ""
+    assumed = " (assumed; set yours with --host-memory)" if "host_bytes_per_node" in plan.hardware.assumed else ""
+    out.print(f"Host memory {used} of {capacity} GB per node{nvme}{assumed}")
+
+
+def _model_flops(plan: Plan) -> str:
+    """Return the share of the accelerator's peak; nothing for processors."""
+    if plan.hardware.gpu == "CPU":
+        return ""
+    return f", {utilization(plan.chosen.time, plan.model, plan.hardware, plan.job):.0%} MFU"
 
 
 def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:

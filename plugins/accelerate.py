@@ -309,7 +309,7 @@ def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
     """Check that all ranks have read the same rows of a stream; every rank calls it once for each step.
 
     Raises:
-        UsageError: ranks have read other rows, or those of one have run out before those of others.
+        UsageError: the ranks have read different rows, or one rank has no rows left while another has.
     """
     import torch
     from torch.utils.data import IterableDataset

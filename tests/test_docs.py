@@ -12,7 +12,7 @@ from paths import ROOT
 from runnable_blocks import agrees, marked_blocks, prepare, run_page
 from shardwright.cli.main import build_app
 
-READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+READ = [ROOT / "README.md", ROOT / "SKILL.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALL = [ROOT / "CHANGELOG.md", *READ]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 FLAGS_OF_OTHERS = {
@@ -21,7 +21,7 @@ FLAGS_OF_OTHERS = {
     "--autotuning",  # DeepSpeed's launcher
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
-    "--nproc-per-node",  # torchrun
+    *("--nproc-per-node", "--standalone"),  # torchrun
     *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank"),  # vLLM
     "--tasks",  # lm-evaluation-harness
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
@@ -146,7 +146,7 @@ def flags_of(command: str) -> set[str]:
 @pytest.mark.parametrize(
     "page",
     [
-        page if name_of(page) == "README.md" else pytest.param(page, marks=pytest.mark.full)
+        page if name_of(page) in ("README.md", "SKILL.md") else pytest.param(page, marks=pytest.mark.full)
         for page in READ
         if marked_blocks(page)
     ],

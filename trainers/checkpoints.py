@@ -627,6 +627,18 @@ def sharded(*, is_pipeline: bool, has_experts: bool, tensor_ranks: int) -> str:
     return f"tensors over {tensor_ranks} ranks" if tensor_ranks > 1 else ""
 
 
+def new_run(path: Path, names: Collection[str]) -> str:
+    """Return how to use the weights of a checkpoint with these files under a layout that cannot resume from it."""
+    if any(map(_WEIGHTS.fullmatch, names)):
+        return _NEW_RUN
+    if any(name.endswith("adapter_config.json") for name in names):
+        return "start a new run with its path as the adapter"
+    # Without `--safe_serialization`, DeepSpeed writes a pickle, which no command here loads.
+    extracts = "accelerate merge-weights pytorch_model_fsdp_0 ."
+    extracts = "python zero_to_fp32.py . . --safe_serialization" if "zero_to_fp32.py" in names else extracts
+    return f"run `{extracts}` in {path} and start a new run from these weights"
+
+
 def checked_checkpoint(trainer: Any, resume: Any) -> str:
     """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it.
 
@@ -660,14 +672,7 @@ def checked_checkpoint(trainer: Any, resume: Any) -> str:
         if saved.get("zero_stage") == 3 and now["sharded"] == "expert parallelism" and not saved["sharded"]:
             # ZeRO-3 names its files alike with and without experts.
             del saved["sharded"]
-        new_run = _NEW_RUN
-        if not any(_WEIGHTS.fullmatch(name) for name in names):
-            extracts = "accelerate merge-weights pytorch_model_fsdp_0 ."
-            extracts = "python zero_to_fp32.py . ." if "zero_to_fp32.py" in names else extracts
-            new_run = f"run `{extracts}` in {path} and start a new run from these weights"
-            if any(name.endswith("adapter_config.json") for name in names):
-                new_run = "start a new run with its path as the adapter"
-        errors, warnings = compared(saved, now, new_run=new_run)
+        errors, warnings = compared(saved, now, new_run=new_run(path, names))
         if errors:
             raise UsageError(errors)
         if RECORD not in names:

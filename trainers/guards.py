@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from ..ds_configs.specs.errors import ShardwrightError
 from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS
+from ..plugins.launching.elastic import write_collectives
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.loading import (
     gathered,
@@ -111,6 +112,7 @@ class HangWatch:
                     print(f"{still}; the stacks of its threads:", file=sys.stderr, flush=True)
                     faulthandler.dump_traceback(sys.stderr, all_threads=True)
                     sys.stderr.flush()
+                    write_collectives()
                     # A rank that a signal has stopped can neither print its stacks nor end.
                     launcher = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
                     for process in [] if launcher is None else launcher.children():

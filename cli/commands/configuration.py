@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from ...ds_configs.check.files import check
 from ...ds_configs.check.report import Finding
+from ...ds_configs.plan.answers import ANSWERS
 from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
@@ -86,21 +87,22 @@ def annotation(finding: Finding) -> str:
     return f"::{finding.kind} {listed}::{escaped(str(finding.error))}"
 
 
-SUBJECTS = ("settings", "hardware")
+SUBJECTS = ("settings", "hardware", *ANSWERS)
 
 
 def schema_command(subject: str = "settings", *, options: Options[Output] = FILLED) -> int:
-    """Print the JSON schema of a file that you write; in one line with `--format json`.
+    """Print the JSON schema of a file that you write, or of an answer; in one line with `--format json`.
 
     Parameters
     ----------
     subject
-        settings (YAML of plan --config) or hardware (YAML of --hardware).
+        settings (YAML of plan --config), hardware (YAML of --hardware), or plan-answer, check-answer or
+        error-answer: what `plan`, `check` and `explain --error` print with --format json.
     """
     if subject not in SUBJECTS:
-        rule, fix = "must be 'settings' or 'hardware'", REMOVED.get(f"subject={subject}", "")
+        rule, fix = f"must be one of {', '.join(SUBJECTS)}", REMOVED.get(f"subject={subject}", "")
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
-    schema = PlanSettings.model_json_schema()
+    schema = TypeAdapter(ANSWERS[subject]).json_schema() if subject in ANSWERS else PlanSettings.model_json_schema()
     if subject == "hardware":
         schema = TypeAdapter(HardwareSpec).json_schema() | {"additionalProperties": False}
         fields = schema["properties"]

@@ -62,14 +62,14 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Options[Fla
     with redirect_stdout(sys.stderr) if options.as_json else nullcontext():
         entry = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
         print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json\n")
-        show_plan(make_plan(entry.model, entry.hardware, entry.job), None, brief=True)
+        show_plan(make_plan(entry.model, entry.hardware, entry.job), None, output_dir_hint=False)
         print("\n2. A small Llama on two CPU ranks\n")
         model, trained = output_dir / "small-llama" / "config.json", output_dir / "trained"
         write_files({model.name: json.dumps(SMALL_LLAMA, indent=2) + "\n"}, model.parent, force=options.force)
         job = TrainingJob(seq_len_tokens=128, micro_batch_size=4, global_batch_size=16, strategy="zero2")
         small = plan(str(model), "local", job)
         small.write(output_dir / "plan", force=options.force)
-        show_plan(small, None, brief=True)
+        show_plan(small, None, output_dir_hint=False)
         print(f"\n3. shardwright train with {output_dir / 'plan'}\n", flush=True)
         chosen = {"plan": str(output_dir / "plan"), "dataset": "python-help", "max_steps": options.steps}
         settings = settings_of(TrainSettings, chosen)

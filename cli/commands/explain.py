@@ -1,33 +1,55 @@
-"""`shardwright explain`: explain a written plan, or one term, layout or rule."""
+"""`shardwright explain`: explain a written plan, one term, layout or rule, or the failure of a run."""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from cyclopts import Parameter
+from pydantic import Field
+
+from ...ds_configs.check.failed_runs import find_causes
+from ...ds_configs.check.flight_recorder import record_files, summary
 from ...ds_configs.check.trl import MEANINGS
 from ...ds_configs.legality.rules import RULES
+from ...ds_configs.plan.out_of_memory import OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import KERNEL_MEANINGS, STRATEGY_MEANINGS
-from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.synonyms import REMOVED
 from ...ds_configs.step_time.estimate import TERMS
 from ..options import Output
 from ..settings import FILLED, Options
 
 
-def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
-    """Explain a written plan, or a layout, a memory term, a rule or a key of TRL.
+class ExplainOptions(Output):
+    """Options of `explain`."""
+
+    # The hyphen of standard input is no flag.
+    error: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = Field(
+        None, description="Log of a failed run, or - for stdin; or records of its collectives"
+    )
+
+
+def explain_command(subject: str | None = None, *, options: Options[ExplainOptions] = FILLED) -> int:
+    """Explain a written plan, or a layout, a memory term, a rule or a key of TRL; or why a run failed.
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, or a layout, memory term, rule or key of TRL; `names` lists them.
+        Directory or plan.json of a plan, or a layout, memory term, rule or key of TRL; `names` lists them. With
+        --error, the plan of the run, for plans that need less memory.
     """
+    if options.error is not None:
+        return _explain_error(options.error, subject, as_json=options.as_json)
+    if subject is None:
+        rule, fix = "is missing", "pass the directory of a plan, a name of `shardwright explain names`, or --error LOG"
+        raise UsageError(ConfigError(where="subject", rule=rule, fix=fix))
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
@@ -104,4 +126,71 @@ def explain_command(subject: str, *, options: Options[Output] = FILLED) -> int:
         factor = f"{chosen.time.learned_scale:.2f} times the published prediction"
         out.print(f"{factor}, from the runs below. The published prediction counts as one run.")
         show_steps(plan.learned_from, title="Runs that corrected the step's time, seconds")
+    return 0
+
+
+def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
+    """Print the cause of a failed run, and the next command.
+
+    Raises:
+        UsageError: the log cannot be read.
+        ShardwrightError: it has no error.
+    """
+    loaded = None if plan is None else Plan.load(plan)
+    if log.is_dir():
+        # Records of collective operations, of all machines.
+        if not record_files(log):
+            rule, fix = "has no records of torch's flight recorder", "pass a log, or the directory of the records"
+            raise UsageError(ConfigError(where="error", value=str(log), rule=rule, fix=fix))
+        collectives = summary(log)
+        if as_json:
+            print(json.dumps({"schema_version": 1, "collectives": collectives}))
+        else:
+            print("\n".join(collectives) or "all ranks ended the same collective operations")
+        return 0
+    try:
+        with sys.stdin.buffer if str(log) == "-" else log.open("rb") as stream:
+            causes = find_causes(stream)
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+        raise UsageError(ConfigError(where="error", value=str(log), rule=rule, fix="pass the log of a run")) from None
+    if not causes:
+        raise ShardwrightError(
+            f"{log}: no error of a run in it; pass the complete output of all ranks: COMMAND > LOG 2>&1"
+        )
+    cause, *others = causes
+    failure = cause.failure
+    fixes, command = [cause.filled(text) for text in failure.fix], cause.offered or cause.filled(failure.command)
+    needs_less = ""
+    if loaded is not None and failure.name in ("accelerator_out_of_memory", "host_out_of_memory", "killed"):
+        is_host = failure.name != "accelerator_out_of_memory"
+        phase = cause.groups[0] if cause.groups else "unknown"
+        out_of_memory = OutOfMemory(phase=phase, error=cause.text, on_host=is_host)
+        needs_less = out_of_memory_text(loaded, out_of_memory)
+        command = next((line.strip() for line in needs_less.splitlines() if line.startswith("    shard")), command)
+    if as_json:
+        answer: dict[str, Any] = {
+            "schema_version": 1,
+            "cause": failure.name,
+            "meaning": cause.filled(failure.meaning),
+            "evidence": {"line": cause.line, "rank": cause.rank, "text": cause.text, "frame": cause.frame},
+            "fix": fixes,
+            "command": command,
+            "others": [{"cause": other.failure.name, "line": other.line, "rank": other.rank} for other in others],
+            "plans": needs_less,
+        }
+        print(json.dumps(answer, indent=2))
+        return 0
+    rank = "" if cause.rank is None else f", rank {cause.rank}"
+    lines = [
+        f"{failure.name.replace('_', ' ')}: {cause.filled(failure.meaning)}",
+        f"  line {cause.line}{rank}: {cause.text[:300]}",
+    ]
+    lines += [f"  at {cause.frame}"] if cause.frame else []
+    if others:
+        followed = ", ".join(f"{other.failure.name.replace('_', ' ')} (line {other.line})" for other in others)
+        lines.append(f"  other errors in the log: {followed}")
+    lines += ["fix:", *(f"  {text}" for text in fixes), f"next: {command}"]
+    lines += [f"more: docs/guides/{failure.page}"] if failure.page else []
+    print("\n".join([*lines, *([needs_less] if needs_less else [])]))
     return 0

@@ -30,6 +30,7 @@ class Flags(OutputDirectory):
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
     )
+    verbose: bool = Field(False, description="Print every term of memory and time, and every alternative")
     calibration: bool = Field(True, description="Use runs stored by `shardwright calibrate` for the memory interval")
     trust_remote_code: bool = Field(False, description="No effect: planning never runs the code of a model")
 
@@ -98,9 +99,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
         return 0
     from ..show import show_plan
 
-    show_plan(plan, output_dir if written else None)
-    if written:
-        print(f"Report: {written[-1]}")
+    show_plan(plan, output_dir if written else None, verbose=options.verbose)
     if run is not None:
         print(f"The run: {run}.")
     if layouts is not None:

@@ -240,7 +240,7 @@ def _show_dry_run(prepared: PreparedTraining[Any], output_dir: Path, more: dict[
         print(json.dumps(shown | more | {"files": files}))
         return
     show_settings(values, settings.origins())
-    show_plan(plan, None, output_dir_hint=False)
+    show_plan(plan, None, output_dir_hint=False, verbose=True)
     out = console()
     out.print(
         f"{statistics.train_samples:,} samples of {statistics.source} with {statistics.train_labels:,} labelled tokens "

@@ -54,7 +54,13 @@ LONGEST_VALUE = 200
 """Characters of one setting."""
 CONFIG_FILE = "config.json"
 _PASTED = "pasted text"
-_MAIN = ("hardware", "method", "seq_len", "global_batch_size", "micro_batch_size", "strategy", "precision")
+_MAIN = (
+    ("hardware",),
+    ("method", "task"),
+    ("seq_len", "global_batch_size"),
+    ("strategy", "images_per_sample"),
+)
+"""Rows of settings that are always shown, without their descriptions, so that the form fits beside its result."""
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -189,10 +195,11 @@ def checked(text: str, values: Mapping[str, Any]) -> CheckedFiles:
     return CheckedFiles(findings=findings, files=(_PASTED,))
 
 
-def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.components.Component:
+def setting_field(name: str, kind: type[Settings] = PageSettings, **looks: Any) -> gr.components.Component:
     """Return the field of a setting: choices, a checkbox, or text as after a flag."""
     field = kind.model_fields[name]
-    texts: dict[str, Any] = {"label": name.replace("_", " ").capitalize(), "info": field.description, "elem_id": name}
+    label = name.replace("_", " ").capitalize()
+    texts: dict[str, Any] = {"label": label, "info": field.description, "elem_id": name} | looks
     if name in ("model", "hardware"):
         choices = sorted(known_models(), key=str.lower) if name == "model" else [f"8x{gpu}" for gpu in gpu_catalog()]
         return gr.Dropdown(choices, value=EXAMPLE[name], allow_custom_value=True, **texts)
@@ -216,30 +223,35 @@ def build_page() -> gr.Blocks:
 
 def _plan_tab(page: gr.Blocks) -> None:
     with gr.Row():
-        with gr.Column(scale=2):
-            fields = {"model": setting_field("model")}
+        with gr.Column(scale=2, min_width=320):
+            fields = {"model": setting_field("model", info=None)}
             with gr.Accordion("Upload or paste a config.json", open=False):
                 upload = gr.File(label="Upload", file_types=[".json"], type="binary", height=120)
                 config = gr.Textbox(
                     label=CONFIG_FILE, elem_id="config", lines=6, max_lines=6, max_length=LARGEST_CONFIG_BYTES
                 )
-            fields |= {name: setting_field(name) for name in _MAIN}
-            with gr.Accordion("More settings", open=False):
-                fields |= {name: setting_field(name) for name in NAMES if name not in _MAIN}
+            for names in _MAIN:
+                with gr.Row():
+                    fields |= {name: setting_field(name, info=None, min_width=120) for name in names}
             button = gr.Button("Plan", variant="primary")
+            with gr.Accordion("More settings", open=False):
+                fields |= {name: setting_field(name) for name in NAMES if name not in fields}
         with gr.Column(scale=5):
             status = gr.Textbox(label="Result", lines=3, max_lines=20, interactive=False)
+            with gr.Row():
+                files = gr.DownloadButton("Download the files as ZIP", min_width=160)
+                keep = gr.Button("Keep to compare", min_width=160)
             facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
+            address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
             bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
             terms = gr.Dataframe(label="Memory and time by term", interactive=False, wrap=True)
             others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
-            command = gr.Code(label="Command", language="shell", interactive=False)
-            address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
-            files = gr.DownloadButton("Download the files as ZIP")
+            command = gr.Textbox(label="Command", buttons=["copy"], interactive=False)
+    kept, current = gr.State(), gr.State()
     stored = gr.BrowserState({}, storage_key="shardwright", secret="settings")  # noqa: S106
-    outputs = [status, stored, facts, bars, terms, others, command, address, files]
+    outputs = [status, stored, facts, bars, terms, others, command, address, files, current]
 
-    def show(values: Mapping[str, Any], config: str) -> list[Any]:
+    def show(values: Mapping[str, Any], config: str, kept: dict[str, str] | None = None) -> list[Any]:
         try:
             settings = settings_from(values)
             plan, notes = planned(settings, config or "")
@@ -249,21 +261,26 @@ def _plan_tab(page: gr.Blocks) -> None:
         reasons = [text for section in report.sections[:1] for text in section.texts]
         (layouts,) = report.sections[-1].tables
         sizes = [(term_title(name), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
+        figures = pd.DataFrame(report.summary[0].rows, columns=["", "value", "detail"])
+        current = dict(zip(figures[""], figures["value"], strict=True))
+        if kept:
+            figures.insert(2, "kept plan", [kept.get(name, "") for name in figures[""]])
         rendered = render_files(plan) | ({CONFIG_FILE: config} if config else {})
         return [
             "\n".join([*reasons, *notes]),
             texts_of(settings),
-            pd.DataFrame(report.summary[0].rows, columns=["", "value", "detail"]),
+            figures,
             pd.DataFrame(sizes, columns=["term", "GB"]),
             pd.DataFrame(term_rows(plan), columns=["of", "term", "amount", "meaning"]),
             pd.DataFrame(layouts.rows, columns=list(layouts.headings)),
             command_of(settings),
             "Upload the config.json again to repeat this plan." if config else f"?{urlencode(texts_of(settings))}",
             save_bytes_to_cache(archive(rendered), "plan.zip", files.GRADIO_CACHE),
+            current,
         ]
 
-    def from_form(config: str, *values: Any) -> list[Any]:
-        return show(dict(zip(fields, values, strict=True)), config)
+    def from_form(config: str, kept: dict[str, str] | None, *values: Any) -> list[Any]:
+        return show(dict(zip(fields, values, strict=True)), config, kept)
 
     def from_address(request: gr.Request, stored: dict[str, Any]) -> list[Any]:
         """Plan what the address says; else what this browser planned last; else the example."""
@@ -277,7 +294,8 @@ def _plan_tab(page: gr.Blocks) -> None:
         return (content or b"").decode(errors="replace"), "" if content else gr.skip()
 
     upload.upload(read, upload, [config, fields["model"]], api_visibility="private")
-    button.click(from_form, [config, *fields.values()], outputs, api_visibility="private")
+    keep.click(lambda shown: (shown, "Kept; plan again to compare"), current, [kept, keep], api_visibility="private")
+    button.click(from_form, [config, kept, *fields.values()], outputs, api_visibility="private")
     page.load(from_address, stored, [*fields.values(), *outputs], api_visibility="private")
 
 
@@ -359,6 +377,12 @@ def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
             _, address, _ = page.launch(
                 server_name=host,
                 server_port=port or None,
+                theme=gr.themes.Default(primary_hue="blue").set(
+                    # White on Gradio's own colours has less contrast than WCAG's 4.5.
+                    button_primary_background_fill="*primary_700",
+                    button_primary_background_fill_hover="*primary_800",
+                    button_primary_background_fill_dark="*primary_700",
+                ),
                 max_file_size=LARGEST_CONFIG_BYTES,
                 strict_cors=True,
                 app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=names), Middleware(Guard)]},

@@ -55,8 +55,12 @@ def world_is_the_product(model: ModelSpec, layout: Layout, job: TrainingJob, har
         return
     others = layout.tp * layout.pp * layout.sp * layout.cp
     legal = hardware.world_size // others if others and hardware.world_size % others == 0 else None
-    rule = f"dp_replicate * dp_shard * tp * pp * sp * cp must equal the {hardware.world_size} accelerators"
-    fix = f"use dp_replicate * dp_shard = {legal}" if legal else f"choose tp * pp * sp * cp = {others} to divide them"
+    rule = f"dp_replicate * dp_shard * tp * pp * sp * cp must equal the number of accelerators, {hardware.world_size}"
+    fix = (
+        f"use dp_replicate * dp_shard = {legal}"
+        if legal
+        else f"choose axes whose product divides it; tp * pp * sp * cp is {others}"
+    )
     yield ConfigError(where="world_size", value=layout.world_size, rule=rule, fix=fix)
 
 

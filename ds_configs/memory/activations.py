@@ -51,7 +51,7 @@ KERNELS_FILE = "kernel_activations.json"
 
 
 Parts = tuple[tuple[int, int], ...]
-"""For each moment at which a layer may peak, its bytes outside the MLP's inner tensors, and those of the latter."""
+"""A pair of bytes for each moment at which a layer may peak: all but the MLP's inner tensors, and the inner tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +73,8 @@ class MlpBytes:
     def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
         """Return the largest bytes of a moment if tiles have `share` of the tokens.
 
-        Moments with fewer inner tensors come after the backward pass of the first matrices, and already contain
-        gradients of the input for all tokens.
+        A moment at which at most half of the inner tensors exist is after the backward pass of the first matrices. Its
+        bytes already contain the gradient of the input for all tokens.
         """
         most, added = max((inner for _, inner in parts), default=0), self.input_gradient_bytes if backward else 0
         return max(

@@ -276,7 +276,7 @@ OVERHEADS = (
     Term(
         "allocator_fragmentation",
         f"memory that the allocator reserves beyond tensors: {_EXPECTED} expected, {_LEAST} to {_MOST} in the "
-        "interval; measured runs change these values, which are negative if a run needed less than predicted",
+        "interval; measured runs replace these values, by negative ones if they needed less than predicted",
     ),
     Term("runtime_context", f"CUDA context, kernels and workspaces: {_gigabytes(CONTEXT_BYTES)}"),
     Term("communicators", f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}"),

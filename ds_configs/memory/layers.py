@@ -36,7 +36,7 @@ from .rank_parameters import (
 TERMS = (
     Term(
         "activations",
-        "number of layers * traced bytes kept per layer; with checkpointing the inputs of the layers",
+        "what layers keep for the backward pass: traced bytes of a layer times layers; with checkpointing their inputs",
         role="activations",
     ),
     Term(
@@ -247,9 +247,9 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
 def in_tiles_or_between_modules(step: RankStep, terms: Terms, *, again: bool) -> Terms:
     """Return the terms of a layer's backward pass under ZeRO-3, in the tiles of its MLP or in the norm before it.
 
-    A tiled MLP is one module, inside of which ZeRO-3 copies and reduces nothing. Its hook on the norm's input
-    (`PostBackwardFunctionModule`) keeps the gradient of the residual apart until the norm's backward pass ends, as the
-    norm's cast does in 16 bit.
+    A tiled MLP is one module, inside of which ZeRO-3 copies and reduces nothing. ZeRO-3's hook on the norm's input
+    (`PostBackwardFunctionModule`) keeps a second gradient of the residual until the norm's backward pass ends. In 16
+    bit the norm's cast keeps one too.
     """
     mlp, traced, model, job = step.traced.mlp, step.traced, step.model, step.job
     if mlp is None:

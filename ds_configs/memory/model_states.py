@@ -227,7 +227,7 @@ def model_state_terms(
         adds = job.method == "full" and (tied or accumulates)
         added: Terms = {"module_gradients": width * model.embedding_parameters} if adds else {}
         if optimizer.layerwise:
-            # Autograd computes the next gradient before it releases one; that of the embedding is the last.
+            # Autograd computes a gradient before it releases the previous one. The embedding's gradient is the last.
             largest = {"gradients": width * parameters.largest_trainable}
             moments = [moment for moment, phase in PHASES.items() if phase == "backward"]
             updating = dict.fromkeys(moments, largest | {"optimizer_transient": transient})

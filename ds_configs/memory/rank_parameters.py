@@ -77,7 +77,7 @@ def summed(*parts: Terms) -> Terms:
 
 
 def at_moments(always: Terms, **more: Terms) -> dict[Moment, Terms]:
-    """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
+    """Return the terms of each moment: `always`, plus the terms of its phase and of the moment itself.
 
     Moments with equal terms share one dictionary, because a search computes thousands of them.
 

@@ -188,7 +188,7 @@ def trainer_line(plan: LaunchSpec) -> str:
     elif plan.hardware.gpu == "CPU" and layout.engine != "single":
         needs.append("`shardwright launch` for CPU ranks")
     if layout.recomputes_in_part:
-        needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
+        needs.append("`shardwright launch`, PlanCallback or trainer_for to recompute some layers only")
     if features := [
         name
         for name, is_on in (

@@ -252,7 +252,7 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return f"{planned // job.generations} groups of {job.generations} completions, which are decoded together"
     if sequences == planned and planned > accelerators * least:
         tokens = planned // accelerators * job.seq_len_tokens
-        return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
+        return f"{tokens:,} tokens per accelerator, enough for an efficient step"
     fewest = (
         "one sequence per accelerator" if least == 1 else f"{least} sequences per accelerator, the fewest of {job.task}"
     )

@@ -86,8 +86,7 @@ def chosen_reason(
     batch_reason = global_batch_reason(best.job, context.hardware.world_size, batch_size)
     global_batch = f"Global batch {size}, {batch_reason}."
     if best.job.global_batch_size is None:
-        global_batch = f"Global batch {size}, the same for every layout: {batch_reason}. "
-        global_batch += "Set yours with --global-batch-size."
+        global_batch = f"Global batch {size} for every layout: {batch_reason}. --global-batch-size changes it."
     sentences = [
         f"{display_name(layout)} is {_preference(best, context, rows)}.",
         f"It reaches {time.tokens_per_second:,.0f} tokens/s ({_seconds(time.seconds)} s per step) and needs "
@@ -141,7 +140,7 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     if job.objective == "memory":
         return f"the layout that needs the least memory{sizes}"
     if layout.engine == "single":
-        return "sufficient for one accelerator"
+        return "all that one accelerator needs"
     faster = [row for row in rows if row.memory.fits and row.tokens_per_second > best.tokens_per_second]
     faster.sort(key=lambda row: -row.tokens_per_second)
     pipelines = [row for row in faster if row.layout.pp > 1 and layout.pp == 1]
@@ -158,7 +157,7 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     layouts += " that a stock Trainer runs" if pipelines else ""
     if near:
         gain, name = _percent(near[0], best), display_name(near[0].layout)
-        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and is simpler"
+        text = f"simpler than the fastest {layouts}{sizes}: {name} is only {gain} % faster"
     else:
         text = f"the fastest {layouts}{'' if offloading or pipelines or in_rings else ' that fits'}{sizes}"
     if offloading:
@@ -264,8 +263,8 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
             f"{' '.join(flags)}."
         )
     if ratio <= 1 / AS_FAST:
-        simpler = " and is less simple" if candidate.complexity > best.complexity else ""
-        return f"{name} is as fast within 5 % ({speed}, up to {size}){simpler}."
+        harder = ", but has more parts that can fail" if candidate.complexity > best.complexity else ""
+        return f"{name} differs in speed by at most 5 % ({speed}, up to {size}){harder}."
     # Extra seconds of each term for as many tokens as the chosen layout trains in one step.
     scale = (
         best.time.seconds * best.time.tokens_per_second / (candidate.time.seconds * candidate.time.tokens_per_second)

@@ -233,8 +233,7 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
 def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     """Return what a plan of each other layout would choose: the best candidate if it fits, else the leanest one.
 
-    Of each set of axes, layouts that fit are omitted once their fastest candidate is slower than the sizes that a plan
-    lists.
+    A plan lists the fastest sizes of each set of axes. Other layouts of the same axes are omitted if they are slower.
     """
     fitting = [index for index in explored.by_layout if index != best.index and explored.possible(index)]
     shown = [explored.leanest[index] for index in explored.by_layout if index not in (best.index, *fitting)]

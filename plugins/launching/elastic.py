@@ -39,12 +39,15 @@ from typing import Any
 
 import psutil
 
+from ...ds_configs.check.flight_recorder import DUMP_VARIABLES
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from .messages import LAUNCH_TOKEN
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the file for a process's failure; torchrun sets it for each rank."""
+TRACES = DUMP_VARIABLES[0]
+"""Variable with the beginning of the files into which ranks write their collective operations after a timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,8 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
             if isinstance(e, ShardwrightError):
                 failure["known"] = {"message": str(e), "exit_code": e.exit_code}
             Path(os.environ[ERROR_FILE]).write_text(json.dumps(failure), encoding="utf-8")
+            if "Timed out waiting" in str(e):
+                write_collectives()
 
     def launched() -> None:
         # A rank that was started by hand may outlive its shell.
@@ -89,6 +94,19 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
 
     wrapped: Callable[[], None] = record(launched, error_handler=Handler())
     return wrapped
+
+
+def write_collectives() -> None:
+    """Write this rank's collective operations for its launcher; on ranks without one, do nothing.
+
+    NCCL's watchdog writes them after its own timeout. gloo records them too (torch 2.13.0), but nothing writes them.
+    """
+    if os.environ.get(TRACES):
+        from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+        # A directory that cannot be written must not hide why the rank ends.
+        with contextlib.suppress(OSError):
+            Path(f"{os.environ[TRACES]}{os.environ.get('RANK', '0')}").write_bytes(_dump_fr_trace())
 
 
 def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:

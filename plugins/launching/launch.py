@@ -23,8 +23,9 @@ from pathlib import Path
 
 import psutil
 
-from ...ds_configs.specs.errors import ShardwrightError
-from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures, signal_at_parent_death, tell_to_end
+from ...ds_configs.check.flight_recorder import DUMP_VARIABLES, summary
+from ...ds_configs.specs.errors import InputError, ShardwrightError
+from .elastic import ERROR_FILE, TRACES, RankFailure, first_cause, read_failures, signal_at_parent_death, tell_to_end
 from .messages import LAUNCH_TOKEN, Message, log_message, read_message
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
@@ -56,10 +57,16 @@ class LaunchFailedError(ShardwrightError):
     """A launch failed or ran out of time; names the rank that failed first if ranks recorded their errors."""
 
     def __init__(
-        self, ending: str, *, output: str, launcher_exit_code: int | None, failures: Sequence[RankFailure] = ()
+        self,
+        ending: str,
+        *,
+        output: str,
+        launcher_exit_code: int | None,
+        failures: Sequence[RankFailure] = (),
+        collectives: Sequence[str] = (),
     ) -> None:
         message, self.exit_code = first_cause(failures) or (f"{ending}\n{output[-TAIL_CHARACTERS:]}", 1)
-        super().__init__(message)
+        super().__init__("\n".join([message, *collectives]))
         self.output = output
         self.failures = tuple(failures)
         self.launcher_exit_code = launcher_exit_code
@@ -122,9 +129,12 @@ def launch_ranks(
 
     with tempfile.TemporaryDirectory(prefix="shardwright-launch-", ignore_cleanup_errors=True) as directory:
         running: list[_Running] = []
+        # Ranks of earlier runs may have left files of the same name in a directory of the user's.
+        kept = next((os.environ[name] for name in DUMP_VARIABLES if os.environ.get(name)), None)
+        traces, started_at = kept or f"{directory}/rank_", time.time()
         try:
             for index, launch in enumerate(launches):
-                running.append(_Running(launch, Path(directory) / f"{index}.log", token))
+                running.append(_Running(launch, Path(directory) / f"{index}.log", token, traces))
             failed, code = _wait(running, timeout_seconds, on_output)
         except (KeyboardInterrupt, SystemExit):
             # Ctrl-C, and SIGTERM to the command: ranks save a checkpoint, unless a second signal ends the wait.
@@ -141,17 +151,24 @@ def launch_ranks(
             _end_processes([started.process for started in running], token)
         text = "".join(started.text() for started in running)
         failures = [failure for started in running for failure in read_failures(started.error_file)]
+        try:
+            # torch writes records if ranks timed out.
+            collectives = summary(Path(traces), since=started_at) if failed is not None else []
+        except InputError as error:
+            collectives = [str(error)]
     if failed is None:
         return text
     ending = f"stopped after {timeout_seconds:g} s" if code is None else f"exit code {code}"
     name = failed.name or " ".join([*(failed.program or [interpreter()]), *failed.arguments])
-    raise LaunchFailedError(f"{name}: {ending}", output=text, launcher_exit_code=code, failures=failures)
+    raise LaunchFailedError(
+        f"{name}: {ending}", output=text, launcher_exit_code=code, failures=failures, collectives=collectives
+    )
 
 
 class _Running:
     """A launcher whose output goes to a file, which is read while it grows."""
 
-    def __init__(self, launch: Launch, log: Path, token: str) -> None:
+    def __init__(self, launch: Launch, log: Path, token: str, traces: str) -> None:
         self.launch = launch
         self._log = log
         self.error_file = log.with_suffix(".json")
@@ -164,8 +181,11 @@ class _Running:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL if launch.program is None else subprocess.PIPE,
                 env={
+                    "TORCH_FR_BUFFER_SIZE": "2000",
+                    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
                     **cpu_rank_environment(),
                     **(launch.environment or {}),
+                    TRACES: traces,
                     LAUNCH_TOKEN: token,
                     ERROR_FILE: str(self.error_file),
                     # torchrun's `--shutdown-timeout`, which accelerate has no flag for.

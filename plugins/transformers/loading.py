@@ -235,10 +235,19 @@ def refused_by_name(name: str) -> Iterator[None]:
         yield
     except ShardwrightError:
         raise
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         text = " ".join(str(error).split())
         # Other runtime errors, such as out of memory, are not errors of the model.
-        if isinstance(error, RuntimeError) and "mismatch" not in text:
+        if isinstance(error, RuntimeError | MemoryError) and "mismatch" not in text:
             raise ShardwrightError(f"{name}: cannot be loaded ({type(error).__name__}: {text[:300]})") from error
         if "trust_remote_code" in text:
             fix = "use a model whose class is in Transformers; code of a repository is never run"

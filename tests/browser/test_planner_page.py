@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browsing import accessibility_errors
 from paths import CONFIGS
 from readable_hub import readable_hub
 from shardwright.cli.main import run
@@ -38,17 +39,25 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_page_plans_checks_and_opens_a_shared_address(visitor, address, tmp_path, monkeypatch, capsys) -> None:
-    page = visitor.open(address, (1440, 900))
+    page = visitor.open(address, (1280, 800))
     shared = page.locator("#address textarea, #address input")
     page.wait_for_function("(field) => field.value.includes('Llama-3.1-8B')", arg=shared.element_handle())
     assert page.get_by_label("Result").first.input_value()
+    for name in ("Plan", "Keep to compare"):
+        box = page.get_by_role("button", name=name, exact=True).bounding_box()
+        assert box is not None
+        assert box["y"] + box["height"] <= 800, "form and result are one screen"
+    assert accessibility_errors(page) == []
     visitor.picture(page, "ui-desktop")
+    page.get_by_role("button", name="Keep to compare").click()
+    page.get_by_text("Kept; plan again").wait_for()
 
     page.get_by_label("Model", exact=True).fill("org/plain")
     page.get_by_label("Model", exact=True).press("Enter")
     page.locator("#seq_len textarea, #seq_len input").fill("2048")
     page.get_by_role("button", name="Plan", exact=True).click()
     page.wait_for_function("(field) => field.value.includes('org%2Fplain')", arg=shared.element_handle())
+    page.get_by_text("kept plan").first.wait_for()
     with page.expect_download() as download:
         page.get_by_text("Download the files as ZIP").click()
     download.value.save_as(tmp_path / "plan.zip")

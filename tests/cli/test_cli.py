@@ -66,7 +66,7 @@ def test_an_impossible_config_is_rejected_with_all_its_errors(
         (["explain", "gathered_parametres"], "did you mean gathered_parameters"),
         (["explain", LLAMA], "has no plan.json"),
         (["configs", "cp", "../secret", "out"], "is not in the gallery"),
-        (["schema", "nothing"], "subject = 'nothing': must be 'settings' or 'hardware'"),
+        (["schema", "nothing"], "subject = 'nothing': must be one of settings, hardware, plan-answer, check-answer"),
         (["schema", "plan"], "read a plan.json with Plan.load"),
         (["check", "ds_config.json", "--num-processes", "0"], "num_processes = 0"),
     ],

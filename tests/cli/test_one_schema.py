@@ -76,7 +76,7 @@ except UsageError as error:
 own = settings("plan", model, "--config", str(directory / "job.yaml"))
 found["second model"] = [own.second_models(), own.judge_placement]
 words = ["plan", model, "--hardware", "8xA100-80GB", "--judge", sys.argv[3], "--judge-placement", "sharded"]
-assert run([*words, "--output-dir", str(directory / "second")]) == 0
+assert run([*words, "--verbose", "--output-dir", str(directory / "second")]) == 0
 plan = Plan.load(directory / "second")
 chosen = json.loads((directory / "second" / "plan.json").read_text())["chosen"]
 found["second plan"] = [chosen["teacher"], chosen["judge"]["placement"], *(one.role for one in plan.job.second_models)]

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from commands import Shell, every_command, shell_in
-from paths import CONFIGS
+from paths import CONFIGS, ROOT
 from shardwright.ds_configs.plan.output import reserved
 from small_models import llama
 
+LOGS = ROOT / "tests" / "data" / "failed_runs"
 DATA = ("--dataset", "text.txt", "--seq-len", "32")
 TRAINING = (*DATA, "--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
 COMMANDS = {
@@ -112,6 +113,9 @@ KEYS = {
     "env": "schema_version python platform shardwright versions tested release_problems accelerators cpu_cores "
     "host_memory_gib cxx_compiler libaio accelerate_default_config",
     "env --patches": "schema_version patches",
+    "explain --error LOGS/dtype.log": "schema_version cause meaning evidence fix command others plans",
+    "explain --error LOGS/collectives": "schema_version collectives",
+    "schema check-answer": "$defs description properties required title type",
     "schema settings": "additionalProperties description properties title type",
 }
 
@@ -123,9 +127,35 @@ def test_the_answer_of_a_command_keeps_its_keys(
 ) -> None:
     monkeypatch.chdir(directory)
     shell: Shell = every_command(capsys, monkeypatch)
-    words = line.replace("LLAMA", str(CONFIGS / "meta-llama--Llama-3.1-8B")).split()
+    words = line.replace("LLAMA", str(CONFIGS / "meta-llama--Llama-3.1-8B")).replace("LOGS", str(LOGS)).split()
     done = shell(*words, "--format", "json")
     answer: dict[str, Any] = json.loads(done.out)
     assert done.code == 0 and answer.keys() == set(KEYS[line].split()), done.err
     for layout in (answer.get("chosen"), *answer.get("rejected", ())) if line.startswith("plan") else ():
         assert layout.keys() - {"teacher", "reference", "reward", "value"} == set(CHOSEN.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("plan-answer", "plan LLAMA --hardware 8xA100-80GB"),
+        ("plan-answer", "plan LLAMA --hardware 1xL4"),
+        ("check-answer", "check wrong.json"),
+        ("error-answer", "explain --error LOGS/dtype.log"),
+    ],
+)
+def test_an_answer_has_the_schema_that_is_printed(
+    name: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jsonschema import Draft202012Validator, ValidationError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.json").write_text('{"train_micro_batch_size_per_gpu": 0}')
+    shell = every_command(capsys, monkeypatch)
+    schema = Draft202012Validator(json.loads(shell("schema", name).out))
+    words = line.replace("LLAMA", str(CONFIGS / "meta-llama--Llama-3.1-8B")).replace("LOGS", str(LOGS)).split()
+    answer = json.loads(shell(*words, "--format", "json").out)
+    schema.validate(answer)
+    for key in schema.schema["required"]:
+        with pytest.raises(ValidationError):
+            schema.validate({other: value for other, value in answer.items() if other != key})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from shardwright.cli.show import print_figures, show_plan
-from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
+from shardwright.ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes
 from shardwright.trainers.reports.runs import plan_report
@@ -32,7 +32,7 @@ def test_a_plan_is_readable_at_every_width(
 ) -> None:
     plan = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
     monkeypatch.setenv("COLUMNS", str(width))
-    show_plan(plan, Path("plan"))
+    show_plan(plan, Path("plan"), verbose=True)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines()[:-1])) <= width and "…" not in shown
     for other in plan.rejected:
@@ -43,3 +43,20 @@ def test_a_plan_is_readable_at_every_width(
     assert "Reasons: shardwright explain plan" in " ".join(shown.split())
     # Each layout is a line or three, not a column of words.
     assert width != 80 or len(shown.splitlines()) < 90
+
+
+@pytest.mark.parametrize("entry", [entry.name for entry in GALLERY])
+def test_the_first_screen_of_a_plan_has_24_lines(capsys: pytest.CaptureFixture[str], entry: str) -> None:
+    plan = gallery_plan(gallery_entry(entry))
+    show_plan(plan, Path("plan"))
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) <= 24
+    for text in (
+        plan.chosen.reason.split(". ")[0],
+        "tokens/s",
+        "Host memory",
+        "report.html",
+        "shardwright explain plan",
+    ):
+        assert text in " ".join(shown.split())
+    assert "\nRun: " in shown or "\nRun on each node: " in shown

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from faults.injection import Fault
 from faults.layouts import STEPS, Workshop, losses_of
+from shardwright.ds_configs.check.flight_recorder import summary
 from warm_ranks import OnDemand, RanksFailedError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.once]
@@ -32,10 +33,10 @@ def whole(workshop: Workshop) -> dict[str, list[float]]:
     return OnDemand(run)
 
 
-def failed(workshop: Workshop, engine: str, output: Path, fault: Fault, *flags: str) -> tuple[str, str]:
+def failed(workshop: Workshop, engine: str, output: Path, fault: Fault, *flags: str, **names: str) -> tuple[str, str]:
     """Return the error of a failed run and its output."""
     with pytest.raises(RanksFailedError) as error:
-        workshop.run(engine, output, environment=fault.environment, flags=flags)
+        workshop.run(engine, output, environment={**fault.environment, **names}, flags=flags)
     return str(error.value).splitlines()[0], error.value.output
 
 
@@ -102,13 +103,17 @@ def test_signal_to_one_rank_saves_on_all_ranks(engine, kind, code, workshop, who
 )
 def test_hanging_rank_ends_all_ranks_with_stacks(kind, phase, since, function, workshop, tmp_path):
     fault = Fault(kind=kind, phase=phase, step=3, rank=1)
-    error, output = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4")
+    traces = {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path.with_name("rank_"))}
+    error, output = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4", **traces)
     assert "failed with exit code 1" in error
     assert f"rank 0 made no progress for 4 s, since {since}" in output
     assert function in output
     if kind == "hang":
         assert "rank 1 made no progress for 4 s" in output
         assert "in happen" in output
+    if (kind, phase) == ("hang", "step"):
+        lines = "\n".join(summary(tmp_path.with_name("rank_")))
+        assert "rank 0 waited in gloo:" in lines and "rank 1 lags: its last operation was gloo:" in lines
 
 
 def test_ranks_end_when_their_launcher_is_killed(cold, tmp_path):

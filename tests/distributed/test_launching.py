@@ -108,6 +108,41 @@ def test_ranks_record_why_they_fail_and_the_launcher_passes_it_on(
     assert not list(own.iterdir())
 
 
+WAITS = """
+import datetime, time
+import torch
+import torch.distributed as dist
+from shardwright.plugins.launching.elastic import recorded
+
+def work():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.all_gather([torch.ones(8) for _ in range(2)], torch.ones(8))
+
+recorded(work)()
+"""
+
+
+@pytest.mark.distributed
+def test_a_timeout_names_the_collective_and_the_rank_that_lags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL writes these records itself; for gloo the rank that waited does."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "traces").mkdir()
+    kept = tmp_path / "traces" / "rank_"
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(kept))
+    (tmp_path / "traces" / "rank_1").write_text("of an earlier run")
+    os.utime(tmp_path / "traces" / "rank_1", (1000, 1000))
+    with pytest.raises(LaunchFailedError, match=r"rank 0: RuntimeError: .*Timed out waiting") as caught:
+        torchrun([str(tmp_path / "waits.py")], timeout_seconds=120)
+    message = str(caught.value)
+    assert "rank 0 waited in gloo:all_gather number 2 of inputs [[8]]" in message and "in work)" in message
+    assert "rank 1 has no record: it was busy elsewhere" in message
+    # The files of the user's directory stay.
+    assert (tmp_path / "traces" / "rank_0").is_file()
+
+
 @pytest.mark.distributed
 def test_when_one_of_two_launchers_fails_both_end(tmp_path: Path) -> None:
     lines: list[str] = []

@@ -290,6 +290,12 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "adapters": ("none",),
 }
 """Grouped heads, its first layers dense (GLM-4.5)."""
+_EXAONE4: dict[str, Any] = {
+    "widths": (*_GROUPED_WIDTHS, "intermediate_size"),
+    "more": (*_TEXT, "token*position*attention_heads", "position*head_dim"),
+    "adapters": ("none",),
+}
+"""Full layers have positions only where none has a window (EXAONE 4)."""
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 _TOWER = (
@@ -321,13 +327,22 @@ def _smolvlm(model_type: str) -> KindFamily:
         model_type=model_type,
         sizes=draw_smolvlm,
         widths=(*_GROUPED_WIDTHS, "intermediate_size"),
-        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
+        # A mask of pixels marks what was padded; a patch has three values for each.
+        more=(
+            *("patch*vision_config.patch_size*vision_config.patch_size", "image"),
+            *_image_text("hidden_size", "intermediate_size", "num_attention_heads"),
+        ),
         depth=_towers,
         kinds={
             "vision": "model.vision_model.encoder.layers.*.mlp.fc2.weight",
             "text": "model.text_model.layers.*.mlp.down_proj.weight",
         },
-        settings=("text_config.model_type", "text_config.hidden_act", "vision_config.hidden_act"),
+        settings=(
+            "text_config.model_type",
+            "text_config.hidden_act",
+            "vision_config.hidden_act",
+            "vision_config.num_channels",
+        ),
         inputs="padded images",
         image=draw_scaled_square,
         **_IMAGE_TEXT,
@@ -403,6 +418,25 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         settings=("hidden_act",),
         attentions=("fused", "masked", "math"),
         adapters=("none",),
+    ),
+    "Exaone4ForCausalLM": KindFamily(
+        model_type="exaone4",
+        sizes=draw_cohere,
+        depth=_layer_types,
+        kinds={"sliding": "layer_types=sliding_attention", "full": "layer_types=full_attention"},
+        interleaved=True,
+        settings=("hidden_act", "sliding_window"),
+        attentions=("fused", "masked"),
+        **_EXAONE4,
+    ),
+    "Exaone4ForCausalLM full": KindFamily(
+        model_type="exaone4",
+        sizes=lambda choose: draw_cohere(choose) | {"sliding_window": None},
+        depth=lambda values, depths: _layer_types(values, {"full": depths["layer"]}),
+        kinds={"layer": "model.layers.*.mlp.down_proj.weight"},
+        settings=("hidden_act", "sliding_window_pattern"),
+        attentions=("fused",),
+        **_EXAONE4,
     ),
     "ViTForImageClassification": KindFamily(
         model_type="vit",

@@ -81,7 +81,10 @@ def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int =
             lora_rank=choose.choice(_LORA_RANKS) if adapter in _LORA else 0,
         )
         if family.image:
-            image, places = family.image(choose, shape.values), choose.choices(range(shape.micro_batch_size), k=2)
+            image, sequences = family.image(choose, shape.values), range(shape.micro_batch_size)
+            # Padding would be a further size.
+            equal = [*sequences] * choose.randint(1, 2) if family.inputs == "padded images" else None
+            places = equal or choose.choices(sequences, k=2)
             shape = with_images(shape, [[image] * places.count(place) for place in range(shape.micro_batch_size)])
         tokens = shape.micro_batch_size * shape.seq_len_tokens
         # What routed tokens keep must not look like a weight's gradient either.

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 89_478_485
 """Pixels of an image above which Pillow warns of a decompression bomb."""
+_LONGEST_RATIO = 1000
+"""Processors that scale the shorter side to 336 pixels, as CLIP's, make 340 MB of such an image before they crop it."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """JPEG includes MPO. Other decoders of Pillow are not run on data: some start programs."""
 
@@ -46,6 +48,9 @@ def opened(part: Part, where: str) -> Image:
             if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
                 rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
+            if max(image.size) > _LONGEST_RATIO * min(image.size):
+                rule = f"has {image.width} x {image.height} pixels; a side may be {_LONGEST_RATIO:,} times the other"
+                raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="crop it"))
             # Phones write MPO: the photo, and then its depth or a preview.
             if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":
                 rule, fix = f"has {frames} frames, and videos are not supported", "save one frame as an image"
@@ -64,7 +69,8 @@ def opened(part: Part, where: str) -> Image:
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
         if isinstance(error, UsageError | RefusedInputError):
             raise
-        detail = " ".join(str(error).split())[:120]
+        is_unknown = isinstance(error, PIL.UnidentifiedImageError)
+        detail = "empty, broken, or of another format" if is_unknown else " ".join(str(error).split())[:120]
         rule = f"is no readable image ({detail})"
         raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix=fix)) from None
 
@@ -84,7 +90,8 @@ def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], whe
     placeholders = chat.text.count(token) + (chat.text.count(PLACEHOLDER) if token != PLACEHOLDER else 0)
     if placeholders != len(images):
         rule = f"has {len(images)} images, but its rendered text has {placeholders} places for them"
-        fix = f"add the images, use the model's chat template, and do not write {PLACEHOLDER} or {token} in texts"
+        words = " or ".join(sorted({PLACEHOLDER, token}))
+        fix = f"add the images, use the model's chat template, and do not write {words} in texts"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     bos = processor.tokenizer.bos_token
     with _read_by(processor, where):
@@ -118,6 +125,10 @@ def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], whe
         "image_tokens": len(of_images),
         "last": max(of_images, default=-1),
     }
+
+
+def reads_max_pixels(processor: Any) -> bool:
+    return "max_pixels" in processor.image_processor.valid_kwargs.__annotations__
 
 
 def image_inputs(processor: Any, rows: Sequence[Sequence[Part]]) -> dict[str, Any]:
@@ -156,7 +167,7 @@ def _read_by(processor: Any, where: str) -> Iterator[None]:
     """Convert what a processor raises to one line. Raises: RefusedInputError: it cannot read its input."""
     try:
         yield
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, MemoryError) as error:
         if isinstance(error, UsageError | RefusedInputError):
             raise
         detail = " ".join(str(error).split())[:200]

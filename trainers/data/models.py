@@ -5,12 +5,14 @@ Weights are read only from safetensors, and code in a model repository never run
 
 from __future__ import annotations
 
+import json
 import shutil
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...ds_configs.models.images import FIXED_SIZES
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.bitsandbytes import is_divided, keep_layout, on_host, place_for_division
 from ...plugins.huggingface_hub import TOKENIZER_FILES, model_directory
@@ -26,6 +28,7 @@ from ...plugins.transformers.loading import (
     refused_by_name,
 )
 from ...plugins.transformers.training_arguments import byte_tokenizer
+from .images import reads_max_pixels
 from .sources import DataSettings
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -189,7 +192,7 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
         UsageError: the processor is of another model, not supported, or has no such limit; or a package is missing.
         RefusedInputError: it cannot be loaded.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+    from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, __version__
 
     if auto_class(config) is not AutoModelForImageTextToText or Path(source.model).is_file():
         return None
@@ -198,19 +201,23 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
         return None
     limit = {} if max_pixels is None else {"max_pixels": max_pixels}
     try:
-        with refused_by_name(source.model):
+        with refused_by_name(f"processor of {source.model}"):
             processor = AutoProcessor.from_pretrained(str(directory), trust_remote_code=False, **limit)
     except ImportError as error:
         package = next((name for name in ("torchvision", "pillow") if name in str(error).lower()), "pillow")
         rule, fix = f"the processor needs the package {package}, which is not installed", f"pip install {package}"
         raise UsageError(ConfigError(where="model", value=source.model, rule=rule, fix=fix)) from None
+    if not isinstance(processor, ProcessorMixin):
+        rule = f"its processor has a class that is not in Transformers {__version__}"
+        fix = "pip install -U transformers, or save the processor of the model with this release"
+        raise UsageError(ConfigError(where="model", value=source.model, rule=rule, fix=fix))
     kind, errors = type(processor).__name__, []
-    if getattr(type(processor), "replace_image_token", None) in (None, ProcessorMixin.replace_image_token):
+    if type(processor).replace_image_token is ProcessorMixin.replace_image_token:
         rule = "is not supported: it does not replace a token by those of an image"
         fix = "train with your own script: shardwright launch"
         raise UsageError(ConfigError(where="processor", value=kind, rule=rule, fix=fix))
     images, vision = processor.image_processor, getattr(config, "vision_config", None)
-    if max_pixels is not None and "max_pixels" not in images.valid_kwargs.__annotations__:
+    if max_pixels is not None and not reads_max_pixels(processor):
         rule = f"is not an argument of {type(images).__name__}, which resizes images to its own sizes"
         errors.append(ConfigError(where="max_pixels", value=max_pixels, rule=rule, fix="omit it"))
     token, pairs = getattr(config, "image_token_id", None), {}
@@ -219,10 +226,28 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
     for name, own in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size")):
         read = getattr(processor, name, None) or getattr(images, name, None)
         pairs[name] = (read, getattr(vision, own, None))
+    tower, side = getattr(vision, "model_type", None), getattr(vision, "image_size", None)
+    # Processors that older releases saved lack these: LLaVA's would make another number of tokens, or none.
+    for name, unset, expected in (
+        ("patch_size", "not set", getattr(vision, "patch_size", None)),
+        ("vision_feature_select_strategy", "full", getattr(config, "vision_feature_select_strategy", None)),
+        ("num_additional_image_tokens", 0, {"clip_vision_model": 1, "siglip_vision_model": 0}.get(str(tower))),
+    ):
+        if hasattr(processor, name):
+            pairs[name] = (getattr(processor, name) or unset, expected)
+    # Pixtral's tower reads any size.
+    if config.model_type in FIXED_SIZES and tower != "pixtral" and isinstance(side, int):
+        from PIL import Image
+
+        with refused_by_name(f"processor of {source.model}"):
+            # Neither square, nor so wide that Gemma's processor may add crops.
+            pixels = images(Image.new("RGB", (100, 90)), return_tensors="pt")["pixel_values"]
+        pairs["image_size"] = (tuple(pixels.shape[-2:]), (side, side))
     for name, (read, expected) in pairs.items():
         if read is not None and expected is not None and read != expected:
-            rule = f"is of another model: {name} is {read}, and the model has {expected}"
+            rule = f"is of another model or release: {name} is {read!r}, and the model has {expected!r}"
             fix = "save the processor of the model beside it"
+            fix += f', or write "{name}": {json.dumps(expected)} in its JSON' if hasattr(processor, name) else ""
             errors.append(ConfigError(where="processor", value=kind, rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)

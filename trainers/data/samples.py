@@ -4,7 +4,7 @@ A packed row has `position_ids` that restart with each document, and a batch of 
 without a cache, Transformers then derives a mask for each document from the positions
 (`masking_utils.find_packed_sequence_indices`), and FlashAttention reads the documents of a batch of one row as
 sequences of different lengths (`modeling_flash_attention_utils._is_packed_sequence`). The first token of a document has
-no label, as nothing of its own document predicts it.
+no label, because no earlier token of its document predicts it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .chat import (
     turns_of,
 )
 from .image_rows import COLUMNS, images_of
-from .images import check_image_inputs, encode_images, image_inputs
+from .images import check_image_inputs, encode_images, image_inputs, reads_max_pixels
 from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion", "pairs", "labelled answers", "prompts"]
@@ -444,7 +444,8 @@ def _made_samples(
                     is_checked = True
                 if (needed := sample.pop("last") + 1) > seq_len:
                     rule = f"its images end at token {needed}, but seq_len is {seq_len}"
-                    fix = f"use --seq-len {needed} or more, or fewer or smaller images (--max-pixels)"
+                    fix = f"use --seq-len {needed} or more, or fewer or smaller images"
+                    fix += " (--max-pixels)" if reads_max_pixels(processor) else ""
                     errors.append(ConfigError(where=where, rule=rule, fix=fix))
         counts["cut"] += len(sample["input_ids"]) > seq_len
         sample = {name: values if name in _OF_ROWS else values[:seq_len] for name, values in sample.items()}
@@ -617,5 +618,5 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
             if not torch.allclose(logits_BSV[:, own], alone_BSV, rtol=1e-4, atol=1e-5):
                 return f"{type(model).__name__} does not treat each document of a packed row as a new sequence"
     except Exception as error:
-        return f"a small model of its classes cannot read packed rows ({type(error).__name__}: {error})"
+        return f"packed rows fail in a small model of the same classes ({type(error).__name__}: {error})"
     return None

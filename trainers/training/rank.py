@@ -131,8 +131,8 @@ def held_out(trainer: Any, layout: Layout) -> Estimate | None:
 
 _NOT_PREDICTED = "predicted memory and time do not apply to this run"
 _REPEATED = (
-    "Accelerate fills the last batch of each epoch with {} samples from its start, which count twice; "
-    "shardwright.trainer_for excludes them from the loss"
+    "Accelerate fills the last batch of each epoch by repeating its first {} samples, so these count twice; "
+    "shardwright.trainer_for excludes the repeated ones from the loss"
 )
 _LOADS_ON_FIRST_RANK = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """With these variables only the first rank loads weights."""

@@ -95,7 +95,9 @@ def train_settings_errors(settings: TrainSettings, task: TaskName) -> list[Confi
     errors += unknown_argument_errors(settings.arg, kind)
     for name, value in settings.arg.items():
         if option := _OPTIONS_OF_ARGUMENTS.get(name):
-            errors.append(ConfigError(where=f"arg {name}", value=value, rule="has its own option", fix=f"use {option}"))
+            errors.append(
+                ConfigError(where=f"arg {name}", value=value, rule="is not an extra argument", fix=f"use {option}")
+            )
         elif name in _ENGINE_ARGUMENTS:
             rule, fix = "would run a different layout from the planned one", "use --strategy and the other options"
             errors.append(ConfigError(where=f"arg {name}", value=value, rule=rule, fix=fix))

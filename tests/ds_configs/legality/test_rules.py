@@ -86,8 +86,16 @@ def test_legal_neighbours_of_the_violations_have_no_errors():
 
 CASES = {
     "sizes": (replace(ZERO1, micro_batch_size=0), {}, "micro_batch_size = 0: must be at least 1"),
-    "world": (replace(ZERO1, dp_shard=6), {}, "must equal the 8 accelerators; use dp_replicate * dp_shard = 8"),
-    "world with tp": (replace(ZERO1, tp=3, dp_shard=2), {}, "choose tp * pp * sp * cp = 3 to divide them"),
+    "world": (
+        replace(ZERO1, dp_shard=6),
+        {},
+        "number of accelerators, 8; use dp_replicate * dp_shard = 8",
+    ),
+    "world with tp": (
+        replace(ZERO1, tp=3, dp_shard=2),
+        {},
+        "product divides it; tp * pp * sp * cp is 3",
+    ),
     "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
     "open micro-batch": (
         replace(ZERO1, micro_batch_size=7),

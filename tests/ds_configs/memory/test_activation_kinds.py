@@ -165,8 +165,21 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
 
 
 @pytest.mark.trace
-def test_sliding_windows_shorter_than_a_sequence_match_estimate() -> None:
-    assert_run_matches("Olmo3ForCausalLM", "bf16", "none", checkpointing=False, attention="masked")
+@pytest.mark.parametrize("architecture", ["Exaone4ForCausalLM", "Olmo3ForCausalLM"])
+def test_sliding_windows_shorter_than_a_sequence_match_estimate(architecture: str) -> None:
+    assert_run_matches(architecture, "bf16", "none", checkpointing=False, attention="masked")
+
+
+def test_full_layers_of_exaone_keep_rotated_queries_only_without_windows() -> None:
+    job = TrainingJob(seq_len_tokens=48)
+    everywhere = asked("Exaone4ForCausalLM full", {"layer": 4})
+    windows = asked("Exaone4ForCausalLM", {"sliding": 2, "full": 2})
+    other = asked("Exaone4ForCausalLM", {"sliding": 2, "full": 2}, sliding_window=2048)
+    rotated, mixed, bound = (activations_of(spec, job, 2, "bf16") for spec in (everywhere, windows, other))
+    assert bound.is_bound
+    assert not rotated.is_bound
+    assert not mixed.is_bound
+    assert mixed.saved_bytes_per_layer < rotated.saved_bytes_per_layer
 
 
 def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:

@@ -195,6 +195,11 @@ def bad_image(directory: Path, kind: str) -> Path:
         path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     elif kind == "huge":
         Image.new("1", (12_000, 12_000)).save(path)
+    elif kind == "long":
+        # CLIP's processor would scale this file of 1 kB to 16 x 1.28 million pixels.
+        Image.new("1", (80_000, 1)).save(path)
+    elif kind == "zero":
+        path.write_bytes(b"GIF89a" + bytes(7) + b";")
     return path
 
 
@@ -207,6 +212,8 @@ def bad_image(directory: Path, kind: str) -> Path:
         ("text", 4, "is no readable image"),
         ("animated", 2, "has 4 frames"),
         ("huge", 4, "has 12000 x 12000 pixels"),
+        ("long", 4, "has 80000 x 1 pixels; a side may be 1,000 times the other; crop it"),
+        ("zero", 4, "is no readable image"),
         ("floats", 2, "has pixels of 32 bits (mode F); convert it to 8 bits"),
         ("vector", 4, "convert it to PNG, JPEG, WebP, BMP, GIF or TIFF"),
     ],
@@ -353,8 +360,11 @@ def test_images_and_their_places_must_fit(family: str, row: Any, words: str, dir
 
 def test_images_beyond_the_sequence_are_an_error_and_longer_texts_are_truncated(directory: Path) -> None:
     row = question({"type": "image", "path": "red.png"})
-    with pytest.raises(UsageError, match="its images end at token 10, but seq_len is 9; use --seq-len 10"):
+    limits = "its images end at token 10, but seq_len is 9; use --seq-len 10 or more, or fewer or smaller images$"
+    with pytest.raises(UsageError, match=limits):
         samples(directory, row, seq_len=9)
+    with pytest.raises(UsageError, match=r"or smaller images \(--max-pixels\)"):
+        samples(directory, row, family="qwen2_5_vl", seq_len=9)
     found = samples(directory, row, seq_len=32)
     assert found.statistics.cut_rows == 1 and len(found.train[0]["input_ids"]) == 32
 
@@ -379,13 +389,57 @@ def test_a_processor_is_loaded_with_its_template_and_must_belong_to_the_model(tm
     other = processor("llava")
     other.patch_size = 4
     other.save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="is of another model: patch_size is 4, and the model has 8"):
+    with pytest.raises(
+        UsageError,
+        match=r'is of another model or release: patch_size is 4, and the model has 8; save .* or write "patch_size": 8',
+    ):
         loaded(tmp_path)
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(RefusedInputError):
         loaded(tmp_path)
     (tmp_path / "processor_config.json").unlink()
     assert loaded(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # Old releases saved neither, and LLaVA's processor then fails or makes too few tokens.
+        ({"patch_size": None}, "patch_size is 'not set', and the model has 8"),
+        ({"num_additional_image_tokens": None}, "num_additional_image_tokens is 0, and the model has 1"),
+        ({"vision_feature_select_strategy": None}, "strategy is 'full', and the model has 'default'"),
+        ({"vision_feature_select_strategy": "full"}, "strategy is 'full', and the model has 'default'"),
+        ({"crop_size": {"height": 32, "width": 32}}, r"image_size is \(32, 32\), and the model has \(16, 16\)"),
+        ({"do_center_crop": False}, r"image_size is \(16, 17\), and the model has \(16, 16\)"),
+        ({"size": {"shortest_edge": 0}}, "cannot be loaded.*Size must contain"),
+        (
+            {"processor_class": "FutureProcessor"},
+            "a class that is not in Transformers 5.*; pip install -U transformers",
+        ),
+        ({"processor_class": "Gemma3Processor"}, "cannot be loaded.*boi_token_id"),
+        ({"image_processor_type": "FutureImageProcessor"}, "cannot be loaded.*Unrecognized image processor"),
+    ],
+)
+def test_a_processor_of_another_release_is_rejected_before_training(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = save_image_model(tmp_path) / "processor_config.json"
+    settings = json.loads(path.read_text())
+    for name, value in changes.items():
+        of_images = name in settings["image_processor"]
+        section = settings["image_processor"] if of_images else settings
+        section[name] = value
+        if value is None:
+            del section[name]
+    path.write_text(json.dumps(settings))
+    with pytest.raises((UsageError, RefusedInputError), match=words):
+        loaded(tmp_path)
+
+
+def test_a_processor_that_is_no_object_is_rejected(tmp_path: Path) -> None:
+    (save_image_model(tmp_path) / "processor_config.json").write_text("[1]")
+    with pytest.raises(RefusedInputError, match=r"processor of .*: cannot be loaded"):
+        loaded(tmp_path)
 
 
 def test_a_template_of_parts_that_marks_no_answers_gives_the_same_labels(directory: Path) -> None:

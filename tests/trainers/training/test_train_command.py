@@ -68,7 +68,7 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     ("more", "said"),
     [
         (("--arg", "weight_decy=0.1"), "did you mean 'weight_decay'?"),
-        (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has its own option; use --learning-rate"),
+        (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: is not an extra argument; use --learning-rate"),
         (("--arg", "deepspeed=mine.json"), "would run a different layout from the planned one"),
         (("--arg", "dataloader_drop_last=true"), "skips samples that the report counts as trained on"),
         (("--report-to", "flyte"), "report_to = 'flyte': is not installed; pip install flytekit"),
