@@ -2,7 +2,8 @@
 
 On the CPU both are metered at sizes that fit, and the formula of the fused loss, which these sizes check, gives the
 full size: 8,192 tokens, vocabulary 128,256, width 4,096 of both models, bf16. `--device cuda` runs the full size, with
-Liger's JSD loss beside it where `liger_kernel` is installed.
+Liger's JSD loss beside it where `liger_kernel` is installed. `--equality` compares the fused loss of every divergence
+on the device with the plain one in fp64 instead.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from page_parts import with_part
@@ -23,11 +25,13 @@ from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.losses.fused_loss import ALIGNED_ROWS, BLOCK_BYTES, SCALED_ROWS, fused_token_loss
 from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, plain_token_loss
+from shardwright.trainers.losses.token_objective import Divergence
 
 MEASURED = Path(__file__).with_name("kd_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "costs.md"
 REPETITIONS = 2
 TARGET_BYTES = 3.0e9
+LARGEST_ERROR = 1e-5
 _BYTES_OF_A_ROW = 32
 """A weight and seven values, in fp32."""
 _BLOCK_BYTES_OF_A_LOGIT = 45
@@ -216,6 +220,39 @@ def _forget_gradients(present: list[torch.Tensor]) -> None:
         tensor.grad = None
 
 
+def equality(case: KdCase, device: str) -> dict[str, float]:
+    """Return the largest error of loss and gradients of each divergence and temperature, relative to the largest value.
+
+    The reference is the plain loss in fp64 on the CPU; a narrower teacher compares the columns that both have.
+    """
+    made, labels = tensors(case, device)
+
+    def fused(objective: TokenObjective, *inputs: torch.Tensor) -> torch.Tensor:
+        hidden, weight, taught, head = inputs
+        targets = HiddenTargets(hidden_NH=taught, head=OutputHead(weight_VH=head))
+        return fused_token_loss(hidden, OutputHead(weight_VH=weight), labels, targets, objective).loss
+
+    def plain(objective: TokenObjective, *inputs: torch.Tensor) -> torch.Tensor:
+        hidden, weight, taught, head = inputs
+        targets = LogitTargets(logits_NV=taught @ head.T)
+        return plain_token_loss(hidden @ weight.T, labels.cpu(), targets, objective).loss
+
+    errors = {}
+    for divergence, temperature, columns in product(get_args(Divergence), (1.0, 2.0), (case.columns, case.columns - 8)):
+        objective = TokenObjective(alpha=0.3, temperature=temperature, divergence=divergence)
+        inputs = [tensor.detach() for tensor in (*made[:3], made[3][:columns])]
+        values = []
+        for loss, given in ((fused, inputs), (plain, [tensor.double().cpu() for tensor in inputs])):
+            leaves = [tensor.clone().requires_grad_() for tensor in given[:2]]
+            summed = loss(objective, *leaves, *given[2:])
+            values.append([summed.detach(), *torch.autograd.grad(summed, leaves)])
+        errors[f"{divergence}, temperature {temperature:g}, {columns} columns"] = max(
+            ((own.double().cpu() - exact).abs().max() / exact.abs().max()).item()
+            for own, exact in zip(*values, strict=True)
+        )
+    return errors
+
+
 def table(found: Sequence[Measurement], device: str) -> str:
     """Return one markdown line for each size."""
     lines = [
@@ -277,11 +314,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help=f"store figures of the CPU and the table of {DOCUMENT.name}"
     )
+    parser.add_argument("--equality", action="store_true", help="compare values with fp64, and nothing else")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA GPU")
     if options.device == "cuda" and options.write:
         parser.error("--write stores figures of the CPU: leave --device cuda out")
+    if options.equality:
+        errors = equality(KdCase(rows=300, columns=5000, hidden_width=64, dtype="float32"), options.device)
+        print(
+            "| loss | largest error |\n|---|---|",
+            *(f"| {name} | {error:.1e} |" for name, error in errors.items()),
+            sep="\n",
+        )
+        return int(max(errors.values()) > LARGEST_ERROR)
     found: list[Measurement] = []
     for case in (FULL,) if options.device == "cuda" else CPU_CASES:
         found += measure(case, options.device)
