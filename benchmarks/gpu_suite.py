@@ -3,7 +3,7 @@
     python benchmarks/gpu_suite.py --output DIR [--only PART ...] [--write]
 
 Each part is a process with a time limit of its own. One that fails or takes too long loses its own result only.
-`DIR/suite.json` has the outcome of every part; `--write` puts the tables of complete parts into docs/measurements/gpu.md.
+`DIR/suite.json` has the outcome of every part. `--write` puts the tables of complete parts into the page of GPUs.
 """
 
 from __future__ import annotations
