@@ -123,7 +123,7 @@ class Published:
             moments |= with_logits_by_row(self, job, moments)
         # Autocast copies the matrices of an fp32 model for each of its forward passes.
         extra = 2 * self.model.parameter_count if self.fp32_reference else 0
-        copied = {"score": 2 * self.model.linear_parameters(include_head=True) if extra else 0}
+        copied = {"score": 2 * self.model.linear_parameters if extra else 0}
         tensors = max(extra + copied.get(moment, 0) + sum(terms.values()) for moment, terms in moments.items())
         if not self.reserved:
             return tensors

@@ -235,7 +235,7 @@ def test_adapters_of_mixtures_are_counted_as_peft_makes_them_or_rejected(model_t
         job = TrainingJob(method="lora", lora_targets=(target,), lora_rank=3)
         layout, hardware = Layout(engine="ddp", dp_replicate=8), parse_hardware("8xH100-80GB")
         if errors := list(lora_targets_can_be_adapted(spec, layout, job, hardware)):
-            assert any(p.module in str(errors[0]) for p in spec.parameters if p.kind == "router"), str(errors[0])
+            assert errors[0].fix, str(errors[0])
             continue
         model = build_meta_model(config, source="m")
         adapted = add_lora(model, rank=3, targets=target, fp32_adapters=False)

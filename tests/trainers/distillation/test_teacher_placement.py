@@ -62,7 +62,7 @@ class TestChoice:
         costs = {cost.placement: cost for cost in chosen.placements["teacher"].alternatives}
         assert {chosen.placements["teacher"].placement, *costs} == set(PLACEMENTS)
         whole = 2 * LLAMA_70B.parameter_count
-        assert "217.7 of 84.9 GB" in chosen.placements["teacher"].reason
+        assert "216.8 of 84.9 GB" in chosen.placements["teacher"].reason
         assert costs["replica"].gpu_bytes > whole > costs["quantized"].gpu_bytes > 0.25 * whole
         assert whole < costs["offloaded"].host_bytes < 1.2 * whole
         assert costs["cached"].gpu_bytes < 10**8
