@@ -57,6 +57,10 @@ def gather(directory: Path) -> None:
     for path in files:
         (directory / place_of(path)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, directory / place_of(path))
+        if path.suffix == ".md":
+            # No section lists it: it is read outside of the site.
+            text = path.read_text(encoding="utf-8").removeprefix("---\n")
+            (directory / place_of(path)).write_text(f"---\norphan: true\n{text}", encoding="utf-8")
     for place, text in made.items():
         (directory / place).parent.mkdir(parents=True, exist_ok=True)
         (directory / place).write_text(text, encoding="utf-8")
