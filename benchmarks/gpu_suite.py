@@ -91,7 +91,7 @@ def run(chosen: Mapping[str, Part], into: Path) -> dict[str, Outcome]:
 def updated(page: str, outcomes: Mapping[str, Outcome]) -> str:
     """Return the page with the tables of complete parts."""
     for name, outcome in outcomes.items():
-        table = [line for line in outcome.output.splitlines() if line.startswith("|") or line.startswith("Liger")]
+        table = [line for line in outcome.output.splitlines() if line.startswith(("|", "Liger"))]
         if outcome.result == "passed" and table:
             page = with_part(page, f"suite: {name}", "\n".join(table))
     return page

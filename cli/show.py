@@ -32,6 +32,7 @@ _SHOWN_SHARE = 0.005
 _FIRST_ROWS = 3
 """Alternatives on the first screen of a plan."""
 _FIRST_TERMS = 4
+"""Terms of memory on the first screen."""
 _UPPER_BOUND = "Activations and loss are an upper bound from the model's structure. The run may need less."
 
 

@@ -119,19 +119,17 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     layout = evaluated.layout
     changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
     changed |= {f"{role}_placement": choice.placement for role, choice in evaluated.placements.items()}
+    recomputation = "reentrant" if job.gradient_checkpointing == "reentrant" else "on"
+    input_offload = "transformers" if job.offload_activations == "transformers" else "on"
     changed |= {
         "strategy": layout.strategy_name,
         "micro_batch_size": layout.micro_batch_size,
         "global_batch_size": layout.global_batch_size,
-        "gradient_checkpointing": ("reentrant" if job.gradient_checkpointing == "reentrant" else "on")
-        if layout.gradient_checkpointing
-        else "off",
+        "gradient_checkpointing": recomputation if layout.gradient_checkpointing else "off",
         "offload": layout.offload_name,
         "loss": evaluated.loss,
         "tiled_mlp": "on" if layout.tiled_mlp else "off",
-        "offload_activations": ("transformers" if job.offload_activations == "transformers" else "on")
-        if layout.offloaded_checkpoints
-        else "off",
+        "offload_activations": input_offload if layout.offloaded_checkpoints else "off",
         "objective": "throughput",
     }
     return replace(job, **changed)

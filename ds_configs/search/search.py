@@ -188,7 +188,7 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
-def _fastest_that_needs_its_axes(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
+def _fastest_with_cp_if_needed(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
     """Return the fastest candidate, with context parallelism only if it was requested, is needed or certainly faster.
 
     It is needed if nothing else fits, and certainly faster if even the upper end of its interval is.
@@ -216,8 +216,8 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
         )
     without = [index for index in indices if explored.by_layout[index][0].layout.offload_optimizer == "none"]
     if job.offload != "auto" or len(without) == len(indices):
-        return _fastest_that_needs_its_axes(explored, indices, job)
-    inside = _fastest_that_needs_its_axes(explored, without, job)
+        return _fastest_with_cp_if_needed(explored, indices, job)
+    inside = _fastest_with_cp_if_needed(explored, without, job)
     least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
     offloaded = [
         index

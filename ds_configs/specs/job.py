@@ -391,11 +391,11 @@ class TrainingJob(  # type: ignore[misc]
         """Return the model with its vision tower and its projector frozen or trained, as the job says."""
         if not model.reads_images:
             return model
-        training = {part: getattr(self, part) for part in IMAGE_PARTS} | {None: "trained"}
+        by_part = {part: getattr(self, part) for part in IMAGE_PARTS} | {None: "trained"}
         parameters = (
-            replace(p, frozen=how == "frozen", whole=how == "full")
+            replace(p, frozen=training == "frozen", whole=training == "full")
             for p in model.parameters
-            for how in (training[image_part(p.name)],)
+            for training in (by_part[image_part(p.name)],)
         )
         return replace(model, parameters=tuple(parameters))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd, prod
-from typing import NamedTuple
 
 from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import expert_parallel_share, tensor_parallel_share
@@ -257,10 +256,12 @@ def layer_passes(
     kernels, kernels_back = software.kernels_forward, software.kernels_backward
     if work.expert_products:
         sizes, rows = work.whole, tokens * work.whole.experts_per_token * width
-        width_of_rows, inner_width = sizes.hidden_size, sizes.expert_intermediate_size
-        traffic += rows * (ROUTED.hidden_forward * width_of_rows + ROUTED.inner_forward * inner_width)
-        traffic_back += rows * (ROUTED.hidden_backward * width_of_rows + ROUTED.inner_backward * inner_width)
-        kernels, kernels_back = kernels + ROUTED.kernels_forward, kernels_back + ROUTED.kernels_backward
+        of_experts, of_experts_back = (
+            rows * (of_hidden * sizes.hidden_size + of_inner * sizes.expert_intermediate_size)
+            for of_hidden, of_inner in zip(_ROUTED_HIDDEN_BYTES, _ROUTED_INNER_BYTES, strict=True)
+        )
+        traffic, traffic_back = traffic + of_experts, traffic_back + of_experts_back
+        kernels, kernels_back = kernels + _ROUTED_KERNELS[0], kernels_back + _ROUTED_KERNELS[1]
     return (
         Pass(
             products=forward,
@@ -277,36 +278,21 @@ def layer_passes(
     )
 
 
-class Routed(NamedTuple):
-    """What a layer of experts does beside its products, per token and expert that it visits."""
+# What a layer of experts does beside its products, in the forward and in the backward pass: counted in
+# `grouped_mm_experts_forward` (transformers 5.17.0, integrations/moe.py) and the derivatives of its operations.
+_ROUTED_HIDDEN_BYTES = 22, 35
+"""Memory traffic per token, expert that it visits and element of the hidden size, with rows in 16 bit.
 
-    hidden_forward: float
-    """Memory traffic per element of the hidden size, in bytes."""
-    hidden_backward: float
-    inner_forward: float
-    """The same per element of an expert's width, beside the activation function."""
-    inner_backward: float
-    kernels_forward: float
-    """Kernels of a layer: router, sort, offsets, masks, permutations and sum."""
-    kernels_backward: float
-
-
-ROUTED = Routed(
-    # Rows are gathered in the order of their experts (read and written, 4 bytes), masked (4), masked after the second
-    # product (4), weighted (4), put in the order of tokens (4) and summed (2).
-    hidden_forward=22,
-    # The sum's gradient is copied for each expert (4) and added to zeros at permuted rows (8). Weighting has a gradient
-    # of the rows (4) and one of the weights (8). Two masks (8), and rows added to their tokens' gradients (3).
-    hidden_backward=35,
-    # The output of the first product, twice an expert's width, is masked (8). Gradients of its halves are joined (8)
-    # and masked (8).
-    inner_forward=8,
-    inner_backward=16,
-    kernels_forward=40,
-    kernels_backward=50,
-)
-"""Counted in `grouped_mm_experts_forward` (transformers 5.17.0, integrations/moe.py) and the derivatives of its
-operations. Rows are in 16 bit."""
+Forward, rows are gathered in the order of their experts (read and written, 4 bytes), masked (4), masked after the
+second product (4), weighted (4), put in the order of tokens (4) and summed (2). Backward, the sum's gradient is copied
+for each expert (4) and added to zeros at permuted rows (8). Weighting has a gradient of the rows (4) and one of the
+weights (8). Two masks take 8, and adding rows to their tokens' gradients takes 3.
+"""
+_ROUTED_INNER_BYTES = 8, 16
+"""The same per element of an expert's width, beside the activation function: the output of the first product, twice as
+wide, is masked (8); gradients of its halves are joined (8) and masked (8)."""
+_ROUTED_KERNELS = 40, 50
+"""Kernels of a layer: router, sort, offsets, masks, permutations and sum."""
 
 
 def tower_passes(step: StepInputs) -> tuple[Pass, Pass]:
