@@ -12,7 +12,8 @@ import pytest
 from paths import CONFIGS
 
 HIDDEN = """
-import importlib.metadata, psutil, sys  # psutil imports the modules of each system itself.
+import importlib.metadata, sys
+import huggingface_hub.utils, psutil  # Both import what each system has.
 LIBRARIES = {"accelerate", "bitsandbytes", "compressed-tensors", "datasets", "deepspeed", "gradio", "jinja2",
     "matplotlib", "numpy", "pandas", "peft", "pillow", "pyarrow", "tokenizers", "torch",
     "transformers", "trl", "xxhash"}
