@@ -34,7 +34,10 @@ Settings = Mapping[str, bool | int | float | str]
 Rule = Callable[[Settings, int, int, int, "int | None"], ImageTokens]
 """From settings of the model, height, width, frames (0: an image) and `max_pixels`."""
 
-_LONGEST_RATIO = 200
+LONGEST_RATIO = 1000
+"""Processors that scale the shorter side to 336 pixels, as CLIP's, make 340 MB of such an image before they crop it."""
+_LONGEST_NATIVE_RATIO = 200
+"""Of `smart_resize`, which keeps the ratio of Qwen-VL's and GLM-4V's images."""
 _FRAME_PIXELS = 768
 """Largest area of a frame, in merged patches."""
 
@@ -112,9 +115,11 @@ def _side(settings: Settings) -> tuple[int, int]:
 def _llava(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
     side, patch = _side(settings)
     patches = (side // patch) ** 2
-    return ImageTokens(
-        tiles=1, patches=patches, features=patches, text_tokens=patches, formula=f"({side} / {patch})² = {patches}"
-    )
+    has_class_row = settings.get("vision_config.model_type") == "clip_vision_model"
+    first_row_is_cut = settings.get("vision_feature_select_strategy", "default") == "default"
+    features = patches + has_class_row - first_row_is_cut
+    formula = f"({side} / {patch})²" + (f" {features - patches:+d}" if features != patches else "") + f" = {features}"
+    return ImageTokens(tiles=1, patches=patches, features=features, text_tokens=features, formula=formula)
 
 
 def _best_resolution(height: int, width: int, choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -318,8 +323,9 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
     if job.max_pixels and model.model_type not in _READ_MAX_PIXELS:
         rule = f"is not read by the image processor of {model.model_type}, which resizes to its own sizes"
         errors.append(ConfigError(where="max_pixels", value=job.max_pixels, rule=rule, fix="omit it"))
-    if max(height, width) > _LONGEST_RATIO * min(height, width):
-        rule = f"must not be more than {_LONGEST_RATIO} times as long as wide"
+    longest = _LONGEST_NATIVE_RATIO if model.model_type in _READ_MAX_PIXELS else LONGEST_RATIO
+    if max(height, width) > longest * min(height, width):
+        rule = f"must not be more than {longest:,} times as long as wide"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="crop such images"))
     if errors:
         raise UsageError(errors)

@@ -30,6 +30,8 @@ _COUNTS = frozenset(
     ]
 )
 _IMAGE_FEATURES = frozenset(["image", "patch", "image_token"])
+_FEW_BYTES = 128
+"""Size of a tensor, such as the numbers of an image's rows, without which a row is an upper bound."""
 _OF_SCORES = frozenset(["position*position", "token*position", "token*position*attention_heads"])
 _FURTHER_LAYERS = 2
 """Layers of the deep models besides those of the shallow ones."""
@@ -154,7 +156,10 @@ class _Solver:
         if not quarters:
             return []
         rows = np.array([np.broadcast_to(row, len(self.names) + _MOST_UNKNOWN) for row in quarters])
-        for number in np.flatnonzero(rows[:, len(self.names) :].any(0)):
+        unknown = rows[:, len(self.names) :]
+        for number in np.flatnonzero(unknown.any(0)):
+            if max(self._unknown[number]) <= _FEW_BYTES and (unknown[:, number] <= 0).all():
+                continue
             raise TraceError(
                 f"{self.what}: a tensor of {self._unknown[number]} bytes is no sum of few of {', '.join(self.names)}"
             )

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.models.images import LONGEST_RATIO
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from .chat import IGNORED_LABEL, RenderedChat
 from .image_rows import PLACEHOLDER, Part
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 89_478_485
 """Pixels of an image above which Pillow warns of a decompression bomb."""
-_LONGEST_RATIO = 1000
-"""Processors that scale the shorter side to 336 pixels, as CLIP's, make 340 MB of such an image before they crop it."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """JPEG includes MPO. Other decoders of Pillow are not run on data: some start programs."""
 
@@ -48,8 +47,8 @@ def opened(part: Part, where: str) -> Image:
             if min(image.size) < 1 or image.width * image.height > MOST_PIXELS:
                 rule = f"has {image.width} x {image.height} pixels; from 1 to {MOST_PIXELS:,} are allowed"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="resize it"))
-            if max(image.size) > _LONGEST_RATIO * min(image.size):
-                rule = f"has {image.width} x {image.height} pixels; a side may be {_LONGEST_RATIO:,} times the other"
+            if max(image.size) > LONGEST_RATIO * min(image.size):
+                rule = f"has {image.width} x {image.height} pixels; a side may be {LONGEST_RATIO:,} times the other"
                 raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix="crop it"))
             # Phones write MPO: the photo, and then its depth or a preview.
             if (frames := getattr(image, "n_frames", 1)) > 1 and image.format != "MPO":

@@ -27,6 +27,7 @@ from shardwright.ds_configs.specs.model import lora_parameter_count
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
@@ -110,6 +111,24 @@ def test_any_resolution(height: int, width: int) -> None:
         )
 
 
+@pytest.mark.parametrize(("tower", "rows"), [("clip_vision_model", 1), ("siglip_vision_model", 0)])
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_llava_counts_the_class_row_as_its_processor_does(tower: str, rows: int, strategy: str) -> None:
+    assert MODEL is not None
+    owner = SimpleNamespace(
+        image_processor=SimpleNamespace(crop_size={"height": 336, "width": 336}),
+        patch_size=14,
+        num_additional_image_tokens=rows,
+        vision_feature_select_strategy=strategy,
+    )
+    settings = {"vision_feature_select_strategy": strategy, "vision_config.model_type": tower}
+    settings |= {"vision_config.image_size": 336, "vision_config.patch_size": 14}
+    model = replace(MODEL, model_type="llava", settings=tuple(settings.items()))
+    (features,) = LlavaProcessor._get_num_multimodal_tokens(owner, [(100, 90)]).num_image_tokens
+    found = image_tokens(model, TrainingJob(images_per_sample=1, seq_len_tokens=4096, image_size="100x90"))
+    assert found is not None and (found.features, found.patches) == (features, 576)
+
+
 @given(SIDES, SIDES)
 def test_internvl(height: int, width: int) -> None:
     processor = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, min_patches=1, max_patches=12)
@@ -173,6 +192,11 @@ def test_errors_of_images() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             image_tokens(MODEL, wrong)
+    llava = replace(MODEL, model_type="llava")
+    long = TrainingJob(images_per_sample=1, image_size="2000x5", seq_len_tokens=4096)
+    assert image_tokens(llava, long) is not None
+    with pytest.raises(UsageError, match="1,000 times"):
+        image_tokens(llava, replace(long, image_size="6000x5"))
     text = replace(MODEL, model_type="llama", settings=())
     with pytest.raises(UsageError, match="has no images"):
         image_tokens(text, job)
