@@ -192,7 +192,8 @@ def test_errors_of_images() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             image_tokens(MODEL, wrong)
-    llava = replace(MODEL, model_type="llava")
+    square = (("vision_config.image_size", 336), ("vision_config.patch_size", 14))
+    llava = replace(MODEL, model_type="llava", settings=square)
     long = TrainingJob(images_per_sample=1, image_size="2000x5", seq_len_tokens=4096)
     assert image_tokens(llava, long) is not None
     with pytest.raises(UsageError, match="1,000 times"):
