@@ -161,7 +161,6 @@ keys: install
 	$(BIN)/python tools/config_keys.py --write
 
 bench: install
-	$(BIN)/python benchmarks/planning_time.py
 	$(BIN)/python benchmarks/memory_accuracy.py
 
 clean:

@@ -1,34 +1,27 @@
-"""Bytes and seconds of the fused token loss beside the plain one: `python benchmarks/kd_memory.py [--write]`.
+"""Bytes and seconds of the fused token loss beside the plain one on a GPU: `python benchmarks/kd_memory.py`.
 
-On the CPU both are metered at sizes that fit, and the formula of the fused loss, which these sizes check, gives the
-full size: 8,192 tokens, vocabulary 128,256, width 4,096 of both models, bf16. `--device cuda` runs the full size, with
-Liger's JSD loss beside it where `liger_kernel` is installed. `--equality` compares the fused loss of every divergence
-on the device with the plain one in fp64 instead.
+At 8,192 tokens, vocabulary 128,256, width 4,096 of both models, bf16, with Liger's JSD loss where `liger_kernel` is
+installed. `--equality` instead compares the fused loss of every divergence with the plain one in fp64, on the GPU or
+with `--device cpu`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from page_parts import with_part
 from shardwright.ds_configs.memory.loss import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
-from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.losses.fused_loss import ALIGNED_ROWS, BLOCK_BYTES, SCALED_ROWS, fused_token_loss
 from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, plain_token_loss
 from shardwright.trainers.losses.token_objective import Divergence
 
-MEASURED = Path(__file__).with_name("kd_memory.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "costs.md"
 REPETITIONS = 2
 TARGET_BYTES = 3.0e9
 LARGEST_ERROR = 1e-5
@@ -96,33 +89,14 @@ class KdCase:
     dtype: str
     """"bfloat16" or "float32": hidden states and heads of both models."""
 
-    def predicted_bytes(self, device: str) -> int:
-        """Return what the formula says of the fused loss."""
-        element_bytes = getattr(torch, self.dtype).itemsize
-        return fused_peak_bytes(
-            rows=self.rows,
-            hidden_width=self.hidden_width,
-            columns=self.columns,
-            element_bytes=element_bytes,
-            teacher_element_bytes=element_bytes,
-            device=device,
-        )
-
 
 FULL = KdCase(rows=8192, columns=128_256, hidden_width=4096, dtype="bfloat16")
-CPU_CASES = (
-    KdCase(rows=1024, columns=32_000, hidden_width=1024, dtype="float32"),
-    KdCase(rows=4096, columns=16_000, hidden_width=256, dtype="float32"),
-    KdCase(rows=512, columns=32_000, hidden_width=256, dtype="bfloat16"),
-    KdCase(rows=128, columns=128_256, hidden_width=128, dtype="bfloat16"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What one loss took for forward and backward."""
 
-    case: KdCase
     loss: str
     """"plain", "fused" or "liger"."""
     peak_bytes: int
@@ -142,9 +116,9 @@ def tensors(case: KdCase, device: str) -> tuple[list[torch.Tensor], torch.Tensor
     return made, torch.randint(0, case.columns, (case.rows,), device=device)
 
 
-def losses(case: KdCase, device: str) -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
+def losses() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
     """Return a step of each loss, and the tensors that are there before it."""
-    made, labels = tensors(case, device)
+    made, labels = tensors(FULL, "cuda")
     hidden, weight, taught_hidden, taught_weight = made
     targets = HiddenTargets(hidden_NH=taught_hidden, head=OutputHead(weight_VH=taught_weight))
 
@@ -152,15 +126,14 @@ def losses(case: KdCase, device: str) -> tuple[dict[str, Callable[[], None]], li
         with torch.no_grad():
             taught = LogitTargets(logits_NV=torch.nn.functional.linear(taught_hidden, taught_weight))
         logits = torch.nn.functional.linear(hidden, weight)
-        plain_token_loss(logits, labels, taught, OBJECTIVE).loss.div(case.rows).backward()
+        plain_token_loss(logits, labels, taught, OBJECTIVE).loss.div(FULL.rows).backward()
 
     def fused() -> None:
         sums = fused_token_loss(hidden, OutputHead(weight_VH=weight), labels, targets, OBJECTIVE)
-        sums.loss.div(case.rows).backward()
+        sums.loss.div(FULL.rows).backward()
 
     steps = {"plain": plain, "fused": fused}
-    liger = _liger(made, labels) if device == "cuda" else None
-    if liger is not None:
+    if (liger := _liger(made, labels)) is not None:
         steps["liger"] = liger
     return steps, [*made, labels]
 
@@ -174,44 +147,32 @@ def _liger(made: Sequence[torch.Tensor], labels: torch.Tensor) -> Callable[[], N
     return lambda: loss(made[0], made[1], made[2], made[3], labels).backward()
 
 
-def measure(case: KdCase, device: str) -> list[Measurement]:
+def measure() -> list[Measurement]:
     """Meter one step of each loss, then time some."""
-    steps, present = losses(case, device)
+    steps, present = losses()
     found = []
     for name, step in steps.items():
         try:
-            peak = _peak_bytes(step, present, device)
-            taken = min(_seconds(step, present, device) for _ in range(REPETITIONS))
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peak = torch.cuda.max_memory_allocated() - before
+            taken = min(_seconds(step, present) for _ in range(REPETITIONS))
         except torch.cuda.OutOfMemoryError:
             print(f"{name}: out of memory", file=sys.stderr)
             continue
-        found.append(Measurement(case=case, loss=name, peak_bytes=peak, seconds=taken))
+        finally:
+            _forget_gradients(present)
+        found.append(Measurement(loss=name, peak_bytes=peak, seconds=taken))
     return found
 
 
-def _peak_bytes(step: Callable[[], None], present: list[torch.Tensor], device: str) -> int:
+def _seconds(step: Callable[[], None], present: list[torch.Tensor]) -> float:
     _forget_gradients(present)
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    with ByteMeter() as meter:
-        meter.label(present, "other")
-        before = meter.reading().current_bytes
-        meter.enter("forward")
-        step()
-    return meter.reading().peak_bytes - before
-
-
-def _seconds(step: Callable[[], None], present: list[torch.Tensor], device: str) -> float:
-    _forget_gradients(present)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     start = time.perf_counter()
     step()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -253,92 +214,48 @@ def equality(case: KdCase, device: str) -> dict[str, float]:
     return errors
 
 
-def table(found: Sequence[Measurement], device: str) -> str:
-    """Return one markdown line for each size."""
+def table(found: Sequence[Measurement]) -> str:
+    """Return the figures as Markdown, beside what the formula gives of the fused loss."""
+    by_loss = {one.loss: one for one in found}
+    fused, plain = by_loss["fused"], by_loss.get("plain")
+    predicted = fused_peak_bytes(rows=FULL.rows, hidden_width=FULL.hidden_width, columns=FULL.columns)
+    sizes = f"{FULL.rows:,} × {FULL.columns:,} × {FULL.hidden_width:,}"
+    cells = (
+        *(sizes, FULL.dtype, "none" if plain is None else _gb(plain.peak_bytes), _gb(fused.peak_bytes), _gb(predicted)),
+        f"{predicted / fused.peak_bytes - 1:+.1%}",
+        *("none" if plain is None else f"{plain.seconds:.3g}", f"{fused.seconds:.3g}"),
+    )
     lines = [
         "| tokens × vocabulary × width | dtype | plain GB | fused GB | formula GB | error | plain s | fused s |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---" * 8 + "|",
+        f"| {' | '.join(cells)} |",
     ]
-    for case in dict.fromkeys(one.case for one in found):
-        by_loss = {one.loss: one for one in found if one.case == case}
-        fused, predicted = by_loss["fused"], case.predicted_bytes(device)
-        plain = by_loss.get("plain")
-        lines.append(
-            f"| {case.rows:,} × {case.columns:,} × {case.hidden_width:,} | {case.dtype} | "
-            f"{'none' if plain is None else _gb(plain.peak_bytes)} | {_gb(fused.peak_bytes)} | {_gb(predicted)} | "
-            f"{predicted / fused.peak_bytes - 1:+.1%} | {'none' if plain is None else f'{plain.seconds:.3g}'} | "
-            f"{fused.seconds:.3g} |"
-        )
-        if "liger" in by_loss:
-            liger = by_loss["liger"]
-            lines.append(f"\nLiger's chunked JSD loss: {_gb(liger.peak_bytes)} GB, {liger.seconds:.3g} s.")
+    if "liger" in by_loss:
+        liger = by_loss["liger"]
+        lines.append(f"\nLiger's chunked JSD loss: {_gb(liger.peak_bytes)} GB, {liger.seconds:.3g} s.")
     return "\n".join(lines)
-
-
-def sentence(found: Sequence[Measurement]) -> str:
-    """Say what the full size takes: the fused loss by its formula, the plain one by its bytes for each logit."""
-    plain = [one for one in found if one.loss == "plain" and one.case.dtype == FULL.dtype]
-    logits = max(plain, key=lambda one: one.case.rows * one.case.columns)
-    of_a_logit = logits.peak_bytes / (logits.case.rows * logits.case.columns)
-    predicted = FULL.predicted_bytes("cuda")
-    return (
-        f"At {FULL.rows:,} × {FULL.columns:,} × {FULL.hidden_width:,} in bf16 the formula gives {_gb(predicted)} GB "
-        f"(target {_gb(TARGET_BYTES)}); the plain loss, at its {of_a_logit:.0f} bytes for each logit, would take "
-        f"{_gb(of_a_logit * FULL.rows * FULL.columns)} GB."
-    )
 
 
 def _gb(count: float) -> str:
     return f"{count / 1e9:.3g}"
 
 
-def stored() -> list[Measurement]:
-    """Return what was measured before on a CPU."""
-    records = json.loads(MEASURED.read_text(encoding="utf-8"))
-    return [Measurement(**(record | {"case": KdCase(**record["case"])})) for record in records]
-
-
-def write(found: Sequence[Measurement]) -> None:
-    """Store measurements, and the table in the document."""
-    lines = ",\n".join(json.dumps(asdict(one), sort_keys=True) for one in found)
-    MEASURED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    text = DOCUMENT.read_text(encoding="utf-8")
-    part = f"{table(found, 'cpu')}\n\n{sentence(found)}"
-    DOCUMENT.write_text(with_part(text, "memory", part), encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and return 1 where the full size misses its target."""
+    """Print the table, and return 1 where the full size misses its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--write", action="store_true", help=f"store figures of the CPU and the table of {DOCUMENT.name}"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="of --equality")
     parser.add_argument("--equality", action="store_true", help="compare values with fp64, and nothing else")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a CUDA GPU")
-    if options.device == "cuda" and options.write:
-        parser.error("--write stores figures of the CPU: leave --device cuda out")
+    if (options.device == "cuda" or not options.equality) and not torch.cuda.is_available():
+        parser.error("a CUDA GPU is needed: --equality --device cpu compares values without one")
     if options.equality:
         errors = equality(KdCase(rows=300, columns=5000, hidden_width=64, dtype="float32"), options.device)
-        print(
-            "| loss | largest error |\n|---|---|",
-            *(f"| {name} | {error:.1e} |" for name, error in errors.items()),
-            sep="\n",
-        )
+        lines = [f"| {name} | {error:.1e} |" for name, error in errors.items()]
+        print("| loss | largest error |\n|---|---|", *lines, sep="\n")
         return int(max(errors.values()) > LARGEST_ERROR)
-    found: list[Measurement] = []
-    for case in (FULL,) if options.device == "cuda" else CPU_CASES:
-        found += measure(case, options.device)
-        print(f"measured {case}", file=sys.stderr)
-    print(table(found, options.device))
-    if options.device == "cuda":
-        return int(max(one.peak_bytes for one in found if one.loss == "fused") > TARGET_BYTES)
-    print(f"\n{sentence(found)}")
-    if options.write:
-        write(found)
-    return int(FULL.predicted_bytes("cuda") > TARGET_BYTES)
+    found = measure()
+    print(table(found))
+    return int(max(one.peak_bytes for one in found if one.loss == "fused") > TARGET_BYTES)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from memory_cases import VALUES, Case, grid, metered_release
-from memory_grid import Grid
+from memory_grid import Grid, error_table, line, megabytes, total_line
 from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED, cpu_rank_terms
 
 TARGET_MEAN, TARGET_WORST = 0.03, 0.08
@@ -63,26 +63,20 @@ def case_table(found: Sequence[Row]) -> str:
     """Return one markdown line for each case."""
     lines = ["| case | metered MB | at its peak in | predicted MB | error | interval |", "|---|---|---|---|---|---|"]
     for row in found:
-        low, high = row.interval
-        lines.append(
-            f"| {row.case.name} | {_mb(row.metered_bytes)} | {row.metered_phase} | {_mb(row.predicted_bytes)} | "
-            f"{row.error:+.1%} | {_mb(low)} to {_mb(high)}"
-            f"{'' if row.held else ', missed'} |"
-        )
+        metered, predicted, low, high = map(megabytes, (row.metered_bytes, row.predicted_bytes, *row.interval))
+        interval = f"{low} to {high}{'' if row.held else ', missed'}"
+        lines.append(line(row.case.name, metered, row.metered_phase, predicted, f"{row.error:+.1%}", interval))
     return "\n".join(lines)
 
 
 def group_table(found: Sequence[Row]) -> str:
-    """Return the mean absolute and the largest error of each value of each axis, and of all cases."""
-    lines = ["| group | cases | MAPE | worst |", "|---|---|---|---|"]
-    for name, values in VALUES.items():
-        for value in values:
-            errors = [abs(row.error) for row in found if getattr(row.case, name) == value]
-            if errors:
-                lines.append(f"| {name} {value} | {len(errors)} | {mean(errors):.2%} | {max(errors):.2%} |")
-    errors = [abs(row.error) for row in found]
-    lines.append(f"| **all** | {len(errors)} | **{mean(errors):.2%}** | **{max(errors):.2%}** |")
-    return "\n".join(lines)
+    """Return the errors of each value of each axis, and of all cases."""
+    groups = {
+        f"{name} {value}": [abs(row.error) for row in found if getattr(row.case, name) == value]
+        for name, values in VALUES.items()
+        for value in values
+    }
+    return error_table("group", groups) + "\n" + total_line([abs(row.error) for row in found])
 
 
 def verdict(found: Sequence[Row]) -> tuple[bool, str]:
@@ -96,21 +90,13 @@ def verdict(found: Sequence[Row]) -> tuple[bool, str]:
     )
 
 
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.2f}"
-
-
 GRID = Grid(
     name="memory_accuracy",
     document=Path(__file__).parents[1] / "docs" / "measurements" / "memory.md",
     cases=grid,
     case_of=Case,
-    worker_file="memory_worker.py",
     rows=rows,
-    tables=lambda found: {
-        "groups": group_table(found),
-        "cases": case_table(found),
-    },
+    tables=lambda found: {"groups": group_table(found), "cases": case_table(found)},
     verdict=verdict,
 )
 

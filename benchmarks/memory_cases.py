@@ -88,6 +88,19 @@ def metered_release(record: Mapping[str, Any]) -> str:
     return str(record.get("release", FIRST_RELEASE))
 
 
+def small_limits(spec: ModelSpec, trainable: int | None = None) -> ZeroOptions:
+    """Return buckets and thresholds as small beside the model, or what is trained of it, as in a real run."""
+    two_layers = 2 * spec.layer_parameter_count
+    return ZeroOptions(
+        reduce_bucket_size=(spec.parameter_count if trainable is None else trainable) // 10,
+        stage3_prefetch_bucket_size=spec.layer_parameter_count // 2,
+        stage3_param_persistence_threshold=10 * spec.dimensions.hidden_size,
+        stage3_max_live_parameters=two_layers,
+        stage3_max_reuse_distance=two_layers,
+        sub_group_size=spec.parameter_count,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run whose peak is predicted and metered."""
@@ -129,7 +142,6 @@ class Case:
         )
 
     def full_layout(self) -> Layout:
-        """Return the layout with buckets and thresholds as small beside the model as in a real run."""
         stage = int(self.layout[-1]) if self.layout.startswith("zero") else None
         sharded = self.layout != "ddp"
         return Layout(
@@ -142,20 +154,7 @@ class Case:
             micro_batch_size=MICRO_BATCH_SIZE,
             gradient_accumulation_steps=self.accumulation,
             gradient_checkpointing=self.checkpointing,
-            zero=self._zero_options(),
-        )
-
-    def _zero_options(self) -> ZeroOptions:
-        spec = self.spec()
-        trainable = rank_parameters(spec, self.job()).trainable
-        two_layers = 2 * spec.layer_parameter_count
-        return ZeroOptions(
-            reduce_bucket_size=trainable // 10,
-            stage3_prefetch_bucket_size=spec.layer_parameter_count // 2,
-            stage3_param_persistence_threshold=10 * spec.dimensions.hidden_size,
-            stage3_max_live_parameters=two_layers,
-            stage3_max_reuse_distance=two_layers,
-            sub_group_size=spec.parameter_count,
+            zero=small_limits(self.spec(), rank_parameters(self.spec(), self.job()).trainable),
         )
 
     @property
@@ -180,38 +179,29 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _adapted(
-    model: str, layout: str, precision: str, targets: str, *, variant: str = "lora", checkpointing: bool = False
-) -> Case:
-    return Case(
-        model=model,
-        layout=layout,
-        precision=precision,
-        accumulation=1,
-        checkpointing=checkpointing,
-        offload="none",
-        ranks=2,
-        method="lora",
-        lora_targets=targets,
-        lora_variant=variant,
-    )
+_ADAPTED: dict[str, Any] = {"accumulation": 1, "offload": "none", "ranks": 2, "method": "lora"}
+
+
+def _adapted(model: str, layout: str, precision: str, targets: str, variant: str = "lora", *, recomputes: bool) -> Case:
+    choices = {"lora_targets": targets, "lora_variant": variant, "checkpointing": recomputes}
+    return Case(model=model, layout=layout, precision=precision, **_ADAPTED, **choices)
 
 
 ADAPTED = (
-    _adapted("qwen3_moe", "ddp", "fp32", "experts", checkpointing=True),
-    _adapted("qwen3_moe", "zero2", "bf16", "q_proj,v_proj,experts", checkpointing=True),
-    _adapted("qwen3_moe", "zero3", "bf16", "experts", checkpointing=True),
-    _adapted("qwen3_moe", "fsdp2", "bf16", "q_proj,k_proj,v_proj,o_proj,experts"),
-    _adapted("mixtral", "ddp", "bf16", "experts", checkpointing=True),
-    _adapted("mixtral", "zero1", "bf16", "experts.down_proj", checkpointing=True),
-    _adapted("mixtral", "zero3", "fp32", "experts", checkpointing=True),
-    _adapted("gpt_oss", "zero2", "bf16", "all-linear,experts"),
-    _adapted("gpt_oss", "zero3", "bf16", "experts", checkpointing=True),
-    _adapted("llama", "ddp", "bf16", "all-linear", variant="dora"),
-    _adapted("llama", "zero2", "bf16", "all-linear", variant="dora", checkpointing=True),
-    _adapted("qwen3", "zero3", "bf16", "all-linear", variant="dora", checkpointing=True),
-    _adapted("qwen3", "fsdp2", "fp32", "all-linear", variant="dora"),
-    _adapted("llama", "fsdp2", "bf16", "all-linear", variant="pissa"),
+    _adapted("qwen3_moe", "ddp", "fp32", "experts", recomputes=True),
+    _adapted("qwen3_moe", "zero2", "bf16", "q_proj,v_proj,experts", recomputes=True),
+    _adapted("qwen3_moe", "zero3", "bf16", "experts", recomputes=True),
+    _adapted("qwen3_moe", "fsdp2", "bf16", "q_proj,k_proj,v_proj,o_proj,experts", recomputes=False),
+    _adapted("mixtral", "ddp", "bf16", "experts", recomputes=True),
+    _adapted("mixtral", "zero1", "bf16", "experts.down_proj", recomputes=True),
+    _adapted("mixtral", "zero3", "fp32", "experts", recomputes=True),
+    _adapted("gpt_oss", "zero2", "bf16", "all-linear,experts", recomputes=False),
+    _adapted("gpt_oss", "zero3", "bf16", "experts", recomputes=True),
+    _adapted("llama", "ddp", "bf16", "all-linear", "dora", recomputes=False),
+    _adapted("llama", "zero2", "bf16", "all-linear", "dora", recomputes=True),
+    _adapted("qwen3", "zero3", "bf16", "all-linear", "dora", recomputes=True),
+    _adapted("qwen3", "fsdp2", "fp32", "all-linear", "dora", recomputes=False),
+    _adapted("llama", "fsdp2", "bf16", "all-linear", "pissa", recomputes=False),
 )
 """LoRA with other targets than all Linear modules, and other variants."""
 

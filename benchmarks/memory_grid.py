@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from page_parts import with_part
@@ -28,13 +28,11 @@ class Grid:
     """Cases, dataclasses with `ranks` and `name`, whose metered memory a page shows beside predictions."""
 
     name: str
-    """Of the file with readings beside this one."""
+    """Of the module, and of the file with readings beside it."""
     document: Path
     cases: Callable[[], Sequence[Any]]
     case_of: Callable[..., Any]
     """Makes a case from the fields in a reading."""
-    worker_file: str
-    """Script beside this one, which each rank runs with a file of cases and a file for readings."""
     rows: Callable[[Iterable[Record]], list[Any]]
     """Predicts measured cases."""
     tables: Callable[[Sequence[Any]], Mapping[str, str]]
@@ -49,14 +47,14 @@ class Grid:
     def measure(self, cases: Sequence[Any]) -> list[dict[str, Any]]:
         """Train every case on CPU ranks, those with the same number of ranks in one launch, and return the readings."""
         records: list[dict[str, Any]] = []
-        worker = Path(__file__).with_name(self.worker_file)
+        worker = Path(__file__).with_name("memory_worker.py")
         with tempfile.TemporaryDirectory() as directory:
             for ranks in sorted({case.ranks for case in cases}):
                 chosen = [asdict(case) for case in cases if case.ranks == ranks]
                 wanted, output = Path(directory) / f"{ranks}.json", Path(directory) / f"{ranks}.jsonl"
                 wanted.write_text(json.dumps(chosen), encoding="utf-8")
                 launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
-                command = python_arguments([*launch, str(worker), str(wanted), str(output)])
+                command = python_arguments([*launch, str(worker), self.name, str(wanted), str(output)])
                 limit = 120 + SECONDS_PER_CASE * len(chosen)
                 launch_ranks(Launch(arguments=tuple(command)), timeout_seconds=limit, on_line=_show)
                 records += [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -97,36 +95,27 @@ class Grid:
         return 0 if passed else 1
 
 
+def error_table(heading: str, groups: Mapping[str, Sequence[float]]) -> str:
+    """Return the number, the mean and the largest of the errors of each group as Markdown, without empty groups."""
+    lines = [f"| {heading} | cases | MAPE | worst |", "|---|---|---|---|"]
+    lines += [f"| {name} | {len(own)} | {mean(own):.2%} | {max(own):.2%} |" for name, own in groups.items() if own]
+    return "\n".join(lines)
+
+
+def total_line(errors: Sequence[float]) -> str:
+    """Return the last line of a table of errors."""
+    return f"| **all** | {len(errors)} | **{mean(errors):.2%}** | **{max(errors):.2%}** |"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def line(*cells: object) -> str:
+    """Return one line of a table as Markdown."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def _show(line: str) -> None:
     if line.startswith("measured "):
         print(line, file=sys.stderr)
-
-
-def fullest(records: Sequence[Record]) -> Record:
-    """Return the record of the rank with the highest peak."""
-    return max(records, key=lambda record: record.get("peak_bytes", 0))
-
-
-def run_cases(
-    case_of: Callable[..., Any],
-    measure: Callable[[Any], Record],
-    combine: Callable[[Sequence[Record]], Record] = fullest,
-) -> None:
-    """Measure, on every rank, the cases of the file in the first argument; rank 0 adds a line each to the second."""
-    import torch
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from fresh_process import forget_last_run
-
-    for values in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        case = case_of(**values)
-        records: list[Any] = [measure(case)]
-        if torch.distributed.is_initialized():
-            own, records = records[0], [None] * case.ranks
-            torch.distributed.all_gather_object(records, own)
-        if os.environ.get("RANK", "0") == "0":
-            combined = combine(records)
-            with Path(sys.argv[2]).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"case": asdict(case), **combined}) + "\n")
-            print("measured", case.name, combined.get("failed", ""), flush=True)
-        forget_last_run()

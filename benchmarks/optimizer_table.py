@@ -165,7 +165,7 @@ def wrong_cells(rows: list[Row]) -> list[str]:
 
 
 def page(rows: list[Row]) -> str:
-    """Return the page: a table of verdicts, one of bytes, and the reasons."""
+    """Return the page with a table of verdicts, the reasons, and a table of bytes."""
     found = {key(row): row for row in rows}
     names = list(OPTIMIZERS)
     reasons: list[str] = []
@@ -199,46 +199,19 @@ def page(rows: list[Row]) -> str:
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
     never = [f"| {name} | {rule}; {fix} |" for name, (rule, fix) in REJECTED.items()]
     mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
-    return "\n".join(
-        [
-            "# Optimizers under every engine",
-            "",
-            "This page shows which optimizer each engine trains, and how well its memory is predicted.",
-            "`python benchmarks/optimizer_table.py --write` makes it, on one and two CPU ranks, in about 20 minutes.",
-            "",
-            "✓: one step was metered, 20 steps had the losses of one process, and a run resumed after 10 steps ended",
-            "with the same weights. A name in parentheses, the same class or an unpaged one, was measured instead.",
-            "Numbers are the reasons of rejections.",
-            "",
-            *lines,
-            "",
-            *numbered,
-            "",
-            "No engine trains:",
-            "",
-            "| optimizer | reason |",
-            "|---|---|",
-            *never,
-            "",
-            "## Memory, losses and resumed runs",
-            "",
-            f"Mean error of the predicted bytes {mean:.1%}, worst {worst:.1%}. A Llama of 5 million parameters in bf16",
-            "is metered, with `foreach` kernels as on GPUs, and torchao's update compiled. Losses are those of a",
-            "smaller Llama in fp32: the largest difference of a step from one process, and of a resumed run from the",
-            f"uninterrupted one. They may differ by {LOSS_TOLERANCE:.0e}, where optimizers round or project by more:",
-            f"Muon (bf16) by {TOLERANCES['muon']:.0e}, 8-bit and 4-bit states by {EIGHT_BIT:.0e}, GaLore by "
-            f"{TOLERANCES['galore_adamw']:.0e}.",
-            "",
-            "Three cells of ZeRO-1 needed 0.9 to 1.2 MB more in an earlier run than in the one shown; the reason is",
-            "not known.",
-            "",
-            *memory,
-            "",
-        ]
-    )
+    text = PAGE.read_text(encoding="utf-8")
+    for part, shown in {
+        "engines": [*lines, "", *numbered],
+        "rejected": ["| optimizer | reason |", "|---|---|", *never],
+        "errors": [f"Mean error of the predicted bytes {mean:.1%}, worst {worst:.1%}."],
+        "memory": memory,
+    }.items():
+        text = with_part(text, part, "\n".join(shown))
+    return text
 
 
 from optimizer_worker import ENGINES, metered_plan  # noqa: E402
+from page_parts import with_part  # noqa: E402
 from shardwright.ds_configs.legality.rules import legality_errors  # noqa: E402
 from shardwright.ds_configs.memory.estimate import cpu_rank_terms  # noqa: E402
 from shardwright.ds_configs.specs.optimizers import OPTIMIZERS, REJECTED  # noqa: E402

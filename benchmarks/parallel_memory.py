@@ -11,13 +11,109 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from memory_cases import metered_release
-from memory_grid import Grid
-from parallel_memory_cases import LAYOUTS, Case, grid
+from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN, metered_release, small_limits, spec_of
+from memory_grid import Grid, error_table, line, megabytes, total_line
 from shardwright.ds_configs.memory.estimate import cpu_share_terms
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.model import ModelSpec
 
 TARGET_MEAN = 0.05
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "sp2": {"sp": 2},
+    "sp2xdp2": {"sp": 2, "dp_shard": 2},
+    "tp2": {"tp": 2},
+    "tp2xdp2": {"tp": 2, "dp_shard": 2},
+    "pp2": {"pp": 2},
+    "pp2xdp2": {"pp": 2, "dp_shard": 2},
+    "pp2xtp2": {"pp": 2, "tp": 2},
+    "ep2": {"ep": 2, "dp_shard": 2},
+    "ep2xdp2": {"ep": 2, "dp_shard": 4},
+}
+"""Axes of each layout; expert-parallel ranks are data-parallel ones."""
+
+STAGES: dict[str, tuple[int, ...]] = {"sp": (1, 2, 3), "tp": (0, 1, 2), "pp": (0, 1), "ep": (1, 2)}
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "sp": ("llama", "qwen3"),
+    "tp": ("llama", "qwen3"),
+    "pp": ("llama", "qwen3", "gpt2"),
+    "ep": ("mixtral",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run whose peak is predicted and metered on every rank."""
+
+    layout: str
+    zero_stage: int
+    model: str
+    precision: str
+    accumulation: int
+    checkpointing: bool
+
+    @property
+    def name(self) -> str:
+        checkpointing = "ckpt" if self.checkpointing else "full"
+        words = (self.layout, f"zero{self.zero_stage}", self.model, self.precision, f"x{self.accumulation}")
+        return "-".join([*words, checkpointing])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {"model_type": self.model, **MODELS[self.model]}
+
+    @property
+    def ranks(self) -> int:
+        return self.full_layout().world_size
+
+    def spec(self, release: str | None = None) -> ModelSpec:
+        return spec_of(self.config, self.model, release)
+
+    def job(self) -> TrainingJob:
+        return TrainingJob(
+            seq_len_tokens=SEQ_LEN,
+            precision=self.precision,  # type: ignore[arg-type]
+            gradient_checkpointing="on" if self.checkpointing else "off",
+        )
+
+    def full_layout(self) -> Layout:
+        return Layout(
+            engine="deepspeed",
+            zero_stage=self.zero_stage,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            zero=small_limits(self.spec()),
+            **LAYOUTS[self.layout],
+        )
+
+
+_SETTINGS = (("fp32", 1, False), ("bf16", 3, True), ("fp32", 3, True), ("bf16", 1, False))
+"""Precision, accumulation and checkpointing."""
+
+
+def grid() -> list[Case]:
+    """Return cases for each layout and stage of ZeRO over the layout's model families: two on 2 ranks, one on 4."""
+    cases: list[Case] = []
+    for layout in LAYOUTS:
+        stages, families = STAGES[layout[:2]], FAMILIES[layout[:2]]
+        number = 1 if "x" in layout else 2
+        for index, (stage, _) in enumerate((stage, place) for stage in stages for place in range(number)):
+            precision, accumulation, checkpointing = _SETTINGS[(index + (layout[:2] in ("tp", "ep"))) % len(_SETTINGS)]
+            cases.append(
+                Case(
+                    layout=layout,
+                    zero_stage=stage,
+                    model=families[(index + (index // 2 if len(families) == 2 else 0)) % len(families)],
+                    precision=precision,
+                    accumulation=accumulation,
+                    checkpointing=checkpointing,
+                )
+            )
+    return cases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,23 +200,15 @@ def case_table(found: Sequence[Row]) -> str:
     """Return one markdown line for each row."""
     lines = ["| case | metered MB | at its peak in | predicted MB | in | error |", "|---|---|---|---|---|---|"]
     for row in found:
-        lines.append(
-            f"| {row.name} | {row.metered_bytes / 1e6:.2f} | {row.metered_phase} | {row.predicted_bytes / 1e6:.2f} | "
-            f"{row.predicted_phase} | {row.error:+.1%} |"
-        )
+        metered, predicted = megabytes(row.metered_bytes), megabytes(row.predicted_bytes)
+        lines.append(line(row.name, metered, row.metered_phase, predicted, row.predicted_phase, f"{row.error:+.1%}"))
     return "\n".join(lines)
 
 
 def group_table(found: Sequence[Row]) -> str:
-    """Return the mean absolute and the largest error of each layout, and of all cases."""
-    lines = ["| layout | cases | MAPE | worst |", "|---|---|---|---|"]
-    for layout in LAYOUTS:
-        errors = [abs(row.error) for row in found if row.case.layout == layout]
-        if errors:
-            lines.append(f"| {layout} | {len(errors)} | {mean(errors):.2%} | {max(errors):.2%} |")
-    errors = [abs(row.error) for row in found]
-    lines.append(f"| **all** | {len(errors)} | **{mean(errors):.2%}** | **{max(errors):.2%}** |")
-    return "\n".join(lines)
+    """Return the errors of each layout, and of all cases."""
+    groups = {layout: [abs(row.error) for row in found if row.case.layout == layout] for layout in LAYOUTS}
+    return error_table("layout", groups) + "\n" + total_line([abs(row.error) for row in found])
 
 
 def verdict(found: Sequence[Row]) -> tuple[bool, str]:
@@ -143,7 +231,6 @@ GRID = Grid(
     document=Path(__file__).parents[1] / "docs" / "measurements" / "parallel_memory.md",
     cases=grid,
     case_of=Case,
-    worker_file="parallel_memory_worker.py",
     rows=rows,
     tables=lambda found: {"groups": group_table(fullest_rows(found)), "cases": case_table(found)},
     verdict=lambda found: verdict(fullest_rows(found)),

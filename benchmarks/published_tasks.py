@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import shardwright
 from page_parts import with_part
 from shardwright.ds_configs.memory.estimate import (
     CONTEXT_BYTES,
@@ -23,71 +22,31 @@ from shardwright.ds_configs.memory.estimate import (
 )
 from shardwright.ds_configs.memory.rank_parameters import Moment, Terms, rank_shares
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
-from shardwright.ds_configs.specs.tasks import TASKS, in_sequences
-from shardwright.plugins.planning import load_model_spec
+from shardwright.ds_configs.specs.tasks import in_sequences
 
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "tasks.md"
 
 
-def qwen(
-    name: str, hidden: int, layers: int, heads: int, inner: int, vocab: int = 152064, groups: int = 4
-) -> ModelSpec:
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def model_of(name: str, kind: str, sizes: tuple[int, ...], vocab: int, *, tied: bool = False, **more: Any) -> ModelSpec:
+    """Return a dense decoder whose sizes are in the order of `_SIZES`."""
+    family = kind.removesuffix("_text")
     config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": inner,
+        "architectures": [f"{family.title()}ForCausalLM"],
+        "model_type": kind,
+        **dict(zip(_SIZES, sizes, strict=True)),
         "vocab_size": vocab,
         "max_position_embeddings": 32768,
-        "tie_word_embeddings": vocab == 151936,
+        "tie_word_embeddings": tied,
+        **more,
     }
     spec = model_spec_from_config(config, name=name, release=FIRST_RELEASE)
-    assert spec is not None
-    return spec
-
-
-def gemma() -> ModelSpec:
-    config = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "hidden_size": 1152,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "intermediate_size": 6912,
-        "vocab_size": 262144,
-        "sliding_window": 512,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    }
-    spec = model_spec_from_config(config, name="gemma-3-1b", release=FIRST_RELEASE)
-    assert spec is not None
-    return spec
-
-
-def llama() -> ModelSpec:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-    }
-    spec = model_spec_from_config(config, name="Llama-3.1-8B", release=FIRST_RELEASE)
     assert spec is not None
     return spec
 
@@ -147,8 +106,13 @@ def with_logits_by_row(row: Published, job: TrainingJob, moments: dict[Moment, T
     }
 
 
-GEMMA, QWEN3, QWEN7 = gemma(), qwen("3B", 2048, 36, 16, 11008, 151936, 2), qwen("7B", 3584, 28, 28, 18944)
-QWEN14, LLAMA = qwen("14B", 5120, 48, 40, 13824, groups=8), llama()
+GEMMA = model_of(
+    "gemma-3-1b", "gemma3_text", (1152, 26, 4, 1, 6912), 262144, tied=True, head_dim=256, sliding_window=512
+)
+QWEN3 = model_of("3B", "qwen2", (2048, 36, 16, 2, 11008), 151936, tied=True)
+QWEN7 = model_of("7B", "qwen2", (3584, 28, 28, 4, 18944), 152064)
+QWEN14 = model_of("14B", "qwen2", (5120, 48, 40, 8, 13824), 152064)
+LLAMA = model_of("Llama-3.1-8B", "llama", (4096, 32, 32, 8, 14336), 128256, max_position_embeddings=131072)
 ONE = Layout(engine="single", gradient_checkpointing=True)
 # A group has two completions or more, which with one sequence per micro-batch accumulate.
 GROUPS = ONE.changed(gradient_accumulation_steps=2)
@@ -281,86 +245,8 @@ def longest_table() -> str:
     return "\n".join(lines)
 
 
-def packaged(name: str) -> ModelSpec:
-    return load_model_spec(str(Path(shardwright.__file__).parent / "ds_configs" / "data" / "models" / name)).spec
-
-
-def plans_table() -> str:
-    """Return one markdown line for each plan that `shardwright plan` chooses by default."""
-    qwen7, llama8 = packaged("Qwen--Qwen2.5-7B"), packaged("meta-llama--Llama-3.1-8B")
-    qwen32 = qwen("32B", 5120, 64, 40, 27648, groups=8)
-    long = {"completion_tokens": 3072, "global_batch_size": 256}
-    jobs: list[tuple[str, ModelSpec, str, dict[str, Any]]] = [
-        ("dpo Qwen2.5-7B", qwen7, "1xRTX4090", {"seq_len_tokens": 2048, "method": "qlora"}),
-        ("dpo Qwen2.5-7B", qwen7, "1xRTX4090", {"seq_len_tokens": 2048}),
-        ("dpo Qwen2.5-7B", qwen7, "8xA100-80GB", {"seq_len_tokens": 2048}),
-        ("dpo Llama-3.1-70B", packaged("meta-llama--Llama-3.1-70B"), "8xH100-80GB", {"method": "lora"}),
-        ("kto Qwen2.5-7B", qwen7, "8xA100-80GB", {}),
-        ("orpo Llama-3.1-8B", llama8, "8xA100-80GB", {"seq_len_tokens": 2048}),
-        ("reward Llama-3.1-8B", llama8, "8xA100-80GB", {}),
-        ("grpo Qwen2.5-7B", qwen7, "8xH100-80GB", long),
-        ("grpo Qwen2.5-7B", qwen7, "8xH100-80GB", long | {"generation": "vllm-server"}),
-        (
-            "grpo Qwen2.5-32B",
-            qwen32,
-            "4x8xH100-80GB",
-            {"seq_len_tokens": 8192, "completion_tokens": 6144, "global_batch_size": 256},
-        ),
-        ("grpo Qwen2.5-32B", qwen32, "8xA100-40GB", {"completion_tokens": 2048, "global_batch_size": 128}),
-        (
-            "grpo Qwen2.5-0.5B",
-            packaged("Qwen--Qwen2.5-0.5B"),
-            "1xA100-80GB",
-            {"seq_len_tokens": 2048, "completion_tokens": 1024, "global_batch_size": 64},
-        ),
-        (
-            "ppo Llama-3.1-8B",
-            llama8,
-            "8xA100-80GB",
-            {"seq_len_tokens": 1024, "completion_tokens": 512, "reward": llama8, "value": llama8},
-        ),
-        (
-            "gkd Qwen2.5-7B",
-            qwen7,
-            "8xA100-80GB",
-            {"seq_len_tokens": 2048, "completion_tokens": 512, "teacher": QWEN14},
-        ),
-    ]
-    lines = ["| task, model, hardware | options | chosen | GB | seconds |", "|---|---|---|---|---|"]
-    for name, model, hardware, fields in jobs:
-        shown = {key: Path(getattr(value, "name", str(value))).name for key, value in fields.items()}
-        options = " ".join(
-            f"{key.removesuffix('_tokens') if key[:3] == 'seq' else key} {value}" for key, value in shown.items()
-        )
-        start = f"| {name}, {hardware} | {options.replace('_', '-')}"
-        try:
-            plan = make_plan(model, parse_hardware(hardware), TrainingJob(task=name.split()[0], **fields))  # type: ignore[arg-type]
-        except PlanDoesNotFitError as error:
-            lines.append(f"{start} | does not fit; would fit: {error.suggestions[0].change} | | |")
-            continue
-        chosen, job = plan.chosen, plan.job
-        layout, gpu, time = chosen.layout, chosen.memory.gpu, chosen.time
-        parts = [f"{layout.label}, {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"]
-        layers = layout.checkpointed_layers or model.dimensions.num_layers
-        parts[0] += (
-            f", {layers} of {model.dimensions.num_layers} layers recomputed" if layout.gradient_checkpointing else ""
-        )
-        parts += [f"{role} {choice.placement}" for role, choice in chosen.placements.items()]
-        if job.generation == "vllm-server":
-            parts.append(f"server on {job.vllm_gpus}, training on {plan.hardware.world_size}")
-        elif job.generation == "vllm":
-            share = plan.training_arguments("out")["vllm_gpu_memory_utilization"]
-            parts.append(f"vLLM over {job.vllm_tensor_parallel_size}, sleep {job.vllm_sleep}, share {share}")
-        elif TASKS[job.task].generates:
-            parts.append("`generate`")
-        most = max(time.terms, key=lambda term: time.terms[term]).replace("_", " ")
-        seconds = f"{time.seconds:.1f} ({time.low_seconds:.0f} to {time.high_seconds:.0f}), {most}"
-        lines.append(f"{start} | {'; '.join(parts)} | {gpu.peak_bytes / 1e9:.1f} ({gpu.phase}) | {seconds} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    tables = {"published": table(), "longest": longest_table(), "plans": plans_table()}
+    tables = {"published": table(), "longest": longest_table()}
     for name, text in tables.items():
         print(text, end="\n\n")
         if "--write" in sys.argv:

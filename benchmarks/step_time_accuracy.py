@@ -1,14 +1,11 @@
 """Predicted beside published step times: `python benchmarks/step_time_accuracy.py [--tables DIR] [--write]`.
 
-Every figure of the model leaves one model shape out: the constants are fitted without its rows, in any table, and then
-predict them. The same run also fits two simpler models by the same rule: a constant MFU (one number for
-each table) and a linear model (the eleven volumes of `LINEAR_TERMS`, weighted for relative errors, one fit for each
-table). Theirs is the advantage of a fit to the table itself; where a table has one shape alone, they see its rows.
+Every figure leaves one model shape out: the constants are fitted without its rows, in any table, and then predict them.
 
 The table with most rows is also predicted without all rows of its width and without any of its rows.
 
 `--tables` names another directory with tables of the same columns. Their rows are predicted with the constants that
-ship with the package, which have not seen them, and nothing is fitted but the two simpler models.
+ship with the package, which have not seen them, and nothing is fitted.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
 from page_parts import with_part
 from published_steps import HELD_OUT, TABLES, PublishedStep, published_steps
 from shardwright.ds_configs.step_time.rates import constants_of
@@ -72,91 +68,6 @@ def _picked_seconds(rows: Sequence[tuple[float, float]]) -> float:
     """Return the measured seconds of the configuration predicted to be fastest, the mean of those that tie."""
     best = min(found for found, _ in rows)
     return mean(seconds for found, seconds in rows if found <= best * (1 + 1e-6))
-
-
-Predictor = Callable[[Sequence[PublishedStep], Sequence[PublishedStep]], Sequence[float]]
-"""Fits on the first cases and predicts the second."""
-
-
-def flops(case: PublishedStep) -> float:
-    """Return a step's FLOPs on each accelerator, `6 * parameters * tokens` and attention, without recomputation."""
-    sizes, layout = case.model.dimensions, case.layout
-    tokens = layout.global_batch_size * case.job.seq_len_tokens / layout.world_size
-    matrices = case.model.parameter_count - case.model.embedding_parameters * (not case.model.tied_embeddings)
-    return tokens * (6 * matrices + 12 * sizes.num_layers * sizes.query_size * case.job.seq_len_tokens)
-
-
-def constant_mfu(train: Sequence[PublishedStep], test: Sequence[PublishedStep]) -> list[float]:
-    """Predict with the one MFU that makes the logarithmic errors of the training rows cancel."""
-    rate = math.exp(mean(math.log(flops(case) / case.seconds) for case in train))
-    return [flops(case) / rate for case in test]
-
-
-LINEAR_TERMS = (
-    "layer FLOPs",
-    "recomputed FLOPs",
-    "head FLOPs",
-    "attention FLOPs",
-    "element-wise bytes",
-    "bytes of tensor parallelism",
-    "bytes of data parallelism",
-    "bytes between stages",
-    "optimizer bytes",
-    "kernel launches",
-    "constant",
-)
-
-
-def volumes(case: PublishedStep) -> list[float]:
-    """Return the eleven volumes of a step on the slowest rank, pipeline bubble included."""
-    sizes, layout, job = case.model.dimensions, case.layout, case.job
-    tokens = layout.micro_batch_size * job.seq_len_tokens / (layout.sp * layout.cp)
-    slots = layout.gradient_accumulation_steps + layout.pp - 1
-    layers = sizes.num_layers / layout.pp
-    inside = (case.model.parameter_count - case.model.parameters_outside_layers) / sizes.num_layers
-    layer = slots * layers * 6 * inside * tokens / layout.tp
-    attention = slots * layers * 12 * tokens * job.seq_len_tokens * sizes.query_size / layout.tp
-    hidden = slots * layers * tokens * sizes.hidden_size
-    held = case.model.parameter_count / layout.tp / layout.pp
-    ranks = layout.data_parallel_size
-    gathers = 3 * layout.gradient_accumulation_steps if layout.engine == "fsdp2" else 2
-    return [
-        layer,
-        layer / 3 if layout.gradient_checkpointing else 0.0,
-        layout.gradient_accumulation_steps * 6 * tokens * case.model.embedding_parameters / layout.tp,
-        attention,
-        hidden,
-        hidden * (layout.tp - 1) / layout.tp,
-        gathers * held * (ranks - 1) / ranks,
-        slots * tokens * sizes.hidden_size if layout.pp > 1 else 0.0,
-        held,
-        slots * layers,
-        1.0,
-    ]
-
-
-def linear(train: Sequence[PublishedStep], test: Sequence[PublishedStep]) -> list[float]:
-    """Predict with non-negative weights of the volumes, least squares of relative errors."""
-    from scipy.optimize import nnls
-
-    rows = np.array([volumes(case) for case in train])
-    scale = rows.max(axis=0)
-    scale[scale == 0] = 1.0
-    measured = np.array([case.seconds for case in train])
-    weights, _ = nnls(rows / scale / measured[:, None], np.ones(len(train)))
-    return [float(value) for value in np.array([volumes(case) for case in test]) / scale @ weights]
-
-
-def leave_one_shape_out(cases: Sequence[PublishedStep], predictor: Predictor) -> list[float]:
-    """Return predictions of every row by a fit without its shape; of a single shape by a fit to itself."""
-    shapes = {case.shape for case in cases}
-    found: dict[int, float] = {}
-    for shape in sorted(shapes):
-        test = [index for index, case in enumerate(cases) if case.shape == shape]
-        train = [case for case in cases if case.shape != shape] or list(cases)
-        for index, value in zip(test, predictor(train, [cases[index] for index in test]), strict=True):
-            found[index] = value
-    return [found[index] for index in range(len(cases))]
 
 
 def physical(
@@ -223,33 +134,19 @@ def predictions_as_shipped(cases: Iterable[PublishedStep]) -> list[float]:
     return found
 
 
-def scoreboard(cases: Sequence[PublishedStep], *, refit: bool) -> Mapping[str, Mapping[str, Score]]:
-    """Return the scores of each model by table."""
+def document_table(cases: Sequence[PublishedStep], *, refit: bool) -> str:
+    """Return the scores of each table as Markdown."""
     predicted = physical(cases) if refit else predictions_as_shipped(cases)
-    tables: dict[str, dict[str, Score]] = {}
+    lines = [
+        "| table | rows | MAPE | worst | best picked | mean regret | worst regret |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for table in dict.fromkeys(case.table for case in cases):
         places = [index for index, case in enumerate(cases) if case.table == table]
-        own = [cases[index] for index in places]
-        tables[table] = {
-            "step-time model": score(own, [predicted[index] for index in places]),
-            "constant MFU": score(own, leave_one_shape_out(own, constant_mfu)),
-            "linear": score(own, leave_one_shape_out(own, linear)),
-        }
-    return tables
-
-
-def document_table(tables: Mapping[str, Mapping[str, Score]]) -> str:
-    """Return the scores as Markdown."""
-    lines = [
-        "| table | rows | model | MAPE | worst | best picked | mean regret | worst regret |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for table, scores in tables.items():
-        for index, (name, found) in enumerate(scores.items()):
-            head = f"| {table} | {found.rows} " if not index else "| | "
-            picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%} | {found.worst_regret:.0%}"
-            rest = picked if found.groups else " | | "
-            lines.append(f"{head}| {name} | {found.mape:.1%} | {found.worst:.0%} | {rest} |")
+        found = score([cases[index] for index in places], [predicted[index] for index in places])
+        picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%} | {found.worst_regret:.0%}"
+        rest = picked if found.groups else " | | "
+        lines.append(f"| {table} | {found.rows} | {found.mape:.1%} | {found.worst:.0%} | {rest} |")
     return "\n".join(lines)
 
 
@@ -284,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     own = arguments.tables == TABLES
     cases = published_steps(arguments.tables)
-    parts = {"scores": document_table(scoreboard(cases, refit=own))}
+    parts = {"scores": document_table(cases, refit=own)}
     if own:
         parts["omitted"] = omitted_table(cases)
         parts["order"] = order_table(cases, predictions_as_shipped(cases))

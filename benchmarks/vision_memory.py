@@ -16,7 +16,7 @@ from typing import Any
 import memory_accuracy
 import memory_cases
 from memory_accuracy import Row, case_table
-from memory_grid import Grid
+from memory_grid import Grid, error_table
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
 
@@ -124,13 +124,12 @@ def grid() -> list[Case]:
 
 
 def group_table(found: Sequence[Row]) -> str:
-    """Return the mean absolute and the largest error of each family, engine and tower."""
-    lines = ["| group | cases | MAPE | worst |", "|---|---|---|---|"]
-    groups = {getattr(row.case, name): name for row in found for name in ("model", "layout", "tower")}
-    for value, name in groups.items():
-        errors = [abs(row.error) for row in found if getattr(row.case, name) == value]
-        lines.append(f"| {value} | {len(errors)} | {mean(errors):.2%} | {max(errors):.2%} |")
-    return "\n".join(lines)
+    """Return the errors of each family, engine and tower."""
+    names = {getattr(row.case, name): name for row in found for name in ("model", "layout", "tower")}
+    groups = {
+        value: [abs(row.error) for row in found if getattr(row.case, name) == value] for value, name in names.items()
+    }
+    return error_table("group", groups)
 
 
 def verdict(found: Sequence[Row]) -> tuple[bool, str]:
@@ -153,7 +152,6 @@ GRID = Grid(
     document=Path(__file__).parents[1] / "docs" / "measurements" / "vision.md",
     cases=grid,
     case_of=Case,
-    worker_file="vision_memory_worker.py",
     rows=rows,
     tables=lambda found: {"groups": group_table(found), "cases": case_table(found)},
     verdict=verdict,

@@ -16,7 +16,7 @@ from .search import Evaluated
 WORTH_MEASURING = 0.2
 """Layouts whose predicted step is longer than the fastest one's by more than this share are not measured.
 
-On vTrain's table the measured best is inside for all of 136 questions (benchmarks/tuner_choice.py)."""
+On vTrain's table the measured best is inside for all of 136 questions (tests/test_tuner_choice.py)."""
 WARM_UP_STEPS = 2
 """Untimed: the first builds kernels, and ZeRO-3 prefetches from the second on, after its trace."""
 NOISY_SPREAD = 0.1

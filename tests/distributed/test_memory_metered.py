@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import long_sequence_cases
 import long_sequence_memory
 import memory_accuracy
 import memory_cases
 import parallel_memory
-import parallel_memory_cases
 import pytest
 import vision_memory
 
@@ -30,7 +28,7 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
     ),
     "axes": (
         parallel_memory,
-        parallel_memory_cases.grid,
+        parallel_memory.grid,
         parallel_memory.TARGET_MEAN,
         (
             "sp2-zero2-llama-bf16-x1-full",
@@ -47,7 +45,7 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
     ),
     "long sequences": (
         long_sequence_memory,
-        long_sequence_cases.grid,
+        long_sequence_memory.grid,
         long_sequence_memory.LARGEST_ERROR,
         (
             "wide-head-zero3-all-2048",

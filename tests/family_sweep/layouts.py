@@ -74,7 +74,6 @@ LAYOUTS: dict[str, SweptLayout] = {
     "zero2 distillation": SweptLayout(layout=_zero(2), training="distillation"),
     "zero3 qat": SweptLayout(layout=_zero(3), training="qat"),
 }
-AXES = ("sp", "tp", "pp")
 
 
 def hybrid_config(class_name: str) -> Any:

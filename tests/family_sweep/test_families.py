@@ -1,7 +1,4 @@
-"""The quick part of the sweep over families: heads, encoder-decoders and classes that the tables name.
-
-All of them: `python benchmarks/families.py`.
-"""
+"""Checks of small models of some families: heads, encoder-decoders and classes that the tables name."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel_memory import GRID, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
-from parallel_memory_cases import grid
+from parallel_memory import GRID, TARGET_MEAN, case_table, fullest_rows, grid, group_table, rows, verdict
 from planning import llama, public_model
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, share_moment_terms
 from shardwright.ds_configs.memory.rank_parameters import (
