@@ -13,14 +13,12 @@ from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from shardwright.ds_configs.memory.estimate import GpuMemory
 from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, GalleryEntry, gallery_plan
 from shardwright.ds_configs.plan.plan import Plan, render_files
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes, human_count
-from shardwright.ds_configs.step_time.estimate import StepTime, term_title
+from shardwright.ds_configs.step_time.estimate import term_title
 
-ROOT = Path(__file__).resolve().parents[1]
 _SHOWN = {
     "accelerate.yaml": "yaml",
     "ds_config.json": "json",
@@ -41,11 +39,6 @@ class Shown:
     """Its plan, as it ships."""
 
     @property
-    def name(self) -> str:
-        """Its directory in the gallery."""
-        return self.entry.name
-
-    @property
     def heading(self) -> str:
         """What sets it apart from others of its model."""
         return ", ".join(part for part in (self.entry.hardware, self.entry.suffix) if part)
@@ -56,40 +49,20 @@ class Shown:
         return f"{short(self.entry.model)} on {self.heading}"
 
     @property
-    def kind(self) -> str:
-        """The accelerator, such as `A100-80GB`."""
-        return self.plan.hardware.gpu
-
-    @property
     def counts(self) -> str:
         """What it is in the column of its accelerator: `4×8` for `4x8xA100-80GB`."""
-        counts = self.entry.hardware.removesuffix(self.kind).removesuffix("x").replace("x", "×")
+        counts = self.entry.hardware.removesuffix(self.plan.hardware.gpu).removesuffix("x").replace("x", "×")
         return " ".join(part for part in (counts, self.entry.suffix) if part)
 
     @property
     def anchor(self) -> str:
         """The target of links to its section."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower())
+        return re.sub(r"[^a-z0-9]+", "-", self.entry.name.lower())
 
     @property
     def link(self) -> str:
         """Its section, from any page of the gallery."""
         return f"{page(self.entry.model)}#{self.anchor}"
-
-    @property
-    def layout(self) -> str:
-        """Its layout in words."""
-        return display_name(self.plan.chosen.layout)
-
-    @property
-    def gpu(self) -> GpuMemory:
-        """Predicted memory of one accelerator."""
-        return self.plan.chosen.memory.gpu
-
-    @property
-    def time(self) -> StepTime:
-        """Predicted time of a step."""
-        return self.plan.chosen.time
 
     @property
     def command(self) -> str:
@@ -111,23 +84,23 @@ class Shown:
     @property
     def memory_parts(self) -> list[tuple[str, str, float]]:
         """Name, GB and share of the bar in percent of each term of memory, largest first."""
-        named = {name.replace("_", " "): float(size) for name, size in self.gpu.terms.items()}
+        named = {name.replace("_", " "): float(size) for name, size in self.plan.chosen.memory.gpu.terms.items()}
         return [(name, gigabytes(int(size)), share) for name, size, share in _shares(named, self._widest_bytes)]
 
     @property
     def capacity_share(self) -> float:
         """Where the bar of memory has the line of what is usable, in percent."""
-        return 100 * self.gpu.capacity_bytes / self._widest_bytes
+        return 100 * self.plan.chosen.memory.gpu.capacity_bytes / self._widest_bytes
 
     @property
     def time_parts(self) -> list[tuple[str, str, float]]:
         """Name, seconds and share of the bar in percent of each term of time, largest first."""
-        named = {term_title(name): seconds for name, seconds in self.time.terms.items()}
+        named = {term_title(name): seconds for name, seconds in self.plan.chosen.time.terms.items()}
         return [(name, f"{seconds:.2f}", share) for name, seconds, share in _shares(named, sum(named.values()))]
 
     @property
     def _widest_bytes(self) -> float:
-        return float(max(self.gpu.capacity_bytes, sum(self.gpu.terms.values())))
+        return float(max(self.plan.chosen.memory.gpu.capacity_bytes, sum(self.plan.chosen.memory.gpu.terms.values())))
 
 
 def gallery_pages() -> dict[str, str]:
@@ -135,10 +108,22 @@ def gallery_pages() -> dict[str, str]:
     entries = [Shown(entry=entry, plan=gallery_plan(entry)) for entry in GALLERY]
     entries.sort(key=lambda shown: (shown.plan.model.parameter_count, shown.entry.model))
     models = {model: list(group) for model, group in groupby(entries, key=lambda shown: shown.entry.model)}
-    templates = _templates()
+    # Those with little memory first, and of those with equally much the slow ones.
+    accelerators = {shown.plan.hardware.gpu: shown.plan.hardware for shown in entries}
+    kinds = sorted(
+        accelerators, key=lambda kind: (round(accelerators[kind].gpu_bytes / 1e9), accelerators[kind].flops_per_s)
+    )
+    # Pages are Markdown of our own plans: nothing in them is to be escaped.
+    templates = Environment(  # noqa: S701
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    filters = {"gigabytes": gigabytes, "count": human_count, "short": short, "page": page, "layout": display_name}
+    templates.filters |= filters
     pages = {
         "index.md": templates.get_template("gallery.md").render(
-            entries=entries, models=models, kinds=_kinds(entries), release=GALLERY_RELEASE
+            entries=entries, models=models, kinds=kinds, release=GALLERY_RELEASE
         )
     }
     for model, group in models.items():
@@ -155,25 +140,6 @@ def short(model: str) -> str:
 def page(model: str) -> str:
     """File name of a model's page."""
     return f"{short(model).lower()}.md"
-
-
-def _templates() -> Environment:
-    # Pages are Markdown of our own plans: nothing in them is to be escaped.
-    made = Environment(  # noqa: S701
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    made.filters |= {"gigabytes": gigabytes, "count": human_count, "short": short, "page": page, "layout": display_name}
-    return made
-
-
-def _kinds(entries: list[Shown]) -> list[str]:
-    """The accelerators, those with little memory first, and of those with equally much the slow ones."""
-    order = {
-        shown.kind: (round(shown.plan.hardware.gpu_bytes / 1e9), shown.plan.hardware.flops_per_s) for shown in entries
-    }
-    return sorted(order, key=lambda kind: order[kind])
 
 
 def _shares(parts: Mapping[str, float], whole: float) -> list[tuple[str, float, float]]:
