@@ -206,7 +206,9 @@ def _evaluated(
     def transient(name: str, layer_bytes: Mapping[str, int]) -> int:
         # When the last layer of a kind runs, the tensors of layers after it are freed, or not allocated yet.
         peaks, later = [0], 0
+        text = sum(count * layer_bytes[kind] for kind, count in counts.items() if kind not in tower)
         for kind in reversed(counts):
+            later = max(later, text if kind in tower else 0)
             if counts[kind]:
                 peaks.append(of_layer(name, kind) - later)
                 later += (1 if interleaved else counts[kind]) * layer_bytes[kind]
@@ -590,6 +592,10 @@ def image_factors(*, images: int, patches: int, tokens: int) -> dict[str, int]:
     return {"image": images, "patch": patches, "image_token": tokens, "tower": min(1, images)}
 
 
+_DELTA_RULE_CHUNK = 64
+"""Tokens whose state the kernels of linear attention keep."""
+
+
 def feature_factors(
     model: ModelSpec,
     *,
@@ -600,8 +606,8 @@ def feature_factors(
 ) -> dict[str, int]:
     """Return the sizes of a model of several kinds of layers whose products are features, by name.
 
-    These are `size_factors`, `image_factors`, the integers of its configuration, and `patches` of an image, with the
-    prefix of a nested vision configuration.
+    These are `size_factors`, `image_factors`, the integers of its configuration, chunks of linear attention, and
+    `patches` of an image, with the prefix of a nested vision configuration.
     """
     integers = {name: value for name, value in model.settings if isinstance(value, int) and not isinstance(value, bool)}
     patches = {
@@ -616,6 +622,8 @@ def feature_factors(
     heads = integers.get("vision_config.num_heads") or integers.get("vision_config.num_attention_heads", 0)
     tower = {"vision_config.head_dim": width // heads} if heads else {}
     embeds = (p for p in model.parameters if not p.in_layer and len(p.shape) > 1 and EMBEDS_PATCHES.search(p.name))
+    chunk = integers.get("mamba_chunk_size") or integers.get("chunk_size") or _DELTA_RULE_CHUNK
+    tower["chunk"] = micro_batch_size * -(-seq_len_tokens // chunk)
     tower["patch_pixels"] = max((p.numel // p.shape[0] for p in embeds), default=0)
     each = images or ImageSizes(images=0, patches=0, tokens=0)
     of_images = image_factors(
@@ -623,6 +631,8 @@ def feature_factors(
         patches=micro_batch_size * each.patches,
         tokens=micro_batch_size * each.tokens,
     )
+    # Nemotron-H has dense layers whose parameters do not have the names of an MLP's.
+    sizes = {name: size for name, size in sizes.items() if size or name not in integers}
     return tower | integers | patches | sizes | of_images
 
 
@@ -674,8 +684,8 @@ def estimate_kinds(
         return None
     counts = layer_counts(model, family["kinds"])
     if "without_images" in table and not (images and images.images):
-        *of_tower, _ = counts
-        table, counts = merged(table, table["without_images"]), counts | dict.fromkeys(of_tower, 0)
+        of_tower = {kind: 0 for kind in counts if image_part(family["kinds"][kind])}
+        table, counts = merged(table, table["without_images"]), counts | of_tower
     if adapter in ("none", "none_liger", "lora_full_tower"):
         # Of a frozen tower before a trained projector.
         frozen = {parameter.name for parameter in model.parameters if parameter.frozen}

@@ -279,7 +279,7 @@ def _llama4(settings: Settings, height: int, width: int, frames: int, max_pixels
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _qwen3),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _glm),
     "llava": _llava,
     "llava_next": _llava_next,
@@ -291,10 +291,11 @@ RULES: Mapping[str, Rule] = {
     "llama4": _llama4,
 }
 """By model type."""
-_READ_FRAMES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision")
+_NATIVE_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_READ_FRAMES = (*_NATIVE_QWEN, "internvl", "llava_onevision")
 FIXED_SIZES = ("llava", "gemma3")
 """Model types whose images have the same tokens whatever their size."""
-_READ_MAX_PIXELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe")
+_READ_MAX_PIXELS = (*_NATIVE_QWEN, "glm4v", "glm4v_moe")
 
 
 def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from ..memory.activations import activations_are_stored
 from ..models.images import FIXED_SIZES, RULES, image_tokens
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -111,6 +112,12 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
         )
     if model.dimensions.num_experts:
         sentences.append("the one published step of a mixture of experts took twice its prediction")
+    scans = any(parameter.name.endswith(".conv1d.weight") for parameter in model.parameters)
+    if scans and activations_are_stored(model, job, layout):
+        sentences.append(
+            "linear attention is planned with the kernels of causal-conv1d and flash-linear-attention or mamba-ssm; "
+            "without these packages its layers keep more, and are slower"
+        )
     if job.method == "qlora":
         packed = frozenset(model.packed_parameters)
         kept = [p for p in model.parameters if p.kind in ("linear", "experts") and p.group != "head"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwright.ds_configs.memory.activations import Adapter
+from shardwright.ds_configs.specs.images import image_part
 
 from .fit import SHALLOW_LAYERS
 from .image_sizes import (
@@ -22,6 +23,7 @@ from .image_sizes import (
     draw_pooled_square,
     draw_qwen2_5_vl,
     draw_qwen2_vl,
+    draw_qwen3_5,
     draw_qwen3_vl,
     draw_scaled_square,
     draw_smolvlm,
@@ -42,11 +44,16 @@ from .kind_sizes import (
     draw_falcon,
     draw_gemma3,
     draw_gpt_neox,
+    draw_granite,
+    draw_granite_experts,
+    draw_granite_hybrid,
     draw_grouped_experts,
     draw_lfm2,
     draw_llama4,
     draw_modernbert,
+    draw_nemotron_h,
     draw_opt,
+    draw_qwen3_next,
     draw_shared_experts,
     draw_t5,
     draw_vit,
@@ -75,7 +82,7 @@ class KindFamily:
     """For each kind of layer, in the order of execution, a parameter that every layer of it holds once; or
     `layer_types=NAME` where `config.json` alone tells them apart; `ONE - OTHER` where another kind holds it too."""
     interleaved: bool = False
-    """Whether kinds take turns."""
+    """Whether kinds take turns, after those of a tower."""
     settings: tuple[str, ...] = ()
     """Values of the configuration that change which operators run: others than the traced ones have the bound."""
     inputs: str = "text"
@@ -95,6 +102,11 @@ class KindFamily:
     attentions: tuple[str, ...] = ("fused", "eager")
     adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
     """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
+
+    @property
+    def text_kinds(self) -> list[str]:
+        """Kinds of layers that run without images."""
+        return [kind for kind, mark in self.kinds.items() if not (self.image and image_part(mark))]
 
 
 def _one_stack(name: str) -> Callable[[Values, Mapping[str, int]], Values]:
@@ -117,7 +129,7 @@ def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
     return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
 
 
-_TYPES = {"full": "full_attention", "sliding": "sliding_attention"}
+_TYPES = {"full": "full_attention", "sliding": "sliding_attention", "linear": "linear_attention"}
 
 
 def _layer_types(values: Values, depths: Mapping[str, int]) -> Values:
@@ -222,6 +234,11 @@ def _qwen_vl(values: Values, depths: Mapping[str, int]) -> Values:
     }
 
 
+def _qwen3_5(values: Values, depths: Mapping[str, int]) -> Values:
+    text = _layer_types(values["text_config"], {kind: depths[kind] for kind in ("linear", "full")})
+    return values | {"text_config": text, "vision_config": values["vision_config"] | {"depth": depths["vision"]}}
+
+
 def _qwen3_vl(values: Values, depths: Mapping[str, int]) -> Values:
     found = _qwen_vl(values, depths)
     return found | {"vision_config": found["vision_config"] | {"deepstack_visual_indexes": [0, 1, 2]}}
@@ -293,9 +310,40 @@ _SHARED_EXPERTS: dict[str, Any] = {
 _EXAONE4: dict[str, Any] = {
     "widths": (*_GROUPED_WIDTHS, "intermediate_size"),
     "more": (*_TEXT, "token*position*attention_heads", "position*head_dim"),
-    "adapters": ("none",),
 }
 """Full layers have positions only where none has a window (EXAONE 4)."""
+
+
+def _delta_rule(prefix: str = "") -> tuple[tuple[str, ...], str]:
+    """Return the widths of a gated delta rule for each token, and the feature of the states of all chunks."""
+    keys, values = f"{prefix}linear_num_key_heads", f"{prefix}linear_num_value_heads"
+    key, value = f"{prefix}linear_key_head_dim", f"{prefix}linear_value_head_dim"
+    return (values, f"{keys}*{key}", f"{values}*{key}", f"{values}*{value}"), f"chunk*{values}*{key}*{value}"
+
+
+_DELTA_RULE, _DELTA_RULE_STATES = _delta_rule()
+_DELTA_RULE_OF_TEXT, _STATES_OF_TEXT = _delta_rule("text_config.")
+_HYBRID: dict[str, Any] = {"depth": _layer_types, "interleaved": True, "attentions": ("fused", "math")}
+
+
+def _mamba(heads: str, width: str, state: str, groups: str, chunk: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the widths of Mamba 2 for each token, and its features for each chunk, by the names of its sizes."""
+    return (
+        (heads, f"{heads}*{width}", f"{groups}*{state}", groups),
+        (f"chunk*{heads}*{chunk}", f"chunk*{heads}*{width}*{state}", f"chunk*{groups}*{chunk}*{chunk}"),
+    )
+
+
+_GRANITE_MAMBA, _GRANITE_CHUNKS = _mamba(
+    "mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_chunk_size"
+)
+_NEMOTRON_MAMBA, _NEMOTRON_CHUNKS = _mamba(
+    "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "chunk_size"
+)
+_GRANITE: dict[str, Any] = _HYBRID | {
+    "widths": (*_GROUPED_WIDTHS, "shared_intermediate_size"),
+    "settings": ("hidden_act", "position_embedding_type", "num_local_experts", "mamba_expand"),
+}
 _VISION = "sequence*vision_config.patches"
 _VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
 _TOWER = (
@@ -463,6 +511,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         model_type="deepseek_v3",
         sizes=draw_deepseek_v3,
         settings=("hidden_act", "norm_topk_prob", "output_router_logits"),
+        adapters=("none", "lora_all_linear", "lora_experts"),
         **(_LATENT | {"more": (*_LATENT["more"], "token*n_group", "token*topk_group")}),
     ),
     "GptOssForCausalLM": KindFamily(
@@ -474,6 +523,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "model.layers.*.mlp.router.weight"},
         settings=("attention_bias", "output_router_logits"),
         attentions=("eager",),
+        adapters=("none", "lora_all_linear", "lora_experts"),
     ),
     "Glm4MoeLiteForCausalLM": KindFamily(
         model_type="glm4_moe_lite",
@@ -509,6 +559,62 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
                 ),
             }
         ),
+    ),
+    "Qwen3NextForCausalLM": KindFamily(
+        model_type="qwen3_next",
+        sizes=draw_qwen3_next,
+        widths=(*_GROUPED_WIDTHS, "shared_expert_intermediate_size", *_DELTA_RULE),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, _DELTA_RULE_STATES),
+        kinds={
+            "linear": "model.layers.*.linear_attn.out_proj.weight",
+            "full": "model.layers.*.self_attn.q_proj.weight",
+        },
+        settings=("hidden_act", "norm_topk_prob", "output_router_logits", "decoder_sparse_step"),
+        adapters=("none",),
+        **_HYBRID,
+    ),
+    "GraniteMoeHybridForCausalLM attention": KindFamily(
+        model_type="granitemoehybrid",
+        sizes=draw_granite,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"full": "model.layers.*.self_attn.q_proj.weight"},
+        **_GRANITE,
+    ),
+    "GraniteMoeHybridForCausalLM mamba": KindFamily(
+        model_type="granitemoehybrid",
+        sizes=draw_granite_hybrid,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_GRANITE_CHUNKS),
+        kinds={"linear": "model.layers.*.mamba.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
+        **(_GRANITE | {"widths": (*_GRANITE["widths"], *_GRANITE_MAMBA)}),
+    ),
+    "GraniteMoeHybridForCausalLM experts": KindFamily(
+        model_type="granitemoehybrid",
+        sizes=draw_granite_experts,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, *_GRANITE_CHUNKS),
+        kinds={"linear": "model.layers.*.mamba.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
+        adapters=("none",),
+        **(
+            _GRANITE
+            | {
+                "widths": (*_GRANITE["widths"], *_GRANITE_MAMBA),
+                "settings": ("hidden_act", "position_embedding_type", "mamba_expand", "output_router_logits"),
+            }
+        ),
+    ),
+    "NemotronHForCausalLM": KindFamily(
+        model_type="nemotron_h",
+        sizes=draw_nemotron_h,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "moe_shared_expert_intermediate_size", *_NEMOTRON_MAMBA),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, *_NEMOTRON_CHUNKS),
+        kinds={
+            "linear": "model.layers.*.mixer.in_proj.weight",
+            "moe": "model.layers.*.mixer.gate.weight",
+            "full": "model.layers.*.mixer.q_proj.weight",
+            "mlp": "model.layers.*.mixer.down_proj.weight",
+        },
+        settings=("mlp_hidden_act", "n_group", "residual_in_fp32", "moe_latent_size"),
+        adapters=("none",),
+        **_HYBRID,
     ),
     "MiniMaxM2ForCausalLM": KindFamily(
         model_type="minimax_m2",
@@ -661,6 +767,25 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         image=draw_patches,
         # Three layers of the tower feed as many layers of the text.
         shallow_layers=3,
+        **_QWEN_VL,
+    ),
+    "Qwen3_5ForConditionalGeneration": KindFamily(
+        model_type="qwen3_5",
+        sizes=draw_qwen3_5,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", *_DELTA_RULE_OF_TEXT),
+        more=(
+            *_image_text("hidden_size", "intermediate_size", "num_heads", "head_dim"),
+            _STATES_OF_TEXT,
+        ),
+        depth=_qwen3_5,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.linear_fc2.weight",
+            "linear": "model.language_model.layers.*.linear_attn.out_proj.weight",
+            "full": "model.language_model.layers.*.self_attn.q_proj.weight",
+        },
+        interleaved=True,
+        settings=("text_config.hidden_act", "vision_config.hidden_act"),
+        image=draw_patches,
         **_QWEN_VL,
     ),
     "Glm4vForConditionalGeneration": KindFamily(

@@ -25,9 +25,10 @@ from .image_sizes import SPECIAL_TOKENS, Image
 from .kind_families import KIND_FAMILIES, KindFamily
 from .kind_sizes import Values
 from .liger import with_liger_layers
+from .linear_attention import linear_attention_kernels
 from .run import TracedStep, enable_checkpointing, trace_training_step
 
-_LORA: tuple[Adapter, ...] = ("lora_all_linear", "lora_language", "lora_full_tower")
+_LORA: tuple[Adapter, ...] = ("lora_all_linear", "lora_experts", "lora_language", "lora_full_tower")
 _LORA_OF_TEXT = ("lora_language", "lora_full_tower")
 # No batch size: an adapter's matrix would look like one vector of each sequence.
 _LORA_RANKS = (4, 8, 12, 16)
@@ -154,6 +155,7 @@ def build_model(
         head = set(model.get_output_embeddings().parameters())
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(language) or parameter in head)
+    of_experts = adapter == "lora_experts"
     if adapter in _LORA:
         from peft import LoraConfig, get_peft_model
 
@@ -164,17 +166,21 @@ def build_model(
         ]
 
         # As in `families.py`: PEFT holds adapters in float32 where the base is 16-bit under autocast.
-        rank = shape.lora_rank
+        rank, experts = shape.lora_rank, ["experts.gate_up_proj", "experts.down_proj"]
         model = get_peft_model(
             model.to(torch.bfloat16),
             # A scale of one would skip an operator.
             LoraConfig(
                 r=rank,
                 lora_alpha=2 * rank,
-                target_modules=linear if adapter in _LORA_OF_TEXT else "all-linear",
+                target_modules=linear if adapter in _LORA_OF_TEXT else [] if of_experts else "all-linear",
+                target_parameters=experts if of_experts else None,
                 lora_dropout=0.0,
             ),
         )
+        if of_experts:
+            # As if an earlier layer were adapted too: all layers compute gradients of their inputs.
+            model.enable_input_require_grads()
     if adapter == "lora_full_tower":
         for name, parameter in model.named_parameters():
             if image_part(name):
@@ -275,9 +281,9 @@ def run_shape(
     layers = _layers_as_they_run(base, family, runs_tower=runs_tower)
     if family.image and runs_tower and attention == "math":
         # A tower has as many heads of keys as of queries, and keeps its fused kernel.
-        for layer in layers[: -depths[list(depths)[-1]]]:
+        for layer in layers[: sum(depth for kind, depth in depths.items() if image_part(family.kinds[kind]))]:
             layer.forward = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])(layer.forward)
-    with attention_kernel(attention):
+    with attention_kernel(attention), linear_attention_kernels(base):
         return trace_training_step(
             model,
             model_inputs(architecture, shape, base),
@@ -292,6 +298,6 @@ def _layers_as_they_run(model: Any, family: KindFamily, *, runs_tower: bool) -> 
     """Return the layers in the order of execution; stacks of a model may stand in another one."""
     layers = {n: module for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
     if family.interleaved or len(family.kinds) == 1:
-        return list(layers.values())
+        return [layer for name, layer in layers.items() if runs_tower or not image_part(name)]
     stacks = [parameter.split(".*.")[0] + "." for parameter in family.kinds.values()][0 if runs_tower else -1 :]
     return [layers[name] for stack in dict.fromkeys(stacks) for name in layers if name.startswith(stack)]

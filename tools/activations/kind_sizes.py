@@ -240,3 +240,64 @@ def draw_ernie_moe(choose: random.Random) -> Values:
 def draw_llama4(choose: random.Random) -> Values:
     """Draw sizes of Llama 4, its dense layers wider than its experts."""
     return draw_grouped_experts(choose) | {"intermediate_size_mlp": 8 * choose.randint(51, 80)}
+
+
+def draw_delta_rule(choose: random.Random) -> Values:
+    """Draw sizes of gated delta rules, each key for several values."""
+    keys = choose.choice([2, 3, 4])
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * choose.choice([2, 3]),
+        "linear_key_head_dim": choose.choice([8, 16, 24, 32]),
+        "linear_value_head_dim": choose.choice([8, 16, 24, 32]),
+    }
+
+
+def draw_qwen3_next(choose: random.Random) -> Values:
+    """Draw sizes of Qwen3-Next, all of whose layers have experts."""
+    drawn = draw_grouped_experts(choose)
+    drawn["num_experts"] = drawn.pop("num_local_experts")
+    experts = {name: 8 * choose.randint(6, 30) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
+    return drawn | experts | draw_delta_rule(choose) | {"head_dim": choose.choice([16, 32])}
+
+
+def draw_granite(choose: random.Random) -> Values:
+    """Draw sizes of Granite 4 without experts or Mamba layers, an MLP of another width than its configuration's."""
+    drawn = draw_cohere(choose) | {"shared_intermediate_size": 8 * choose.randint(51, 80), "logits_scaling": 8.0}
+    return drawn | {"num_local_experts": 0, "mamba_n_heads": 8, "position_embedding_type": "rope"}
+
+
+def draw_granite_hybrid(choose: random.Random) -> Values:
+    """Draw sizes of Granite 4 with Mamba layers, twice as wide as the others."""
+    drawn, heads = draw_granite(choose), choose.choice([2, 4, 8])
+    return drawn | {
+        "position_embedding_type": "nope",
+        "mamba_n_heads": heads,
+        "mamba_d_head": 2 * drawn["hidden_size"] // heads,
+        "mamba_n_groups": choose.choice([1, 2]),
+        "mamba_d_state": 8 * choose.randint(2, 6),
+        "mamba_chunk_size": choose.choice([32, 40, 48]),
+    }
+
+
+def draw_granite_experts(choose: random.Random) -> Values:
+    """Draw sizes of Granite 4 with Mamba layers and experts, whose width is that of its configuration's MLP."""
+    return draw_granite_hybrid(choose) | _experts(choose, count="num_local_experts")
+
+
+def draw_nemotron_h(choose: random.Random) -> Values:
+    """Draw sizes of Nemotron-H."""
+    drawn = draw_grouped_experts(choose) | {"head_dim": choose.choice([8, 16, 24, 32])}
+    drawn["n_routed_experts"] = drawn.pop("num_local_experts")
+    names = ("moe_intermediate_size", "moe_shared_expert_intermediate_size")
+    return (
+        drawn
+        | {name: 8 * choose.randint(6, 30) for name in names}
+        | {
+            "mamba_num_heads": 2 * choose.choice([3, 4, 5]),
+            "mamba_head_dim": choose.choice([8, 16, 24]),
+            "n_groups": 2,
+            "ssm_state_size": 8 * choose.randint(2, 6),
+            "chunk_size": choose.choice([32, 40, 48]),
+        }
+    )

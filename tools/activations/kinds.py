@@ -79,10 +79,11 @@ def _traced(
         per_layer[kind], rest = divmod(deep.head_start - base.head_start, _FURTHER_LAYERS)
         if np.any(rest):
             raise TraceError(f"{architecture}: layers of kind {kind} keep different numbers of bytes")
-    each = len(base.by_layer) // len(kinds)
+    each, turns = len(base.by_layer) // len(kinds), len(family.text_kinds)
+    of_tower = len(kinds) - turns
     by_kind = {
-        kind: base.by_layer[number :: len(kinds)]
-        if family.interleaved
+        kind: base.by_layer[of_tower * each + number - of_tower :: turns]
+        if family.interleaved and number >= of_tower
         else base.by_layer[number * each : (number + 1) * each]
         for number, kind in enumerate(kinds)
     }
@@ -222,7 +223,7 @@ def derive_kind_table(
     (shapes, factors), kinds = _drawn(architecture, adapter), list(family.kinds)
     if trained and adapter == "frozen_tower":
         # A frozen tower saves nothing, but may keep the inputs of its layers with checkpointing.
-        kept = {"saved_per_layer": {kinds[-1]: trained["saved_per_layer"][kinds[-1]]}}
+        kept = {"saved_per_layer": {kind: trained["saved_per_layer"][kind] for kind in family.text_kinds}}
         table = _table(architecture, shapes, factors, kinds, how, like={"features": trained["features"], **kept})
         if set(table["features"]) <= set(trained["features"]):
             return {"based_on": "none"} | differing(with_features(table, trained["features"]), trained)
@@ -232,7 +233,7 @@ def derive_kind_table(
         return table
     texts = [replace(shape, images=()) for shape in shapes]
     of_texts = [known | text.factors for known, text in zip(factors, texts, strict=True)]
-    text = _table(architecture, texts, of_texts, kinds[-1:], how, like=table)
+    text = _table(architecture, texts, of_texts, family.text_kinds, how, like=table)
     table = with_features(table, list(dict.fromkeys([*table["features"], *text["features"]])))
     return table | {"without_images": differing(with_features(text, table["features"]), _of_text(table))}
 

@@ -97,7 +97,7 @@ def assert_run_matches(
         # The Trainer turns the outer `use_cache` off alone: keys and values, in fp32 under autocast, live until the
         # forward pass ends.
         tokens = shape.micro_batch_size * shape.seq_len_tokens
-        slack += 8 * tokens * spec.dimensions.key_value_size * depths["text"]
+        slack += 8 * tokens * spec.dimensions.key_value_size * sum(depths[kind] for kind in family.text_kinds)
     # Each traced shape has two images: a few numbers of each image and layer count as constants.
     numbers = 16 * sum(images) * sum(depths.values()) if family.image else 0
     for measured, expected in (
@@ -119,7 +119,13 @@ def test_measured_bytes_of_new_shapes_and_depths_match_estimate(architecture: st
 @pytest.mark.trace
 @pytest.mark.parametrize(
     ("architecture", "mode", "adapter"),
-    [("BertForMaskedLM", "bf16_autocast", "none"), ("GptOssForCausalLM", "bf16", "lora_all_linear")],
+    [
+        ("BertForMaskedLM", "bf16_autocast", "none"),
+        ("GptOssForCausalLM", "bf16", "lora_all_linear"),
+        ("GptOssForCausalLM", "bf16", "lora_experts"),
+        ("GraniteMoeHybridForCausalLM mamba", "bf16", "lora_all_linear"),
+        ("Qwen3NextForCausalLM", "bf16_autocast", "none"),
+    ],
 )
 def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, mode: Mode, adapter: Adapter) -> None:
     assert_run_matches(architecture, mode, adapter, checkpointing=True)
@@ -202,6 +208,26 @@ def test_images_and_frozen_parts_of_a_job_select_the_table() -> None:
     # With Liger's kernels, norms of the language model keep less.
     for job in (text, frozen, trained):
         assert kept(replace(job, use_liger_kernel=True)) < kept(job)
+
+
+def test_linear_attention_keeps_what_its_kernels_keep() -> None:
+    name = "Qwen3NextForCausalLM"
+    text = drawn_shapes(name, 1, adapter="none")[0].values
+    few, more = (layer_bytes(name, {"linear": count, "full": 1}) for count in (1, 2))
+    keys, values = text["linear_num_key_heads"], text["linear_num_value_heads"]
+    key, value = text["linear_key_head_dim"], text["linear_value_head_dim"]
+    wide = 2 * keys * key + values * value
+    # Convolution input and output, repeated and normalised queries and keys, contiguous values, and for each head
+    # gates and a row of 64 of the triangular matrix.
+    assert more - few > 48 * 2 * (2 * wide + 4 * values * key + values * value + 64 * values)
+
+
+def layer_bytes(architecture: str, depths: dict[str, int]) -> int:
+    config = config_at(architecture, drawn_shapes(architecture, 1, adapter="none")[0].values, depths)
+    spec = model_spec_from_meta(config, name=architecture)
+    traced = activations_of(spec, TrainingJob(seq_len_tokens=48), 1, "bf16")
+    assert not traced.is_bound
+    return traced.saved_bytes_per_layer * spec.dimensions.num_layers
 
 
 def test_labels_of_a_saved_configuration_count() -> None:

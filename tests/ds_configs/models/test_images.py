@@ -39,6 +39,7 @@ SIDES = st.integers(40, 3000)
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "qwen3_vl": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "qwen3_5": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "glm4v": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "llava_next": {"image_size": 336, "patch_size": 14},
     "llava_onevision": {"image_size": 384, "patch_size": 14},
@@ -61,10 +62,11 @@ def planned(model_type: str, height: int, width: int, frames: int = 0, max_pixel
 
 @given(SIDES, SIDES, st.sampled_from([None, 50_176, 1_003_520]))
 def test_native_resolutions(height: int, width: int, max_pixels: int | None) -> None:
-    # As the published preprocessor_config.json of both have it.
+    # As the published preprocessor_config.json have it.
     for model_type, patch, smallest, largest in (
         ("qwen2_5_vl", 14, 3136, 12_845_056),
         ("qwen3_vl", 16, 65_536, 16_777_216),
+        ("qwen3_5", 16, 65_536, 16_777_216),
     ):
         size = {"shortest_edge": smallest, "longest_edge": max_pixels or largest}
         processor = Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
