@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from planning import public_model
+from planning import RELEASE, public_model
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.search.run_estimates import doubts, run_estimate
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -40,3 +41,16 @@ def test_fused_experts_of_qlora_are_named() -> None:
     found = doubts(plan.chosen.layout, mixture, NODE, plan.job)
     assert any("fused experts (97% of the parameters) stay in 16 bit" in text for text in found)
     assert not any("16 bit" in text for text in doubts(plan.chosen.layout, mixture, NODE, TrainingJob(method="lora")))
+
+
+def test_plans_with_linear_attention_name_its_kernels() -> None:
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    }
+    model = model_spec_from_config(config, name="next", release=RELEASE)
+    assert model is not None
+    plan = make_plan(model, NODE, TrainingJob(seq_len_tokens=2048))
+    assert any("flash-linear-attention" in text for text in doubts(plan.chosen.layout, model, plan.hardware, plan.job))
