@@ -139,9 +139,7 @@ def cached_layers(
     """Return the cached layers on one GPU.
 
     With fewer heads than GPUs, each head is on several. Latent attention caches one vector for all heads.
-
-    Raises:
-        UsageError: A layer has another state, such as that of a recurrence.
+    Raises `UsageError` for a layer with another state, such as that of a recurrence.
     """
     text = config.get("text_config") or config
     windows = _windows(text, dimensions.num_layers)

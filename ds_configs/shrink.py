@@ -611,10 +611,7 @@ _ZERO_KEYS: Mapping[str, tuple[str, ...]] = {
 def shrink_layout(layout: Layout, *, ranks: int) -> tuple[Layout, tuple[Change, ...]]:
     """Return the same layout on `ranks` ranks of one node, with at most two sequences and two micro-batches.
 
-    Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`.
-
-    Raises:
-        UsageError: The other axes do not divide the ranks; all errors together, with the nearest legal numbers.
+    Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`. Raises `UsageError`.
     """
     errors = _rank_errors(layout, ranks)
     if errors:

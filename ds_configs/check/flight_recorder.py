@@ -89,14 +89,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def record_files(start: Path, *, since: float = 0.0) -> dict[int, Path]:
-    """Return the files of all ranks by the beginning of their paths, or those of a directory.
+    """Return the files of all ranks in a directory, or by the beginning of their paths, a value of `DUMP_VARIABLES`.
 
-    Args:
-        start: A directory, or the value of `DUMP_VARIABLES`.
-        since: Older files are ignored, in seconds since the epoch.
-
-    Raises:
-        InputError: a directory has files of several runs.
+    Files older than `since`, in seconds since the epoch, are ignored. Raises `InputError` for files of several runs.
     """
     directory, prefix = (start, "") if start.is_dir() else (start.parent, start.name)
     files: dict[int, Path] = {}
@@ -111,11 +106,7 @@ def record_files(start: Path, *, since: float = 0.0) -> dict[int, Path]:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    """Return the record of one rank, from torch's pickle or JSON.
-
-    Raises:
-        InputError: the file is not a record.
-    """
+    """Return the record of one rank, from torch's pickle or JSON, or raise `InputError`."""
     try:
         if file.stat().st_size > _LARGEST_BYTES:
             raise ValueError(f"is larger than {_LARGEST_BYTES >> 20} MiB")
@@ -132,11 +123,7 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def stuck_groups(records: Mapping[int, Mapping[str, Any]]) -> list[Stuck]:
-    """Return the process groups in which ranks waited, the one with the earliest wait first.
-
-    Args:
-        records: What `read_record` returned, by global rank.
-    """
+    """Return the process groups in which ranks waited, the earliest wait first, from records by global rank."""
     members: dict[str, list[int]] = {}
     called: dict[str, dict[int, dict[int, Operation]]] = {}
     started: dict[str, int] = {}
@@ -204,10 +191,6 @@ def _stuck(
 
 
 def summary(start: Path, *, since: float = 0.0) -> list[str]:
-    """Return the lines about the files of `record_files`; empty without files, or if no rank waited.
-
-    Raises:
-        InputError: a file is not a record.
-    """
+    """Return the lines about the files of `record_files`; empty without files, or if no rank waited."""
     records = {rank: read_record(file) for rank, file in record_files(start, since=since).items()}
     return [line for group in stuck_groups(records) for line in group.lines()]

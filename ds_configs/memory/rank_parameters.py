@@ -169,9 +169,7 @@ def pipeline_stages(
     weights, gradients and optimizer states (embedding on the first stage, head on the last, tied ones on both), and
     the activations of `pp - stage` micro-batches, which 1F1B keeps in flight (arXiv 2104.04473, 2.2). With tensor
     parallelism, the costs are those of one rank, whose layers are split and whose embedding and head are not.
-
-    Raises:
-        UsageError: there are fewer layers than stages.
+    Raises `UsageError` for fewer layers than stages.
     """
     # Stages do not depend on these fields, which would only split the cache.
     plain = replace(job, loss="auto", global_batch_size=None, strategy="auto", offload="auto", objective="throughput")
@@ -322,10 +320,7 @@ def rank_shares(layout: Layout, model: ModelSpec, job: TrainingJob) -> tuple[Ran
     """Return the shares that can be the fullest; a single one without a pipeline.
 
     A middle stage with no more layers than an earlier middle stage is omitted, because it has fewer micro-batches in
-    flight.
-
-    Raises:
-        UsageError: there are fewer layers than stages.
+    flight. Raises `UsageError` for fewer layers than stages.
     """
     return _stage_shares(model, job, layout.tp, layout.ep, layout.pp)
 

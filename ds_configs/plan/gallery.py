@@ -72,11 +72,7 @@ def gallery_plan(entry: GalleryEntry) -> Plan:
 
 
 def gallery_entry(name: str) -> GalleryEntry:
-    """Return an entry by its name.
-
-    Raises:
-        UsageError: there is no such entry; lists the nearest names.
-    """
+    """Return an entry by its name, or raise `UsageError`."""
     entries = {entry.name: entry for entry in GALLERY}
     if name not in entries:
         near = ", ".join(get_close_matches(name, entries, n=3, cutoff=0.3))

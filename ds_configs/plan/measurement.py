@@ -178,11 +178,7 @@ def measurement_text(measurement: RunMeasurement) -> str:
 
 
 def measurement_from_text(text: bytes, *, source: str) -> RunMeasurement:
-    """Return the measurement that a run wrote.
-
-    Raises:
-        RefusedInputError: the file is damaged, has another version, or holds impossible values.
-    """
+    """Return the measurement that a run wrote, or raise `RefusedInputError`."""
     if len(text) > LARGEST_FILE_BYTES:
         raise RefusedInputError(ConfigError(where=source, rule=f"is over {LARGEST_FILE_BYTES} bytes"))
     try:
@@ -251,9 +247,7 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     """Return the step time, which corrects later plans; `None` without a timed step or its prediction.
 
     Steps that generate correct none: decoding is slower or faster than predicted for other reasons than an update.
-
-    Raises:
-        UsageError: the run differed from its plan.
+    Raises `UsageError`.
     """
     if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
         return None

@@ -187,11 +187,7 @@ def _try_lock(file: Path) -> int | None:
 def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: bool = False) -> list[Path]:
     """Write texts and pictures to `directory` through temporary names and return the paths.
 
-    Scripts (`.sh`, `.sbatch`) become executable.
-
-    Raises:
-        UsageError: the directory is not empty and `force` is false, or the path is a file.
-        ShardwrightError: writing fails.
+    Scripts (`.sh`, `.sbatch`) become executable. Raises `UsageError` or `ShardwrightError`.
     """
     errors = occupied_errors(directory, force=force) or [
         ConfigError(where=f"output_dir/{name}", rule="is a directory, but a file must be written there")
@@ -218,10 +214,7 @@ def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: boo
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces it when the block ends without an error.
 
-    Scripts (`.sh`, `.sbatch`) become executable.
-
-    Raises:
-        OSError: writing fails.
+    Scripts (`.sh`, `.sbatch`) become executable. Raises `OSError`.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)

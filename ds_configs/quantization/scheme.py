@@ -163,11 +163,7 @@ _OTHER_NAMES = {
 
 
 def scheme_named(name: str) -> QuantizationScheme:
-    """Return a preset by name; upper and lower case, `-` and `_` are equivalent.
-
-    Raises:
-        UsageError: no preset has this name; the message suggests the one with its meaning, or the nearest.
-    """
+    """Return a preset by name; upper and lower case, `-` and `_` are equivalent. Raises `UsageError`."""
     preset = name.upper().replace("-", "_")
     if preset in PRESETS:
         return PRESETS[preset]
@@ -344,13 +340,10 @@ def changed(
     """Return a scheme with changed settings; `None` keeps a setting.
 
     A group size sets the strategy to `group`, and -1 sets it to `channel`. `ignore` and `targets` replace those of the
-    scheme.
+    scheme. Raises `UsageError` with all settings that are illegal for the format.
 
     >>> changed(scheme_named("W4A16"), group_size=32, symmetric=False).weights.group_size
     32
-
-    Raises:
-        UsageError: all settings that are illegal for the format of the scheme.
     """
     weights, activations = scheme.weights, scheme.activations
     if symmetric is not None:

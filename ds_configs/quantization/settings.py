@@ -141,11 +141,7 @@ class QuantizeSettings(SchemeSettings):
     seed: int = Field(0, ge=0, description="Seed for the selection of calibration rows")
 
     def resolved(self) -> ResolvedQuantization:
-        """Return the scheme and the method of these settings.
-
-        Raises:
-            UsageError: the scheme is unknown, or the changes or the method are illegal for it; all errors together.
-        """
+        """Return the scheme and the method of these settings, or raise `UsageError`."""
         scheme = scheme_named(self.scheme)
         errors: list[ConfigError] = []
         try:

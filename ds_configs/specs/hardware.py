@@ -100,9 +100,7 @@ def find_gpu(name: str, *, where: str = "hardware") -> str:
     """Return the catalog entry that a name or one of its aliases means; case, punctuation and vendor are ignored.
 
     A name may add the device's memory (`H200-141GB`). Names are never completed: `A4` is not `A40`.
-
-    Raises:
-        UsageError: The name is no device of the catalog, or several; the error lists candidates.
+    Raises `UsageError` with candidates.
     """
     wanted, names = _key(name), _names()
     if wanted in names:

@@ -97,11 +97,7 @@ def _items(value: object, split: Callable[[str], Iterable[str]]) -> object:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ValueError: The text is not valid YAML, or has a tag, a duplicate key or a number that is not finite.
-    """
+    """Return the value of a YAML text, or raise `ValueError`."""
     try:
         return yaml_value(text)
     except ValueError as error:
@@ -206,11 +202,7 @@ def raises_all_errors(kind: Described) -> Described:
 
 
 def settings_of(kind: type[Kind], stated: Mapping[str, Any]) -> Kind:
-    """Return settings of a class from values by name.
-
-    Raises:
-        UsageError: A name is unknown or a value is invalid; all errors together.
-    """
+    """Return settings of a class from values by name, or raise `UsageError`."""
     try:
         return kind.model_validate(dict(stated))
     except ValidationError as error:

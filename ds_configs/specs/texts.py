@@ -18,11 +18,7 @@ from .errors import ConfigError, UsageError
 
 
 def strict_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: The text is not valid JSON, or has a duplicate key or a number that is not finite.
-
+    """Return the value of a JSON text, or raise `ValueError`.
     >>> strict_json('{"save_steps": NaN}')
     Traceback (most recent call last):
     ValueError: NaN is not a finite number
@@ -139,11 +135,7 @@ def near_path(text: str) -> str:
 
 
 def read_small_file(path: Path, *, what: str) -> bytes:
-    """Return the content of a small file.
-
-    Raises:
-        UsageError: The file cannot be read or is too large; `what` names it in the error.
-    """
+    """Return the content of a small file, or raise `UsageError`."""
     try:
         with path.open("rb") as stream:
             content = stream.read(LARGEST_YAML_BYTES + 1)
@@ -156,11 +148,7 @@ def read_small_file(path: Path, *, what: str) -> bytes:
 
 
 def yaml_value(content: bytes | str, *, as_text: bool = False) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ValueError: The text is not valid YAML, or has a tag, a duplicate key or a number that is not finite.
-    """
+    """Return the value of a YAML text, or raise `ValueError`."""
     loader = None
     try:
         loader = (_PlainText if as_text else _Strict)(content)
@@ -173,11 +161,7 @@ def yaml_value(content: bytes | str, *, as_text: bool = False) -> Any:
 
 
 def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = False) -> dict[str, Any]:
-    """Return a YAML mapping with its keys as text.
-
-    Raises:
-        UsageError: The text is not valid YAML, or not a mapping.
-    """
+    """Return a YAML mapping with its keys as text, or raise `UsageError`."""
     try:
         data = yaml_value(content, as_text=as_text)
     except ValueError as error:
@@ -190,10 +174,7 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
 def settings_mapping(content: bytes | str, *, name: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the settings of a YAML text by name, and the line of each; keys may have hyphens.
 
-    Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is.
-
-    Raises:
-        UsageError: The text is not valid YAML, not a mapping, or has a duplicate key.
+    Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is. Raises `UsageError`.
     """
     written = yaml_mapping(content, name=name, what="config", as_text=True)
     has_mappings = any(isinstance(value, dict) for value in written.values())

@@ -490,11 +490,7 @@ def estimate_step_time(
     software: Software | None = None,
     constants: GpuConstants | None = None,
 ) -> StepTime:
-    """Return the time of one optimizer step of a layout, including gradient accumulation.
-
-    Raises:
-        UsageError: there are fewer layers than pipeline stages.
-    """
+    """Return the time of one optimizer step of a layout, including gradient accumulation, or raise `UsageError`."""
     constants = constants or constants_of(hardware.gpu)
     slowest_seconds = 0.0
     if software is None and (plain := without_kernels(job)) != job:
