@@ -153,17 +153,6 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
     return findings + [_error(error) for error in errors], plan
 
 
-def moved_finding(directory: Path, named: Path) -> Finding | None:
-    """Return a warning if `accelerate.yaml` uses a DeepSpeed file outside its directory although it has one."""
-    own = directory / named.name
-    if not own.is_file() or (named.exists() and named.samefile(own)):
-        return None
-    rule = f"is {named}, but the plan is now in {directory}"
-    fix = f"start with launch.sh or `shardwright launch`, or pass --deepspeed_config_file {own}"
-    where = f"{directory / CONFIGURATION}: deepspeed_config.deepspeed_config_file"
-    return Finding(kind="warning", error=ConfigError(where=where, rule=rule, fix=fix))
-
-
 def _error(config_error: ConfigError) -> Finding:
     return Finding(kind="error", error=config_error)
 
@@ -350,9 +339,6 @@ def _deepspeed_file_of(path: Path, launch: Report) -> Report | None:
             launch.findings.append(_error(ConfigError(where=f"{path}: {_NAMED_FILE}", rule=rule, fix=fix)))
         elif keys := differing_keys(copy, path.parent):
             launch.findings.append(_error(copy_error(path.parent, keys)))
-    elif of_plan and (moved := moved_finding(path.parent, Path(name))) is not None:
-        launch.findings.append(moved)
-        name = str(path.parent / Path(name).name)
     file = Path(name)
     try:
         if not file.exists() and (path.parent / name).exists():

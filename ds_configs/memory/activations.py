@@ -746,7 +746,7 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     """Return an upper bound of the activation bytes of one micro-batch, from the model's structure.
 
     `saved = sum over layers of tokens * (copies * matrix sides + norms + routed experts) + scores`. Eager attention has
-    `heads * tokens^2` scores per sequence. Raises `UsageError` for a model with convolutions, or an unknown number of patches.
+    `heads * tokens^2` scores per sequence. Raises `UsageError` for convolutions, or an unknown number of patches.
     """
     stacks = _stacks(model, job)
     element = _ELEMENT_BYTES[mode]

@@ -48,8 +48,7 @@ def test_edited_copy_of_the_deepspeed_config_is_an_error(edited: str, tmp_path: 
     (directory / "accelerate.yaml").write_text(_naming(directory / "accelerate.yaml", directory / "ds_config.json"))
     assert check(directory).findings == ()
     (finding,) = check(directory.rename(tmp_path / "again")).findings
-    assert finding.kind == "warning"
-    assert "the plan is now in" in str(finding.error) and "shardwright launch" in str(finding.error)
+    assert finding.kind == "error" and "the file does not exist" in str(finding.error)
 
 
 def _naming(accelerate: Path, file: Path) -> str:
