@@ -112,9 +112,7 @@ def single_has_one_rank(model: ModelSpec, layout: Layout, job: TrainingJob, hard
         yield ConfigError(where="engine", value="single", rule=rule, fix="use ddp")
 
 
-def replicas_belong_to_ddp_and_hybrid(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def replicas_fit_the_engine(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """Only DDP, ZeRO-0 and hybrid FSDP2 replicate model states; ZeRO 1 to 3 shard over all data-parallel ranks."""
     if (layout.engine == "ddp" or layout.zero_stage == 0) and layout.dp_shard > 1:
         rule = "must be 1 with DDP and ZeRO-0, which do not shard"
@@ -158,9 +156,7 @@ def hpz_partition_fits_the_node(model: ModelSpec, layout: Layout, job: TrainingJ
         yield error
 
 
-def quantized_collectives_need_stage_three(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def quantized_collectives(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """ZeRO++ quantizes gathers of weights (qwZ) in ZeRO-3 on GPUs, reductions of gradients (qgZ) also between nodes.
 
     Source: deepspeed/runtime/zero/partition_parameters.py and stage3.py:1925.
@@ -246,9 +242,7 @@ def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJ
     yield ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=f"use names from {names}")
 
 
-def complete_parts_are_not_quantized(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def trained_parts_are_dense(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """QLoRA loads the Linear weights of a vision tower in 4 bit too, which have no gradients."""
     for part in IMAGE_PARTS:
         if job.method == "qlora" and getattr(job, part) == "full":
@@ -306,9 +300,7 @@ def second_models_stay_whole(model: ModelSpec, layout: Layout, job: TrainingJob,
 # Preference and reinforcement learning.
 
 
-def second_models_follow_the_engine(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def second_models_are_placed(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """TRL shards second models under ZeRO-3 and FSDP2 and copies them to every rank under other engines.
 
     `prepare_deepspeed` and `prepare_fsdp` of trl 1.16.0, models/utils.py. A reference can also be the trained model
@@ -417,9 +409,7 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
     yield ConfigError(where="tiled_mlp", value="on", rule=rule, fix=fix)
 
 
-def offloaded_checkpoints_are_recomputed(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def layer_inputs_are_offloaded(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """Layer inputs can wait in host memory only if their layers are recomputed, outside of pipelines."""
     layers, fix = layout.recomputed_layers(model.dimensions.num_layers), "use --offload-activations off"
     if not layout.offloaded_checkpoints:
@@ -484,9 +474,7 @@ def pipeline_parallelism(model: ModelSpec, layout: Layout, job: TrainingJob, har
 # Optimizers, precision and kernels.
 
 
-def layerwise_updates_do_not_accumulate(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def layerwise_updates(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
     if OPTIMIZERS[job.optimizer].layerwise and layout.gradient_accumulation_steps > 1:
         rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
@@ -508,9 +496,7 @@ def optimizer_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
         yield ConfigError(where="optim_args", value=job.optim_args, rule=rule, fix=fix)
 
 
-def bf16_weights_have_no_master_copy(
-    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
-) -> Errors:
+def bf16_weights_are_legal(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:
     """bf16 weights are trained in bf16 by one process, DDP and FSDP2; DeepSpeed keeps fp32 master weights."""
     if job.weights_dtype != "bf16":
         return
@@ -611,7 +597,7 @@ AXIS_RULES: tuple[Rule, ...] = (
     chunked_loss_is_supported,
     images_stay_whole,
     second_models_stay_whole,
-    second_models_follow_the_engine,
+    second_models_are_placed,
     losses_read_whole_heads,
     groups_are_complete,
     micro_batch_is_large_enough,
@@ -626,26 +612,26 @@ RULES: tuple[Rule, ...] = (
     batch_equation,
     stage_belongs_to_deepspeed,
     single_has_one_rank,
-    replicas_belong_to_ddp_and_hybrid,
+    replicas_fit_the_engine,
     offload_needs_its_stage,
     nvme_must_exist,
-    layerwise_updates_do_not_accumulate,
+    layerwise_updates,
     optimizer_is_supported,
-    bf16_weights_have_no_master_copy,
+    bf16_weights_are_legal,
     precision_is_supported,
     sequence_fits_the_positions,
     tiled_mlp_is_supported,
-    offloaded_checkpoints_are_recomputed,
+    layer_inputs_are_offloaded,
     reentrant_recomputation,
     lora_targets_can_be_adapted,
     qlora_packs_weights,
     lora_variants_are_supported,
-    complete_parts_are_not_quantized,
+    trained_parts_are_dense,
     unseen_code_is_trained_whole,
     shared_sequences_are_causal,
     engine_supports_the_model,
     hpz_partition_fits_the_node,
-    quantized_collectives_need_stage_three,
+    quantized_collectives,
     *AXIS_RULES,
     settings_are_proven,
 )
@@ -657,7 +643,7 @@ BATCH_RULES: tuple[Rule, ...] = (
     groups_are_complete,
     micro_batch_is_large_enough,
     pipeline_parallelism,
-    layerwise_updates_do_not_accumulate,
+    layerwise_updates,
 )
 """Rules that read the micro-batch size or the accumulation steps."""
 

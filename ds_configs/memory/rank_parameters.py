@@ -172,7 +172,7 @@ def pipeline_stages(
     Raises `UsageError` for fewer layers than stages.
     """
     # Stages do not depend on these fields, which would only split the cache.
-    plain = replace(job, loss="auto", global_batch_size=None, strategy="auto", offload="auto", objective="throughput")
+    plain = replace(job, loss="auto", global_batch_size=None, strategy="auto", offload="auto")
     return _fastest_stages(model, plain, pp, tensor_parallel_size)
 
 

@@ -130,7 +130,6 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
         "loss": evaluated.loss,
         "tiled_mlp": "on" if layout.tiled_mlp else "off",
         "offload_activations": input_offload if layout.offloaded_checkpoints else "off",
-        "objective": "throughput",
     }
     return replace(job, **changed)
 

@@ -137,8 +137,6 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     sizes = " with the requested sizes" if requests_axes(job) else ""
     if job.strategy != "auto":
         return "the requested strategy"
-    if job.objective == "memory":
-        return f"the layout that needs the least memory{sizes}"
     if layout.engine == "single":
         return "all that one accelerator needs"
     faster = [row for row in rows if row.memory.fits and row.tokens_per_second > best.tokens_per_second]
@@ -239,8 +237,6 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
         )
     assert best is not None, "a layout that fits is only rejected for a better one"
     size, speed = f"{gigabytes(gpu.high_bytes)} GB", f"{candidate.time.tokens_per_second:,.0f} tokens/s"
-    if best.job.objective == "memory":
-        return f"{name} needs more memory: up to {size}, at {speed}."
     ratio = best.tokens_per_second / candidate.tokens_per_second
     if ratio < AS_FAST and _only_offload_differs(candidate, best):
         return (

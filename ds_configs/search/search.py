@@ -204,16 +204,10 @@ def _fastest_with_cp_if_needed(explored: Search, indices: list[int], job: Traini
 
 
 def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
-    """Return the candidate of these layouts that the objective prefers; `None` when none fits.
+    """Return the candidate of these layouts to plan; `None` when none fits.
 
     Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
     """
-    if job.objective == "memory":
-        return min(
-            (explored.leanest[index] for index in indices if explored.possible(index)),
-            key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
-            default=None,
-        )
     without = [index for index in indices if explored.by_layout[index][0].layout.offload_optimizer == "none"]
     if job.offload != "auto" or len(without) == len(indices):
         return _fastest_with_cp_if_needed(explored, indices, job)
@@ -398,7 +392,7 @@ nothing fits otherwise: tiles have as many tokens as the hidden size, so they sa
 
 
 def search(context: SearchContext, *, compare: bool = True) -> Outcome:
-    """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
+    """Return the layout to plan among those that fit, and why the others were rejected.
 
     The global batch is `planned_global_batch`, unless the user sets it. If it fits only with offload or not at all, but
     one sequence per accelerator does fit, the batch is that. Without `compare`, the result has no rejected layouts, in

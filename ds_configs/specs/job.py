@@ -29,8 +29,6 @@ StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
-ObjectiveName = Literal["throughput", "memory"]
-"""What a plan maximizes: tokens per second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
 InputOffload = Literal["auto", "on", "off", "transformers"]
@@ -275,8 +273,6 @@ class PlanFields:
         "auto"
     )
     """`auto` selects `chunked` if the plan becomes faster, and with Liger's kernels wherever they compute it."""
-    objective: Annotated[ObjectiveName, _option("Select by tokens/s or free memory")] = "throughput"
-    """What the plan optimizes among the layouts that fit."""
 
 
 @raises_all_errors

@@ -147,7 +147,7 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     made, names = training_job(own, parse_hardware("8xH20")), job_options(own)
     shared = {"seq_len", "precision", "optimizer", "optim_args", "weights_dtype", "offload_activations", "tiled_mlp"}
     assert shared | {"micro_batch_size", "method", "lora_targets", "offload", "strategy"} <= names
-    unused = {"objective", "teacher_placement", *ROLES}
+    unused = {"teacher_placement", *ROLES}
     assert kind is not TrainSettings or names == TrainingJob().options().keys() - unused
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 

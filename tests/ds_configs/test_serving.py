@@ -1,6 +1,5 @@
 """Memory arithmetic of serving, and what vLLM rejects."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

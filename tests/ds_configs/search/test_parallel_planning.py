@@ -127,7 +127,6 @@ def exactly(layout: Layout) -> dict[str, object]:
     [
         ("openai-community/gpt2", "2xT4", {"precision": "fp16", "seq_len_tokens": 1024}),
         ("meta-llama/Llama-3.1-8B", "2x8xH100-80GB", {"global_batch_size": 64}),
-        ("meta-llama/Llama-3.1-8B", "8xH100-80GB", {"objective": "memory"}),
         ("meta-llama/Llama-2-7b-hf", "8xV100-32GB", {"method": "lora", "precision": "fp16"}),
         pytest.param("Qwen/Qwen3-30B-A3B", "8xH200", {}, marks=pytest.mark.full),
     ],

@@ -30,7 +30,6 @@ NAMES = ("Qwen--Qwen2.5-0.5B", "Qwen--Qwen3-30B-A3B", "meta-llama--Llama-3.1-8B"
         method=st.sampled_from(["full", "lora"]),
         optimizer=st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor"]),
         gradient_checkpointing=st.sampled_from(["auto", "on"]),
-        objective=st.sampled_from(["throughput", "throughput", "memory"]),
     ),
 )
 @settings(
