@@ -202,15 +202,8 @@ def _show_terms(out: Console, plan: Plan) -> None:
         out.print(f"Less certain: {doubt}", markup=False)
     for role, choice in chosen.placements.items():
         out.print()
-        headings = ("placement", "GPU GB", "host GB per node", "why")
-        sizes = (gigabytes(choice.gpu_bytes), gigabytes(choice.host_bytes))
-        selected = (choice.placement, *sizes, choice.reason.removeprefix(choice.placement).strip())
-        others = [
-            (each.placement, gigabytes(each.gpu_bytes), gigabytes(each.host_bytes), each.reason)
-            for each in choice.alternatives
-        ]
-        styled: list[Sequence[str | Text]] = [[Text(cell, style="bold green") for cell in selected], *others]
-        print_rows(out, headings, styled, title=role.capitalize(), figures=headings[1:3], folded={"why": 24})
+        sizes = f"{gigabytes(choice.gpu_bytes)} GB per GPU, {gigabytes(choice.host_bytes)} GB host memory per node"
+        out.print(f"{role.capitalize()} ({sizes}): {choice.reason}", markup=False)
 
 
 def _show_host_and_pools(out: Console, plan: Plan) -> None:

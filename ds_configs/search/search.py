@@ -21,10 +21,8 @@ from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import (
     AUTOMATIC_PLACEMENTS,
-    PLACEMENTS,
     Placement,
     PlacementChoice,
-    PlacementCost,
     SecondModel,
     SecondModelRole,
 )
@@ -278,7 +276,7 @@ _COSTS: dict[Placement, str] = {
     "shared": "runs the trained model without its adapters",
     "layout": "has gradients and optimizer states too",
 }
-_COSTS_WITH_TRL: dict[Placement, str] = {"cached": "TRL computes its log-probabilities before training"}
+_COST_WITH_TRL = "TRL computes its log-probabilities before training"
 _CONDITIONS: dict[str, tuple[str, str]] = {
     "sharded": ("requires at least two ranks to shard over", "use replica or offloaded"),
     "shared": ("requires adapters, and a reference that is the trained model", "use --method lora, or omit it"),
@@ -288,54 +286,41 @@ _CONDITIONS: dict[str, tuple[str, str]] = {
 
 
 def _placement_choice(best: Candidate, second: SecondModel, *, requested: bool) -> PlacementChoice:
-    """Return a second model's placement under the chosen layout, and what the others would cost."""
+    """Return a second model's placement under the chosen layout, and which simpler ones do not fit."""
     layout, hardware, job, placement = best.layout, best.context.hardware, best.job, second.planned_placement
-    costs, needs, by_trl = [], {}, TASKS[job.task].head != "model"
-    of_trl = _COSTS_WITH_TRL if by_trl else {}
-    for other in () if second.trained else PLACEMENTS:
-        if other == placement or (other == "sharded" and hardware.world_size == 1):
-            continue
+    by_trl, rejected = TASKS[job.task].head != "model", []
+    may_choose = placement in AUTOMATIC_PLACEMENTS and not (requested or second.trained)
+    for other in AUTOMATIC_PLACEMENTS[: AUTOMATIC_PLACEMENTS.index(placement)] if may_choose else ():
         moved = replace(best, context=replace(best.context, job=job.placed(second.role, other)))
+        gpu, host = moved.memory.gpu, moved.memory.host
+        if other == "sharded" and hardware.world_size == 1:
+            continue
         if by_trl and legality_errors(best.context.model, layout, moved.job, hardware):
             continue
-        memory, other_model = moved.memory, replace(second, placement=other)
-        gpu, host = memory.gpu, memory.host
         if not gpu.fits:
-            needs[other] = f"needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
+            needed = f"needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
         elif host.peak_bytes_per_node > host.capacity_bytes_per_node:
             used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
-            needs[other] = f"needs {used} of {capacity} GB host memory per node"
+            needed = f"needs {used} of {capacity} GB host memory per node"
         else:
-            needs[other] = f"fits in {gigabytes(gpu.high_bytes)} GB" if memory.fits else "needs more NVMe"
-        gpu_bytes, host_bytes = second_model_bytes(other_model, layout, hardware, moved.job)
-        cost = PlacementCost(
-            placement=other,
-            gpu_bytes=gpu_bytes,
-            host_bytes=host_bytes,
-            fits=memory.fits,
-            reason=f"{needs[other]}; {of_trl.get(other, _COSTS[other])}",
-        )
-        costs.append(cost)
+            needed = f"fits in {gigabytes(gpu.high_bytes)} GB" if moved.memory.fits else "needs more NVMe"
+        rejected.append(f"{other} {needed}")
     gpu_bytes, host_bytes = second_model_bytes(second, layout, hardware, job)
     size = f"up to {gigabytes(gpu_bytes)} GB per accelerator"
     if placement == "offloaded":
         size += f" and {gigabytes(host_bytes)} GB host memory per node"
-    may_choose = placement in AUTOMATIC_PLACEMENTS and not requested
-    preferred = AUTOMATIC_PLACEMENTS[: AUTOMATIC_PLACEMENTS.index(placement)] if may_choose else ()
-    too_large = ", ".join(f"{other} {needs[other]}" for other in preferred if other in needs)
     if requested:
         why = "was requested"
     elif by_trl and placement in ("replica", "sharded"):
         why = "is how TRL places it under this engine"
     else:
-        why = "is the first placement that fits" if too_large else "is the simplest placement, and it fits"
+        why = "is the first placement that fits" if rejected else "is the simplest placement, and it fits"
+    cost = _COST_WITH_TRL if by_trl and placement == "cached" else _COSTS[placement]
     return PlacementChoice(
         placement=placement,
-        reason=f"{placement} {why}: {size}; {of_trl.get(placement, _COSTS[placement])}."
-        + (f" Rejected: {too_large}." if too_large else ""),
+        reason=f"{placement} {why}: {size}; {cost}." + (f" Rejected: {', '.join(rejected)}." if rejected else ""),
         gpu_bytes=gpu_bytes,
         host_bytes=host_bytes,
-        alternatives=tuple(costs),
     )
 
 

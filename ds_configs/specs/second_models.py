@@ -61,23 +61,8 @@ class SecondModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementCost:
-    """Cost of one placement of a second model under the selected layout."""
-
-    placement: Placement
-    gpu_bytes: int
-    """Peak memory of the model on one accelerator: its weights, and gathered weights or activations."""
-    host_bytes: int
-    """Peak host memory of the model on one node, including loading."""
-    fits: bool
-    """Whether it fits together with the trained model."""
-    reason: str
-    """One sentence: its memory, or its other costs."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementChoice:
-    """Selected placement of a second model, its reason, and the costs of the other placements."""
+    """Selected placement of a second model, and its reason."""
 
     placement: Placement
     reason: str
@@ -85,5 +70,3 @@ class PlacementChoice:
     """Peak memory of the model on one accelerator: its weights, and gathered weights or activations."""
     host_bytes: int
     """Peak host memory of the model on one node, including loading."""
-    alternatives: tuple[PlacementCost, ...]
-    """The other placements under the same layout and micro-batch size."""

@@ -64,12 +64,10 @@ def test_a_micro_batch_of_kto_has_rows_to_compare(tokens: int) -> None:
             make_plan(QWEN, hardware, TrainingJob(task="kto", strategy="zero2", **fields))
 
 
-def test_other_placements_of_a_reference_are_those_of_the_trainer() -> None:
+def test_the_placement_of_a_reference_is_that_of_the_trainer() -> None:
     for strategy, placed in (("zero2", "replica"), ("zero3", "sharded")):
         choice = planned("8xH100-80GB", task="dpo", strategy=strategy).chosen.placements["reference"]
         assert choice.placement == placed and "is how TRL places it" in choice.reason
-        assert [other.placement for other in choice.alternatives] == ["cached"]
-        assert "before training" in choice.alternatives[0].reason and choice.alternatives[0].gpu_bytes < 10**6
 
 
 def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as_reference() -> None:
