@@ -202,9 +202,6 @@ def tune(
     elif hardware.gpu != "CPU" and (here := detect_hardware().gpu) != hardware.gpu:
         rule, fix = f"this machine has {here}", "plan again with --hardware local"
         errors.append(ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix))
-    if plan.job.objective == "memory":
-        rule = "is not what trials measure, which is the time of a step"
-        errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
     if plan.job.images_per_sample:
         rule, fix = "is not measured: the samples of trials are text", "measure a short `shardwright train --max-steps`"
         errors.append(ConfigError(where="images_per_sample", value=plan.job.images_per_sample, rule=rule, fix=fix))

@@ -23,8 +23,6 @@ PlacementOption = Literal["auto", "replica", "sharded", "offloaded", "quantized"
 AUTOMATIC_PLACEMENTS: tuple[Placement, ...] = ("replica", "sharded", "offloaded")
 """In order of preference. The others change the results (`quantized`) or require a separate run (`cached`)."""
 
-PLACEMENTS: tuple[Placement, ...] = (*AUTOMATIC_PLACEMENTS, "quantized", "cached")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SecondModel:

@@ -53,7 +53,9 @@ class TestChoice:
         assert chosen.memory.fits
         order = ("replica", "sharded", "offloaded")
         reason = chosen.placements["teacher"].reason
-        assert all(f"{earlier} needs " in reason for earlier in order[: order.index(expected)])
+        # One accelerator has no others to shard over.
+        larger = [name for name in order[: order.index(expected)] if name != "sharded" or hardware[0] != "1"]
+        assert all(f"{name} needs " in reason for name in larger)
 
     def test_placements_that_do_not_fit_are_named(self):
         job = TrainingJob(teacher=LLAMA_70B, strategy="zero3")
