@@ -142,11 +142,10 @@ def test_the_class_follows_from_keys_values_and_the_name_of_the_file() -> None:
     assert names({"packing": True}, "dpo.yaml") == ["SFTConfig"]
 
 
-def test_what_holds_for_some_of_several_classes_is_a_warning() -> None:
+def test_what_holds_for_some_of_several_classes_needs_the_task() -> None:
     text = yaml.safe_dump({**MODEL, "beta": 0, "sync_ref_model": True})
     findings = check_text(text, filename="run.yaml")
-    assert found(findings, W, "beta", "if the file is for DPOConfig or KTOConfig: makes the loss constant")
-    assert found(findings, W, "", "pass --task"), findings
+    assert not found(findings, E, "beta", "") and found(findings, W, "", "pass --task"), findings
     assert found(check_text(text, filename="run.yaml", task="dpo"), E, "beta", "makes the loss constant")
     findings = check_text(yaml.safe_dump({**MODEL, "num_generations": 1}), filename="run.yaml")
     assert found(findings, E, "num_generations", "at least 2")
