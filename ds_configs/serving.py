@@ -217,7 +217,6 @@ class ServedModel:
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence of the model; `None` if unknown."""
         text = self.config.get("text_config") or self.config
         positions = text.get("max_position_embeddings") or text.get("n_positions") or self.spec.learned_positions
         return positions if isinstance(positions, int) else None
@@ -248,7 +247,6 @@ class ServingRequest:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the server runs on a CPU."""
         return self.hardware.gpu == "CPU"
 
     @property
@@ -310,25 +308,18 @@ class ServingPlan:
     memory: dict[str, int]
     """Bytes by term: weights, workspace, runtime, cache."""
     token_bytes: int
-    """Cache bytes of one token in all layers."""
     kv_cache_dtype: str
-    """Data type of the cache: `bf16` or `fp8`."""
     block_tokens: int
-    """Tokens per block in most layers."""
     block_bytes: int
-    """Bytes of one block of the pool."""
     blocks: int
     """Blocks of the pool; the engine keeps one of them empty."""
     max_model_len: int
-    """Longest sequence of the server in tokens."""
     blocks_per_sequence: int
-    """Blocks of a sequence of that length."""
     longest_that_fits: int
     """Longest sequence of the model that fits in the cache."""
     sequences: float
     """Concurrent sequences of `max_model_len` that fit in the cache."""
     max_num_seqs: int
-    """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
     line: tuple[str, ...]
     notes: tuple[str, ...]

@@ -38,7 +38,6 @@ class TrlRun:
     config: str
     """Name of the class, such as `DPOConfig`."""
     schema: Mapping[str, Schema]
-    """Nodes of the keys of the class by name."""
     report: Report
     """The file with strings converted as argparse does; receives the findings."""
     launch: Sequence[Report] = ()
@@ -48,7 +47,6 @@ class TrlRun:
     world_size: int | None = None
     model: ModelSpec | None = None
     context_tokens: int | None = None
-    """Longest context of the model."""
     gpu_bytes: int | None = None
 
     @functools.cached_property

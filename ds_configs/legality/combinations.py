@@ -329,7 +329,6 @@ class Cell:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a test proves the pair."""
         return bool(self.proven_by)
 
 

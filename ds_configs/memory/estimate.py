@@ -169,7 +169,6 @@ class MeasuredRun:
     predicted_allocated_bytes: int
     """Tensor bytes at the plan's peak."""
     allocated_peak_bytes: int
-    """Largest tensor bytes of any rank."""
     reserved_peak_bytes: int
     """Largest bytes that the caching allocator of any rank held."""
     outside_allocator_bytes: int | None = None

@@ -275,13 +275,11 @@ class RankShare:
     """The part of a model on one rank, before ZeRO shards it over the data-parallel ranks."""
 
     model: ModelSpec
-    """The rank's parameters and dimensions, as a model."""
     stage: PipelineStage | None = None
     """Pipeline stage; `None` without a pipeline."""
 
     @property
     def has_head(self) -> bool:
-        """Whether the rank computes head and loss."""
         return self.stage is None or self.stage.has_head
 
 
@@ -416,7 +414,6 @@ class RankParameters:
     """Trainable and frozen elements of one rank, before sharding."""
 
     trainable: int
-    """Elements with gradients and optimizer states."""
     frozen_bytes: int
     largest_trainable: int
     """Elements of the largest single trainable tensor."""

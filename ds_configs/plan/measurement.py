@@ -75,7 +75,6 @@ class PredictedMemory:
     """Tensors with the allocator's fragmentation."""
     phase: Text
     terms: dict[str, int]
-    """Named parts of `peak_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

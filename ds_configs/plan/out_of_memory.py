@@ -33,7 +33,6 @@ class OutOfMemory:
     phase: str
     """`loading`, `forward`, `backward`, `optimizer step` or `evaluation`."""
     error: str
-    """First line of the allocator's error."""
     peak_bytes: int | None = None
     """Largest bytes of tensors on this rank; `None` if unknown."""
     limit_bytes: int | None = None
@@ -48,7 +47,6 @@ class NextPlan:
 
     evaluated: Evaluated
     job: TrainingJob
-    """The job with every setting of the layout."""
 
 
 def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:

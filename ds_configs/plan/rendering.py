@@ -58,7 +58,6 @@ class LaunchSpec:
 
     @property
     def file_names(self) -> tuple[str, ...]:
-        """Names of the plan's files."""
         names = ["accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]
         if self.chosen.layout.engine == "deepspeed":
             names.append("ds_config.json")

@@ -44,13 +44,11 @@ class ActivationQuantization:
     bits: int = 8
     number_type: Literal["int", "float"] = "int"
     symmetric: bool = True
-    """Without zero points."""
     dynamic: bool = True
     """Whether scales are computed at run time per token; otherwise one scale per tensor is stored."""
     group_size: int | None = None
     """Channels per scale (FP4 and MX formats); `None` for one scale per token or tensor."""
     scale_dtype: ScaleDtype | None = None
-    """Stored type of the scales; `None` for the model's own."""
     range_method: RangeMethod = "minmax"
     """Method that computes a static range from calibration data."""
     percentile: float = 99.9
@@ -196,7 +194,6 @@ class Method(NamedTuple):
     """A method that computes codes and scales."""
 
     engine: Engine
-    """Library that runs the method."""
     needs_calibration: bool
     """Whether it always reads calibration text; static activations need it with every method."""
 

@@ -164,7 +164,6 @@ class QuantizationMemory:
     """Peak memory of a quantization."""
 
     host_terms: Mapping[str, int]
-    """Named parts of the host's peak."""
     device_terms: Mapping[str, int]
     """Named parts of the accelerator's peak; empty without one."""
     phase: str
@@ -176,7 +175,6 @@ class QuantizationMemory:
 
     @property
     def peak_device_bytes(self) -> int:
-        """Peak of the accelerator's memory; 0 without one."""
         return sum(self.device_terms.values())
 
     @property
@@ -190,7 +188,6 @@ class QuantizationRun:
     """One quantization of a model, whose peak memory is predicted."""
 
     layers: Sequence[LinearLayer]
-    """The layers that are quantized."""
     scheme: QuantizationScheme
     method: MethodName
     dimensions: Dimensions
@@ -227,7 +224,6 @@ class QuantizationRun:
 
     @property
     def scores(self) -> int:
-        """Attention scores of one forward pass."""
         return self.dimensions.num_attention_heads * self.batch * self.seq_len**2
 
     @property

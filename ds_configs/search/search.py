@@ -356,7 +356,6 @@ class Outcome:
     chosen: Evaluated | None
     """The fastest layout that fits; `None` when none does."""
     rejected: tuple[Evaluated, ...]
-    """The other layouts: those that fit first, fastest first."""
     job: TrainingJob
     """The job with the loss that was chosen."""
 

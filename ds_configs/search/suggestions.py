@@ -79,7 +79,6 @@ class Suggestion:
     """The flag to pass."""
     layout: str
     high_bytes: int
-    """Upper end of its memory on one accelerator."""
     capacity_bytes: int
 
     def __str__(self) -> str:

@@ -37,7 +37,6 @@ class TensorLayout:
 
     name: LayoutName
     ranks: int
-    """Ranks that share a layer."""
     shape: tuple[int, ...]
     """Ranks along each side of the mesh; the depth of 2.5D comes last."""
     weight_bytes: float

@@ -52,7 +52,6 @@ class ImageSizes:
     """Numbers of one sequence, whatever the micro-batch."""
 
     images: int
-    """Images of a sequence."""
     patches: int
     """Rows of the vision tower: patches of all images of a sequence, before they are merged or pooled."""
     tokens: int

@@ -335,7 +335,6 @@ class TrainingJob(  # type: ignore[misc]
 
     @property
     def second_models(self) -> tuple[SecondModel, ...]:
-        """The models that run beside the trained one."""
         return tuple(
             SecondModel(
                 role=role, spec=spec, placement=getattr(self, f"{role}_placement"), trained=role in TRAINED_ROLES

@@ -17,11 +17,9 @@ class ZeroOptions:
     """DeepSpeed `zero_optimization` values that change memory; counts are elements, not bytes."""
 
     reduce_bucket_size: int = 100_000_000
-    """Elements of one gradient reduction bucket."""
     overlap_comm: bool = True
     """Whether reduction overlaps the backward pass; doubles the bucket in stages 1 and 2."""
     stage3_prefetch_bucket_size: int = 50_000_000
-    """Elements that stage 3 prefetches."""
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3 keeps tensors of at most this many elements on every rank."""
     stage3_max_live_parameters: int = 1_000_000_000
@@ -39,9 +37,7 @@ class ZeroOptions:
     parameter_buffer_elements: int = 0
     """Elements of one NVMe parameter swap buffer; 0 without NVMe."""
     parameter_buffer_count: int = 5
-    """NVMe parameter swap buffers per rank."""
     optimizer_buffer_count: int = 4
-    """NVMe optimizer swap buffers per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +71,6 @@ class Layout:
     gradient_accumulation_steps: int = 1
     """Micro-batches of one optimizer step."""
     gradient_checkpointing: bool = False
-    """Whether layers are recomputed in the backward pass."""
     checkpointed_layers: int | None = None
     """With gradient checkpointing, the number of decoder layers that are recomputed, counted from the first one (in
     each pipeline stage); `None` for all."""
@@ -100,7 +95,6 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return self.dp_replicate * self.dp_shard * self.tp * self.pp * self.sp * self.cp
 
     @property
@@ -181,7 +175,6 @@ class PipelineStage:
     end_layer: int
     """Its last decoder layer + 1."""
     has_embedding: bool
-    """Whether it has the embedding (the first stage)."""
     has_head: bool
     """Whether it has the final norm, output head and loss (the last stage)."""
 

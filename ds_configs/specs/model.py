@@ -43,7 +43,6 @@ class Dimensions:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
         return self.num_attention_heads * self.head_dim
 
     @property
@@ -220,7 +219,6 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        """Elements of one tensor."""
         return prod(self.shape)
 
     @property
@@ -308,7 +306,6 @@ class ModelSpec:
 
     @property
     def traits(self) -> ModelTraits:
-        """Values that the rules of parallel axes need."""
         sizes = self.dimensions
         return ModelTraits(
             model_type=self.model_type,
@@ -333,7 +330,6 @@ class ModelSpec:
 
     @property
     def has_score_head(self) -> bool:
-        """Whether the output is a score instead of logits."""
         return any(parameter.name == "score.weight" for parameter in self.parameters)
 
     def with_score_head(self) -> ModelSpec:
@@ -345,7 +341,6 @@ class ModelSpec:
 
     @property
     def reads_images(self) -> bool:
-        """Whether it reads images beside text."""
         return self.task == "causal_lm" and any(name.startswith("vision_config.") for name, _ in self.settings)
 
     @property
@@ -385,12 +380,10 @@ class ModelSpec:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of the token embedding."""
         return self.dimensions.vocab_size * self.dimensions.hidden_size
 
     @property
     def largest_parameter(self) -> int:
-        """Elements of the largest single tensor."""
         return max(parameter.numel for parameter in self.parameters)
 
     @property
@@ -418,7 +411,6 @@ class ModelSpec:
 
     @property
     def largest_layer_parameter(self) -> int:
-        """Elements of the largest single tensor in a layer."""
         return max((parameter.numel for parameter in self.parameters if parameter.in_layer), default=0)
 
     @property

@@ -37,9 +37,7 @@ class Task:
     beta: float = 0.0
     """Default weight of the divergence from the reference; without any, no reference is needed."""
     num_generations: int = 1
-    """Default number of completions per prompt."""
     least_micro_batch: int = 1
-    """Samples of a micro-batch, at least."""
     mismatched_passes: int = 0
     """Forward passes per micro-batch over prompts with answers of other rows, without gradients: of the trained model,
     and of a reference that is not precomputed."""

@@ -474,7 +474,6 @@ class StepTime:
     high_seconds: float
     tokens_per_second: float
     terms: dict[str, float]
-    """Named parts of `seconds`."""
     learned_scale: float = 1.0
     """Factor from measured runs that `seconds` contains."""
     measured_runs: int = 0
