@@ -349,13 +349,7 @@ _DEVICES = ("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "
 
 
 def check_combinations(report: Report, settings: Iterable[tuple[str, str]], columns: Iterable[str]) -> None:
-    """Warn about each pair of a setting and a column that no test proves.
-
-    Args:
-        report: The file that has the settings.
-        settings: Keys of `SETTINGS`, each with the path of the key that sets it.
-        columns: Keys of `COLUMNS`, of this file or another one.
-    """
+    """Warn about each pair that no test proves: of a setting of this file with its path, and a column of any file."""
     columns = list(columns)
     for setting, path in settings:
         rejected: dict[str, list[str]] = {}

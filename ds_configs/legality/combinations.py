@@ -277,10 +277,7 @@ def batch_loss_errors(trainers: Collection[str], args: Any, *, data_ranks: int) 
     - GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks,
       and bnpo does by `plugins/trl.py`.
 
-    Args:
-        trainers: Names of a trainer class and its bases in TRL.
-        args: Its configuration.
-        data_ranks: Ranks that read different samples.
+    `trainers` are the names of a trainer class and its bases in TRL, `data_ranks` read different samples.
     """
     stated = getattr(args, "loss_type", None) or ()
     losses = {stated} if isinstance(stated, str) else set(stated)

@@ -93,12 +93,7 @@ PARAMETERS = tuple(dict.fromkeys(parameter for parameter, _ in TABLE))
 
 
 def parameter_errors(parameters: Iterable[str], layouts: Iterable[str]) -> list[ConfigError]:
-    """Return an error for each parameter that a layout rejects.
-
-    Args:
-        parameters: Parameters that the user passed with a value other than the default.
-        layouts: Columns of the run, as in `LAYOUTS`; empty for one process.
-    """
+    """Return an error for each non-default parameter that a layout of `LAYOUTS` rejects; none are one process."""
     columns = tuple(layouts) or (SINGLE,)
     errors = []
     for parameter in parameters:

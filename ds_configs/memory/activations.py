@@ -281,9 +281,7 @@ def with_attention(
     Context parallelism has the buffers of ring attention (torch 2.13.0, `_context_parallel/_attention.py`), here for
     its default `cp_comm_strategy: allgather`. Without a traced moment of attention they are added to the largest one.
     Sequence parallelism exchanges heads for tokens in further copies (DeepSpeed's `ulysses_sp.py`).
-
-    Args:
-        tokens: Of complete sequences; bytes are divided by the ranks that share a sequence later.
+    `tokens` are those of complete sequences; bytes are divided by the ranks that share a sequence later.
     """
     size, cp = dimensions, layout.cp
     query, pair = element * tokens * size.query_size, 2 * element * tokens * size.key_value_size

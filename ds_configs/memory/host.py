@@ -250,14 +250,7 @@ def offload_seconds(
     Gradients are copied during the backward pass, updated weights after the step, and offloaded parameters before each
     of `passes` through the layers.
 
-    Args:
-        layout: The layout.
-        hardware: The hosts.
-        job: The job.
-        parameters: Trainable elements of the rank's shard.
-        frozen_bytes: Bytes of its frozen elements.
-        passes: Forward, recomputing and backward passes of the step.
-        host_link_bytes_per_s: Bandwidth between accelerator and host in one direction.
+    `parameters` and `frozen_bytes` are those of the rank's shard; the link's rate is that of one direction.
     """
     if layout.offload_optimizer == "none":
         return {}

@@ -135,12 +135,8 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
 def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", options: Collection[str] = ()) -> str:
     """Return the message of a run that ran out of memory.
 
-    Args:
-        plan: The plan of the run.
-        failure: What was measured.
-        command: Command line of the run, to which the options of other plans are added; empty to print the command
-            that makes each plan.
-        options: The options of a job that the run's command has.
+    Options of other plans are added to the `command` of the run, which has the job's `options`; without a command, the
+    message has those that make the plans.
     """
     gpu, layout = plan.chosen.memory.gpu, plan.chosen.layout
     lines = [f"{FIRST_WORDS} {failure.phase}: {failure.error}"]

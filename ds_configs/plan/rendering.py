@@ -623,14 +623,8 @@ def slurm_script(
 ) -> str:
     """Return an `sbatch` script: one launcher per exclusive node, stopped in time to save.
 
-    Args:
-        command: What each node runs; the directory `.` is that of the submission.
-        hardware: Nodes of the job.
-        behind: Further arguments of `launch`, to which the script adds those that it gets itself. The job is requeued
-            to resume as long as it makes progress.
-        header: Comments below the options of `sbatch`.
-        name: Of the job.
-        settings: Further options of `sbatch`.
+    The directory `.` in the command is that of the submission. The script adds arguments that it gets itself to those
+    `behind`, and `settings` to the options of `sbatch`. The job is requeued as long as it makes progress.
     """
     options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
     if hardware.gpu != "CPU":

@@ -62,11 +62,7 @@ def chosen_reason(
 ) -> str:
     """Return why a layout was chosen.
 
-    Args:
-        best: The chosen candidate.
-        context: Hardware and requested job.
-        rows: The other layouts that the plan lists, each as a plan that requests it would have it.
-        others: All other layouts.
+    `rows` are the layouts that the plan lists, each as a plan that requests it would have it, of all `others`.
     """
     layout, gpu, time, job = best.layout, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions

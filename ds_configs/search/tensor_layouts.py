@@ -62,13 +62,7 @@ def received_elements(
       scattered; backward `dC` and `B` are gathered for `dA`, `A` again for `dB`, and both are scattered. Each brings
       `(q - 1) / q^3` of its tensor: 3 times `A` and `B`, twice `C`.
 
-    Args:
-        name: The algorithm.
-        shape: Ranks along each side of the mesh.
-        inputs: Elements of all `A`, `[T, K]`.
-        outputs: Elements of all `C`, `[T, N]`.
-        weights: Elements of all `B`, `[K, N]`.
-        hidden: Elements of `[T, hidden]`.
+    `shape` has the ranks along each side of the mesh; the sizes are elements of all `A`, `C`, `B`, and `[T, hidden]`.
     """
     side = shape[0]
     if name == "1D":

@@ -89,13 +89,8 @@ def data_traffic(
 ) -> DataTraffic:
     """Return the collectives of a group of parameters.
 
-    Args:
-        step: The step.
-        trainable: Elements with gradients, before sharding.
-        frozen_bytes: Bytes of frozen elements, before sharding.
-        calls: Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them.
-        ranks: Ranks over which they are replicated or sharded.
-        stride: Distance between these ranks.
+    `trainable` elements and `frozen_bytes` are before sharding over `ranks`, which have the distance `stride`; `calls`
+    are those of a micro-batch, if FSDP2 or ZeRO-3 shards them.
     """
     if ranks == 1:
         return DataTraffic()
