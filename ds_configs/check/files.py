@@ -138,19 +138,7 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
             where, fix = f"{file}: {name}", "plan again with this value"
             difference = ConfigError(where=where, value=arguments.get(name), rule=rule, fix=fix)
             findings.append(Finding(kind="warning", error=difference))
-    # Training arguments with which tiled MLPs or checkpoints in host memory cannot run.
-    layout, errors = plan.chosen.layout, []
-    checkpointing = arguments.get("gradient_checkpointing")
-    if layout.offloaded_checkpoints and checkpointing is not True:
-        rule, fix = "must be true: the plan keeps the inputs of recomputed layers in host memory", "write true"
-        errors.append(ConfigError(where=f"{file}: gradient_checkpointing", value=checkpointing, rule=rule, fix=fix))
-    kernels = arguments.get("liger_kernel_config") or {}
-    replaced = [name for name in ("swiglu", "geglu") if kernels.get(name, True)]
-    if layout.tiled_mlp and arguments.get("use_liger_kernel") and replaced:
-        rule = f"must set {' and '.join(replaced)} to false: Liger and the plan's tiles both replace MLPs"
-        fix = "set them to false, or plan with --tiled-mlp off"
-        errors.append(ConfigError(where=f"{file}: liger_kernel_config", value=kernels or None, rule=rule, fix=fix))
-    return findings + [_error(error) for error in errors], plan
+    return findings, plan
 
 
 def _error(config_error: ConfigError) -> Finding:

@@ -281,40 +281,10 @@ def check_colocated_engine(run: TrlRun) -> None:
         report.error("vllm_gpu_memory_utilization", rule, fix, value=share)
 
 
-_MATCHED = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-}
-"""Keys of a DeepSpeed JSON that must equal an argument (transformers/integrations/deepspeed.py, `fill_match`)."""
-
-
 def check_launch_files(run: TrlRun) -> None:
     """The file against the Accelerate and DeepSpeed files of its run."""
     report = run.report
     half = run.true("bf16") or (run.value("bf16") is None and not run.true("fp16"))
-    # Accelerate copies the values of its own file into the configuration of the engine.
-    copied = {
-        f"deepspeed_config.{path}": _MATCHED[path] for path in ("gradient_accumulation_steps", "gradient_clipping")
-    }
-    for files, keys in ((run.engines, _MATCHED), (run.launch, copied)):
-        for file in files:
-            for path, key in keys.items():
-                stated, value = file.number(path), run.number(key)
-                if stated is not None and value is not None and stated != value:
-                    rule = f"differs from {path} {stated:g} in {file.filename}, which stops the Trainer"
-                    report.error(key, rule, f"write {stated:g}, or auto there", value=run.value(key))
-    for file in run.engines:
-        for kind, enabled in (("bf16", half), ("fp16", run.true("fp16"))):
-            stated_flag = file.value(f"{kind}.enabled")
-            if isinstance(stated_flag, bool) and stated_flag != enabled:
-                word = str(stated_flag).lower()
-                rule = f"differs from {kind}.enabled {word} in {file.filename}, which stops the Trainer"
-                report.error(kind, rule, f"write {kind}: {word}, or auto there", value=enabled)
     for file in run.launch:
         wanted = file.text("mixed_precision")
         chosen = "fp16" if run.true("fp16") else "bf16" if half else None
@@ -343,31 +313,6 @@ def check_launch_files(run: TrlRun) -> None:
             report.warning("", f"{TRAINERS[trainer]} {rule}", fix)
 
 
-def check_trainer_on_engine(run: TrlRun) -> None:
-    """What the Trainer rejects under FSDP or DeepSpeed (transformers/trainer.py:847-880)."""
-    report = run.report
-    sharded = [file for file in run.launch if file.text("distributed_type") == "FSDP"]
-
-    def fsdp(key: str) -> str:
-        values = [file.value(f"fsdp_config.{prefix}{key}") for file in sharded for prefix in ("fsdp_", "")]
-        return next((str(value) for value in values if value is not None), "").upper()
-
-    if fsdp("activation_checkpointing") == "TRUE" and run.true("gradient_checkpointing"):
-        rule = "must be false with fsdp_activation_checkpointing"
-        if not report.has("gradient_checkpointing"):
-            rule += ", but TRL enables it by default"
-        report.error("gradient_checkpointing", rule, "write gradient_checkpointing: false", value=True)
-    if run.true("auto_find_batch_size") and run.zero_stage == 3:
-        report.error("auto_find_batch_size", "is not supported with ZeRO-3", "remove it, or use ZeRO-2")
-    if run.true("save_only_model") and (sharded or run.zero_stage is not None):
-        if run.true("load_best_model_at_end"):
-            rule, fix = "is not supported with load_best_model_at_end under FSDP and DeepSpeed", "remove one of the two"
-            report.error("save_only_model", rule, fix)
-        if fsdp("state_dict_type") == "SHARDED_STATE_DICT":
-            rule, fix = "is not supported with sharded state dicts of FSDP", "write FULL_STATE_DICT, or remove it"
-            report.error("save_only_model", rule, fix)
-
-
 RULES: tuple[Callable[[TrlRun], None], ...] = (
     check_adapters,
     check_losses,
@@ -376,5 +321,4 @@ RULES: tuple[Callable[[TrlRun], None], ...] = (
     check_generation,
     check_colocated_engine,
     check_launch_files,
-    check_trainer_on_engine,
 )

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import shardwright
 import yaml
-from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, E, W, found
+from checking import DEEPSPEED_YAML, PLAIN, ZERO, E, W, found
 from shardwright.ds_configs.check.files import check, check_text
 from shardwright.ds_configs.check.parsing import detect_kind, parse
 from shardwright.ds_configs.check.report import load_keys
@@ -176,20 +176,7 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
      W, "ds3_gather_for_generation", "no effect without ZeRO-3"),
     ({"ds3_gather_for_generation": False, "accelerate_config": "fsdp2"}, {},
      W, "ds3_gather_for_generation", "no effect without ZeRO-3"),
-    ({}, {"engine": {**ENGINE, "train_micro_batch_size_per_gpu": 2}},
-     E, "per_device_train_batch_size", "differs from train_micro_batch_size_per_gpu 2"),
-    ({"max_grad_norm": 0.5}, {"engine": {**ENGINE, "gradient_clipping": 1.0}}, E, "max_grad_norm", "or auto there"),
-    ({}, {"launch": LAUNCH.replace("zero_stage", "gradient_accumulation_steps: 2\n  zero_stage")},
-     E, "gradient_accumulation_steps", "stops the Trainer"),
-    ({}, {"engine": {**ENGINE, "bf16": {"enabled": False}, "fp16": {"enabled": True}}}, E, "fp16", "write fp16: true"),
     ({}, {"launch": LAUNCH + "mixed_precision: fp16\n"}, W, "bf16", "TRL enables it by default"),
-    ({}, {"launch": FSDP2.replace("activation_checkpointing: false", "activation_checkpointing: true")},
-     E, "gradient_checkpointing", "TRL enables it by default"),
-    ({"save_only_model": True}, {"launch": FSDP2},
-     E, "save_only_model", "sharded state dicts"),
-    ({"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}, {"launch": LAUNCH},
-     E, "save_only_model", "remove one of the two"),
-    ({"auto_find_batch_size": True}, {"launch": LAUNCH}, E, "auto_find_batch_size", "with ZeRO-3"),
     ({"accelerate_config": "zero4"}, {}, E, "accelerate_config", "zero1, zero2, zero3"),
     ({"deepspeed": "none.json"}, {}, E, "deepspeed", "does not exist"),
     ({"optim": "adafactor"}, {"engine": ENGINE}, W, "optim", "is not supported with"),
