@@ -21,38 +21,20 @@ from .report import (
 )
 
 _ZERO = "zero_optimization"
-STAGES = {
-    "sub_group_size": {3},
-    "ignore_unused_parameters": {2},
-    "round_robin_gradients": {1, 2},
-    "parameter_alignment": {1, 2},
-    "use_multi_rank_bucket_allreduce": {1, 2},
-    "memory_efficient_linear": {3},
-    "override_module_apply": {3},
-    "pipeline_loading_checkpoint": {3},
-    "log_trace_cache_warnings": {3},
-    "enable_sanity_checks": {3},
-    "save_muon_momentum_buffer_in_memory": {3},
-    "leaf_module": {3},
-    "zero_hpz_partition_size": {3},
-    "zero_quantized_weights": {3},
-    "zero_quantized_nontrainable_weights": {3},
-    "zero_quantized_gradients": {3},
-    "prefetch_bucket_size": {3},
-    "param_persistence_threshold": {3},
-    "model_persistence_threshold": {3},
-    "max_live_parameters": {3},
-    "max_reuse_distance": {3},
-    "gather_16bit_weights_on_model_save": {3},
-    "module_granularity_threshold": {3},
-    "use_all_reduce_for_fetch_params": {3},
-    "allgather_sequential": {3},
-    "contiguous_gradients": {1, 2, 3},
-    "reduce_scatter": {1, 2, 3},
-    "reduce_bucket_size": {1, 2, 3},
-    "overlap_comm": {1, 2, 3},
-    "zenflow": {1, 2, 3},
+_READ_BY = {
+    (1, 2): "round_robin_gradients parameter_alignment use_multi_rank_bucket_allreduce",
+    (2,): "ignore_unused_parameters",
+    (1, 2, 3): "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm zenflow",
+    (3,): """
+        sub_group_size memory_efficient_linear override_module_apply pipeline_loading_checkpoint
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+        zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+        prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+        max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
+        use_all_reduce_for_fetch_params allgather_sequential
+    """,
 }
+STAGES = {key: set(stages) for stages, keys in _READ_BY.items() for key in keys.split()}
 """Stages that read a key. Only stage 3 reads keys that start with `stage3_`."""
 
 LARGE_BUCKET = 250_000_000
