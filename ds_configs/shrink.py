@@ -642,29 +642,15 @@ def _rank_errors(layout: Layout, ranks: int) -> list[ConfigError]:
     unit = layout.tp * layout.pp * layout.sp * layout.cp
     sharded = layout.engine == "fsdp2" or (layout.zero_stage or 0) > 0
     replicas = layout.dp_replicate if sharded else 1
-    hybrid = replicas > 1 and layout.dp_shard > 1
-    divisors = {
-        "tp * pp * sp * cp": unit,
-        "tp * pp * sp * cp * dp_replicate": unit * replicas,
-        "tp * pp * sp * cp * ep": unit * layout.ep,
-        "hpz_partition_size": layout.zero.hpz_partition_size,
-    }
-    step = lcm(*divisors.values())
+    step = lcm(unit * replicas, unit * layout.ep, layout.zero.hpz_partition_size)
     # A hybrid layout with one shard per replica would not shard anything.
-    least = ceil(2 * unit * replicas / step) * step if hybrid else step
-    below = ranks // step * step
-    nearest = [below, below + step] if below >= least else [least]
-    fix = f"use --ranks {' or '.join(map(str, nearest))}"
-    violations: dict[int, str] = {}
-    for name, divisor in divisors.items():
-        if ranks % divisor:
-            violations.setdefault(divisor, name)
-    errors = [
-        ConfigError(where="ranks", value=ranks, rule=f"must be a multiple of {name} = {divisor}", fix=fix)
-        for divisor, name in violations.items()
-    ]
-    if not errors and ranks < least:
-        rule = f"must provide at least 2 shards for each of the {replicas} replicas"
+    least = ceil(2 * unit * replicas / step) * step if replicas > 1 and layout.dp_shard > 1 else step
+    errors = []
+    if ranks % step or ranks < least:
+        below = ranks // step * step
+        nearest = [below, below + step] if below >= least else [least]
+        rule = f"must be a multiple of {step}, of at least {least}, for the axes of {layout.label}"
+        fix = f"use --ranks {' or '.join(map(str, nearest))}"
         errors.append(ConfigError(where="ranks", value=ranks, rule=rule, fix=fix))
     if layout.zero.quantized_gradients:
         rule, nodes_fix = "requires several nodes, and a rehearsal has one", "rehearse a plan without it"
