@@ -88,27 +88,18 @@ def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
     """Return the errors of a model config, including its nested text and vision configs."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.replace("_", "").replace("-", "").isalnum():
-        if "peft_type" in config or "base_model_name_or_path" in config:
-            fix = "this is an adapter: pass its base model"
-        else:
-            fix = "pass the config.json of a model that transformers supports"
-        return [
-            ConfigError(
-                where=f"{source}: model_type", value=model_type, rule="must be the name of a model type", fix=fix
-            )
-        ]
+        is_adapter = "peft_type" in config or "base_model_name_or_path" in config
+        fix = "this is an adapter: pass its base model"
+        fix = fix if is_adapter else "pass the config.json of a model that transformers supports"
+        rule = "must be the name of a model type"
+        return [ConfigError(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix)]
     names = _GPT2_FIELDS if model_type == "gpt2" else {}
-    errors = _kind_errors(config, source)
-    if model_type in SIZED_FAMILIES:
-        required = (*_REQUIRED, *(() if model_type == "gpt2" else ("intermediate_size",)))
-        errors += [
-            ConfigError(
-                where=f"{source}: {names.get(field, field)}", rule="is missing", fix="add the size of the model"
-            )
-            for field in required
-            if config.get(names.get(field, field)) is None
-        ]
-    errors += _part_errors(config, names, source, one_per_layer=model_type not in SIZED_FAMILIES)
+    errors, is_sized = _kind_errors(config, source), model_type in SIZED_FAMILIES
+    for field in (*_REQUIRED, *(() if model_type == "gpt2" else ("intermediate_size",))) if is_sized else ():
+        name = names.get(field, field)
+        if config.get(name) is None:
+            errors.append(ConfigError(where=f"{source}: {name}", rule="is missing", fix="add the size of the model"))
+    errors += _part_errors(config, names, source, one_per_layer=not is_sized)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
             errors += _part_errors(value, {}, f"{source}: {nested}", one_per_layer=True)
@@ -167,66 +158,58 @@ def _part_errors(
     Transformers accepts wrong layer counts, indices and types silently. `one_per_layer` allows a list with the size of
     each layer or stage.
     """
-    errors = []
+    errors: list[ConfigError] = []
+
+    def reject(name: str, rule: str, fix: str = "", *, value: object = None) -> None:
+        shown = config.get(name) if value is None else value
+        errors.append(ConfigError(where=f"{source}: {name}", value=shown, rule=rule, fix=fix))
+
     for name, value in config.items():
         if name not in _LIMITS and _REPEATED.search(name):
             # A layer has several modules.
             most = _MOST_REPEATS if name.endswith("experts") else _MOST_BUILT_LAYERS
-            items = value if isinstance(value, list) else [value]
-            if any(isinstance(item, int) and item > most for item in items):
-                errors.append(ConfigError(where=f"{source}: {name}", value=value, rule=f"must be at most {most:,}"))
+            if any(isinstance(item, int) and item > most for item in (value if isinstance(value, list) else [value])):
+                reject(name, f"must be at most {most:,}")
     limits = _LIMITS | ({"num_hidden_layers": _MOST_BUILT_LAYERS} if one_per_layer else {})
     for field, limit in limits.items():
         name = names.get(field, field)
-        if name not in config:
-            continue
-        value = config[name]
-        if value is None:
-            continue
-        if one_per_layer and isinstance(value, list) and value and all(_is_size(item, limit) for item in value):
-            continue
+        value = config.get(name)
+        # A list has the size of each layer.
+        sizes = value if one_per_layer and isinstance(value, list) and value else [value]
         zero_allowed = value == 0 and field in _ZERO_MEANS_NONE and not isinstance(value, bool)
-        if not _is_size(value, limit) and not zero_allowed:
-            errors.append(
-                ConfigError(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}")
-            )
-    errors += [
-        ConfigError(where=f"{source}: {name}", value=value, rule="must not be negative")
-        for name, value in config.items()
-        if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name))
-    ]
+        if value is not None and not zero_allowed and not all(_is_size(size, limit) for size in sizes):
+            reject(name, f"must be an integer from 1 to {limit:,}")
+    for name, value in config.items():
+        if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name)):
+            reject(name, "must not be negative")
     layers = config.get(names.get("num_hidden_layers", "num_hidden_layers"))
     for name in LAYER_INDICES:
         indices = config.get(name)
         if isinstance(indices, list) and isinstance(layers, int):
             outside = [index for index in indices if not isinstance(index, int) or not 0 <= index < layers]
             if outside:
-                rule = f"must contain layers from 0 to {layers - 1}"
-                errors.append(ConfigError(where=f"{source}: {name}", value=outside[:3], rule=rule))
+                reject(name, f"must contain layers from 0 to {layers - 1}", value=outside[:3])
     for name in _LAYER_KINDS:
         kinds = config.get(name)
         if isinstance(kinds, list) and not all(isinstance(kind, str) for kind in kinds):
-            errors.append(ConfigError(where=f"{source}: {name}", value=kinds[:3], rule="must be a list of names"))
+            reject(name, "must be a list of names", value=kinds[:3])
     heads = config.get(names.get("num_attention_heads", "num_attention_heads"))
-    key_value_heads = config.get("num_key_value_heads")
+    shared = config.get("num_key_value_heads")
     hidden = config.get(names.get("hidden_size", "hidden_size"))
     if not isinstance(heads, int) or heads < 1:
         return errors
-    if isinstance(key_value_heads, int) and key_value_heads > 0 and heads % key_value_heads:
+    if isinstance(shared, int) and shared > 0 and heads % shared:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-        nearest = sorted(divisors, key=lambda n: abs(n - key_value_heads))[:2]
-        rule = f"must divide num_attention_heads ({heads} % {key_value_heads} = {heads % key_value_heads})"
-        where, fix = f"{source}: num_key_value_heads", f"nearest legal values: {', '.join(map(str, sorted(nearest)))}"
-        errors.append(ConfigError(where=where, value=key_value_heads, rule=rule, fix=fix))
+        near = sorted(sorted(divisors, key=lambda n: abs(n - shared))[:2])
+        rule = f"must divide num_attention_heads ({heads} % {shared} = {heads % shared})"
+        reject("num_key_value_heads", rule, f"nearest legal values: {', '.join(map(str, near))}")
     if isinstance(hidden, int) and config.get("head_dim") is None and hidden % heads:
         rule = f"must be divisible by num_attention_heads ({hidden} % {heads} = {hidden % heads})"
-        fix = "add head_dim if the heads do not fill the hidden size"
-        errors.append(ConfigError(where=f"{source}: hidden_size", value=hidden, rule=rule, fix=fix))
+        reject("hidden_size", rule, "add head_dim if the heads do not fill the hidden size", value=hidden)
     experts = config.get("num_local_experts", config.get("num_experts"))
     per_token = config.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(per_token, int) and 0 < experts < per_token:
-        rule = f"must be at most {experts}, the experts of a layer"
-        errors.append(ConfigError(where=f"{source}: num_experts_per_tok", value=per_token, rule=rule))
+        reject("num_experts_per_tok", f"must be at most {experts}, the experts of a layer")
     return errors
 
 
