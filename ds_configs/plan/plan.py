@@ -548,31 +548,28 @@ _LEAST_SHARE = 0.01
 
 def release_difference(plan: Plan, release: str) -> str | None:
     """Return how another release of Transformers changes the predicted memory; `None` if it does not."""
-    planned = plan.model
+    planned, layout = plan.model, plan.chosen.layout
     if release == planned.release:
         return None
-    versions = f"the plan is for transformers {planned.release}, but {release} is installed"
-    attention = planned.attention
+
+    def usual(release: str) -> str | None:
+        stored = load_shapes(release)["classes"].get(planned.architecture)
+        attention: str | None = planned.attention if stored is None else stored["attention"]
+        return attention
+
     # An attention implementation that `config.json` requests stays the same.
-    if attention == _class_attention(planned, planned.release):
-        attention = _class_attention(planned, release)
-    installed = replace(planned, release=release, attention=attention)
-    layout, changes = plan.chosen.layout, []
-    if installed.attention != planned.attention:
-        changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
-    before, after = (
-        activations_of(model, plan.job, layout.micro_batch_size, activation_mode(layout, plan.job))
-        for model in (planned, installed)
+    attention = usual(release) if planned.attention == usual(planned.release) else planned.attention
+    kept_before, kept_after = (
+        activations_of(
+            model, plan.job, layout.micro_batch_size, activation_mode(layout, plan.job)
+        ).saved_bytes_per_layer
+        for model in (planned, replace(planned, release=release, attention=attention))
     )
-    kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer
+    changes = []
+    if attention != planned.attention:
+        changes.append(f"attention is {attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
     if abs(kept_after - kept_before) > _LEAST_SHARE * kept_before:
         change = 100 * (kept_after / kept_before - 1)
         changes.append(f"a layer keeps {kept_after / 1e6:,.1f} MB for the backward pass ({change:+.0f} %)")
+    versions = f"the plan is for transformers {planned.release}, but {release} is installed"
     return f"{versions}: {', and '.join(changes)}; plan again" if changes else None
-
-
-def _class_attention(model: ModelSpec, release: str) -> str | None:
-    """Return the default attention of a model class; the model's own if the class is unknown."""
-    stored = load_shapes(release)["classes"].get(model.architecture)
-    attention: str | None = model.attention if stored is None else stored["attention"]
-    return attention
