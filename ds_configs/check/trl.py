@@ -182,9 +182,3 @@ def _check_keys(run: TrlRun) -> None:
                 rule = "is a string in YAML, which requires a dot and a sign in a number with an exponent"
                 fix = f"write {float(number)}e{int(power):+d}"
                 report.error(f"{entry.key}.{part.key}", rule, fix, line=part.line)
-    for key, fix in _TEXTS["deprecated"].items():
-        if key in run.schema and run.sets(key):
-            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)
-    for key, words in _TEXTS["deprecated_values"].items():
-        if key in run.schema and (fix := words.get(str(report.value(key)))):
-            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)

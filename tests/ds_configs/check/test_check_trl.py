@@ -54,11 +54,6 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("grpo", {**VLLM, "vllm_gpu_memory_utilization": 1.5}, E, "vllm_gpu_memory_utilization", "at most 1"),
     ("grpo", {**VLLM, "vllm_mode": "colocated"}, E, "vllm_mode", "did you mean 'colocate'"),
     ("sft", {"datasets": [{"path": "a", "splits": "train"}]}, E, "datasets.splits", "did you mean 'split'"),
-    ("dpo", {"pad_token": "<pad>"}, W, "pad_token", "deprecated"),
-    ("dpo", {"truncation_mode": "keep_end"}, W, "truncation_mode", "keep_start"),
-    ("sft", {"loss_type": "chunked_nll"}, W, "loss_type", "write nll"),
-    ("sft", {"packing": True, "packing_strategy": "bfd-requeue"}, W, "packing_strategy", "write bfd_split"),
-    ("grpo", {"use_transformers_paged": True}, W, "use_transformers_paged", "continuous_batching"),
     # Adapters.
     ("sft", {"lora_r": 16}, W, "lora_r", "without use_peft"),
     ("sft", {**LORA, "bnb_4bit_quant_type": "nf4"}, W, "bnb_4bit_quant_type", "without load_in_4bit"),
@@ -94,7 +89,6 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("grpo", {**VLLM, "vllm_max_model_length": 512}, E, "max_completion_length", "contains the prompt too"),
     ("grpo", {**VLLM, "vllm_tensor_parallel_size": 3}, E, "vllm_tensor_parallel_size", "must divide 4 processes"),
     ("grpo", {**VLLM, "ds3_gather_for_generation": False}, E, "ds3_gather_for_generation", "not compatible with vLLM"),
-    ("grpo", {**VLLM, "vllm_importance_sampling_cap": 2.0}, W, "vllm_importance_sampling_cap", "clip_max"),
 ]  # fmt: skip
 
 
