@@ -427,11 +427,7 @@ def rehearsed_sequence(seq_len_tokens: int, layout: Layout) -> int:
 
 
 def shrink_model_config(
-    config: ModelConfig,
-    *,
-    layout: Layout,
-    seq_len_tokens: int,
-    hidden_size: int = 128,
+    config: ModelConfig, *, layout: Layout, seq_len_tokens: int, hidden_size: int = 128
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
     """Return a small model of the same classes whose parameters have the same names, and all changed values.
 

@@ -105,10 +105,7 @@ def pipeline_errors(
     if stages == 1:
         return []
     errors = stage_errors(
-        stages=stages,
-        num_layers=model.num_layers,
-        world_size=world_size,
-        tensor_parallel_size=layout.tp,
+        stages=stages, num_layers=model.num_layers, world_size=world_size, tensor_parallel_size=layout.tp
     )
     if layout.engine != "deepspeed":
         rule = f"requires DeepSpeed, not {layout.engine}"
@@ -149,11 +146,7 @@ def pipeline_errors(
 
 
 def stage_errors(
-    *,
-    stages: int,
-    num_layers: int,
-    world_size: int | None = None,
-    tensor_parallel_size: int = 1,
+    *, stages: int, num_layers: int, world_size: int | None = None, tensor_parallel_size: int = 1
 ) -> list[ConfigError]:
     """Return the errors of a number of stages: 1 <= p <= layers, and p * tp divides the ranks."""
     if stages < 1:

@@ -227,11 +227,7 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
         "DistillationTrainer",
         "sp",
     ),
-    (
-        "it passes functions to the forward pass, which AutoTP does not support",
-        "trl.DistillationTrainer",
-        "tp",
-    ),
+    ("it passes functions to the forward pass, which AutoTP does not support", "trl.DistillationTrainer", "tp"),
     (
         "it requires pipeline stages, with ZeRO-1 or without ZeRO: plan with pp",
         "PipelineTrainer",

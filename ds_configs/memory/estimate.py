@@ -20,13 +20,7 @@ from .activations import Attention, activation_mode, activations_of, tiled_mlp_e
 from .communication import buffer_terms, viewed_elements
 from .generation import generation_moments, vllm_share
 from .host import HostMemory, estimate_host_memory, offloaded_states, second_model_host_terms
-from .layers import (
-    activation_terms,
-    checkpoint_bytes,
-    in_tiles_or_between_modules,
-    rank_step,
-    weight_copies,
-)
+from .layers import activation_terms, checkpoint_bytes, in_tiles_or_between_modules, rank_step, weight_copies
 from .loss import head_bytes, loss_terms
 from .model_states import model_state_terms
 from .rank_parameters import (

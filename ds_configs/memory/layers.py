@@ -23,15 +23,7 @@ from .activations import (
     with_tiled_mlp,
 )
 from .loss import with_tiled_loss
-from .rank_parameters import (
-    PHASES,
-    Moment,
-    RankShare,
-    RankStep,
-    Terms,
-    at_moments,
-    share_parameters,
-)
+from .rank_parameters import PHASES, Moment, RankShare, RankStep, Terms, at_moments, share_parameters
 
 TERMS = (
     Term(

@@ -90,9 +90,7 @@ class SchemeSettings(Settings):
 
     scheme: str = Field("W4A16", description="Named scheme, such as W4A16, W8A8, W8A8_STATIC, FP8_DYNAMIC or NF4")
     group_size: int | None = Field(
-        None,
-        ge=-1,
-        description="Input channels per scale; -1 for one scale per output channel. Default: by the scheme",
+        None, ge=-1, description="Input channels per scale; -1 for one scale per output channel. Default: by the scheme"
     )
     symmetric: bool | None = Field(
         None,

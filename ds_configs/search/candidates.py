@@ -380,10 +380,7 @@ def losses(context: SearchContext) -> list[SearchContext]:
 
 
 def candidates(
-    layout: Layout,
-    contexts: list[SearchContext],
-    index: int,
-    errors: list[ConfigError] | None,
+    layout: Layout, contexts: list[SearchContext], index: int, errors: list[ConfigError] | None
 ) -> Iterator[Candidate]:
     """Yield every legal candidate of a layout, without partial recomputation.
 

@@ -54,11 +54,7 @@ def display_name(layout: Layout) -> str:
 
 
 def chosen_reason(
-    best: Candidate,
-    context: SearchContext,
-    *,
-    rows: Sequence[Candidate],
-    others: Sequence[Candidate],
+    best: Candidate, context: SearchContext, *, rows: Sequence[Candidate], others: Sequence[Candidate]
 ) -> str:
     """Return why a layout was chosen.
 

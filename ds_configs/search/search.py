@@ -19,13 +19,7 @@ from ..specs.job import GROUPED_TASKS, LossImplementation, Switch, TrainingJob, 
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
-from ..specs.second_models import (
-    AUTOMATIC_PLACEMENTS,
-    Placement,
-    PlacementChoice,
-    SecondModel,
-    SecondModelRole,
-)
+from ..specs.second_models import AUTOMATIC_PLACEMENTS, Placement, PlacementChoice, SecondModel, SecondModelRole
 from ..specs.tasks import TASKS
 from ..specs.terms import Term
 from ..specs.units import gigabytes
@@ -357,11 +351,7 @@ class Outcome:
 
 def _evaluated(candidate: Candidate, reason: str) -> Evaluated:
     return Evaluated(
-        layout=candidate.layout,
-        memory=candidate.memory,
-        time=candidate.time,
-        reason=reason,
-        loss=candidate.job.loss,
+        layout=candidate.layout, memory=candidate.memory, time=candidate.time, reason=reason, loss=candidate.job.loss
     )
 
 

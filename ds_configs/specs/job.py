@@ -94,8 +94,7 @@ class TrainingFields:
     ] = None
     """`None`: one micro-batch per rank, or as many as fill a pipeline."""
     optimizer: Annotated[
-        str,
-        _option("Optimizer, by its name in the Trainer's optim, or muon", hugging_face=["optim"]),
+        str, _option("Optimizer, by its name in the Trainer's optim, or muon", hugging_face=["optim"])
     ] = "adamw_torch_fused"
     """A key of `OPTIMIZERS`."""
     optim_args: Annotated[str, _option("Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")] = ""
@@ -116,8 +115,7 @@ class TrainingFields:
     ] = "lora"
     """How adapters start, are scaled and are added to weights; unused with `full`, as the rank."""
     gradient_checkpointing: Annotated[
-        Recomputation,
-        _option("Recompute layers in the backward pass; reentrant as use_reentrant=True does"),
+        Recomputation, _option("Recompute layers in the backward pass; reentrant as use_reentrant=True does")
     ] = "auto"
     strategy: Annotated[StrategyName, _option("Engine and ZeRO stage")] = "auto"
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
@@ -139,8 +137,7 @@ class TeacherFields:
     group: ClassVar[str] = "Training"
 
     teacher_placement: Annotated[
-        PlacementOption,
-        _option("replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"),
+        PlacementOption, _option("replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached")
     ] = "auto"
     """Unused without a teacher."""
 

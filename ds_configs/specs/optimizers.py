@@ -60,10 +60,7 @@ _BLOCKWISE_8BIT = 1 + 4 / QUANTIZED_BLOCK
 def _bitsandbytes(moments: int, *, eight_bit: bool) -> OptimizerSpec:
     width = _BLOCKWISE_8BIT if eight_bit else 4
     return OptimizerSpec(
-        eight_bit=eight_bit,
-        state_bytes_per_parameter=moments * width,
-        fp32_states=True,
-        plain_tensors_only=True,
+        eight_bit=eight_bit, state_bytes_per_parameter=moments * width, fp32_states=True, plain_tensors_only=True
     )
 
 
@@ -132,10 +129,7 @@ REJECTED: Mapping[str, tuple[str, str]] = {
         ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise"),
         ("keeps its states outside of the optimizer, so that a checkpoint lacks them", "use it without _layerwise"),
     ),
-    "grokadamw": (
-        "keeps its states where checkpoints do not restore them (grokadamw 0.1.2)",
-        "use stable_adamw",
-    ),
+    "grokadamw": ("keeps its states where checkpoints do not restore them (grokadamw 0.1.2)", "use stable_adamw"),
     "adalomo": ("creates its states on CUDA devices, and a checkpoint lacks them (lomo-optim 0.1.1)", "use lomo"),
     **dict.fromkeys(
         ("onebitadam", "onebitlamb", "zerooneadam"),

@@ -14,15 +14,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ArgsKwargs, core_schema
 
 from .errors import ConfigError, UsageError, count_fix
@@ -160,10 +152,7 @@ class HardwareFields(Settings):
 
     group = "Hardware"
 
-    hardware: str | None = Field(
-        None,
-        description="[[NODESx]GPUSx]GPU (e.g. 4x8xH100-80GB), a YAML file, or local",
-    )
+    hardware: str | None = Field(None, description="[[NODESx]GPUSx]GPU (e.g. 4x8xH100-80GB), a YAML file, or local")
     host_memory: str | None = Field(None, description="Host memory per node (e.g. 1TB)")
     nvme: str | None = Field(None, description="NVMe per node as PATH:SIZE (e.g. /local_nvme:3.5TB)")
 
