@@ -123,6 +123,8 @@ def test_measured_bytes_of_new_shapes_and_depths_match_estimate(architecture: st
         ("BertForMaskedLM", "bf16_autocast", "none"),
         ("GptOssForCausalLM", "bf16", "lora_all_linear"),
         ("GptOssForCausalLM", "bf16", "lora_experts"),
+        ("DeepseekV3ForCausalLM", "bf16", "lora_experts"),
+        ("Exaone4ForCausalLM", "bf16", "lora_all_linear"),
         ("GraniteMoeHybridForCausalLM mamba", "bf16", "lora_all_linear"),
         ("Qwen3NextForCausalLM", "bf16_autocast", "none"),
     ],
