@@ -22,7 +22,7 @@ FLAGS_OF_OTHERS = {
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     *("--nproc-per-node", "--standalone"),  # torchrun
-    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank"),  # vLLM
+    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank", "--speculative-config"),  # vLLM
     "--tasks",  # lm-evaluation-harness
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     *("--dist", "--durations"),
