@@ -122,7 +122,7 @@ EXAMPLES = {
     ),
     "evaluate": ("model-w4 --baseline MODEL --dataset book.txt", "MODEL --dataset python-help --output-dir judged"),
     "report": ("tuned", "tuned --output other.html"),
-    "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --max-model-len 8192 --port 9000"),
+    "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
     "ui": ("", "--port 8080"),
     "configs": ("ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
     "schema": ("settings", "plan-answer"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any, Literal
@@ -48,8 +49,10 @@ def weight_bytes(
     return total
 
 
-def workspace_bytes(dimensions: Dimensions, *, tensor_parallel_size: int, batched_tokens: int, sequences: int) -> int:
-    """Return the larger bytes of the widest tensors of a step and of sampling, which are never allocated together.
+def workspace_bytes(
+    dimensions: Dimensions, *, tensor_parallel_size: int, batched_tokens: int, sequences: int
+) -> dict[str, int]:
+    """Return the bytes of the largest tensors of a step and of sampling, which are never allocated together.
 
     A step has three tensors of the residual stream (itself, its norm, the layer's output) and the widest product of a
     layer, in 16 bits. Sampling has the logits in 16 bits and twice in fp32 (log-probabilities, and sorted).
@@ -60,7 +63,12 @@ def workspace_bytes(dimensions: Dimensions, *, tensor_parallel_size: int, batche
     experts = 3 * batched_tokens * dimensions.experts_per_token * dimensions.expert_intermediate_size
     routed = batched_tokens * dimensions.experts_per_token * dimensions.hidden_size if experts else 0
     widest = max(attention, dense, experts) // tensor_parallel_size + routed
-    return max(2 * (streams + widest), sequences * dimensions.vocab_size * (2 + 4 + 4))
+    return {"step": 2 * (streams + widest), "sampling": sequences * dimensions.vocab_size * (2 + 4 + 4)}
+
+
+def largest(parts: Iterable[Mapping[str, int]]) -> int:
+    """Return the sum of each model's larger workspace: a draft keeps its own while the model runs."""
+    return sum(max(part.values()) for part in parts)
 
 
 _WINDOWED, _FULL = ("sliding_attention",), ("full_attention",)
@@ -167,7 +175,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
 
 
 def key_value_cache(layers: tuple[CachedLayer, ...], *, number_bytes: int, block_tokens: int) -> KeyValueCache:
-    """Return the cache of the layers of a model, with 2 bytes per number, or 1 for FP8."""
+    """Return the cache of the layers of a model and of its draft model, with 2 bytes per number, or 1 for FP8."""
     sizes = [layer.heads * layer.numbers_per_head * number_bytes for layer in layers]
     token_bytes = sum(sizes)
     windows = {layer.window for layer in layers}
@@ -240,8 +248,11 @@ class ServingRequest:
     """Data type of the cache; `auto` for that of the checkpoint."""
     kv_cache_bytes: int | None = None
     """Bytes of the cache on each GPU, instead of the remaining memory."""
+    block_tokens: int | None = None
     memory_share: float = DEFAULT_SHARE
     """Share of each GPU's memory that the engine uses."""
+    draft_tokens: int = 4
+    """Tokens that a draft model proposes in each step."""
     host: str = "127.0.0.1"
     port: int = 8000
 
@@ -274,13 +285,16 @@ class ServingRequest:
         return 1024 if self.batched_tokens() > 2048 and self.max_num_batched_tokens is None else 256
 
 
-def serving_line(model: str, chosen: ServingRequest, *, revision: str | None = None) -> tuple[str, ...]:
+def serving_line(
+    model: str, chosen: ServingRequest, *, draft: str | None, revision: str | None = None
+) -> tuple[str, ...]:
     """Return the command that serves a model, from a request with all values set."""
     words: list[object] = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
     words += ["--revision", revision] if revision else []
     words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
     words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
     words += ["--enable-prefix-caching"]
+    words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
     words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
     words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
     if chosen.kv_cache_bytes is not None:
@@ -289,6 +303,9 @@ def serving_line(model: str, chosen: ServingRequest, *, revision: str | None = N
         words += ["--gpu-memory-utilization", chosen.memory_share]
     # Compiling for a CPU takes minutes, without a benefit for a small model.
     words += ["--enforce-eager"] if chosen.on_cpu else []
+    if draft is not None:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
+        words += ["--speculative-config", json.dumps(speculation)]
     return tuple(str(word) for word in words)
 
 
@@ -306,7 +323,7 @@ class ServingPlan:
     hardware: str
     tensor_parallel_size: int
     memory: dict[str, int]
-    """Bytes by term: weights, workspace, runtime, cache."""
+    """Bytes by term: weights, draft weights, workspace, runtime, cache."""
     token_bytes: int
     kv_cache_dtype: str
     block_tokens: int
@@ -321,6 +338,7 @@ class ServingPlan:
     """Concurrent sequences of `max_model_len` that fit in the cache."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    draft: str | None
     line: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -329,30 +347,37 @@ class ServingPlan:
         return {"schema_version": 1} | asdict(self) | {"line": list(self.line), "notes": list(self.notes)}
 
 
-def plan_serving(model: ServedModel, request: ServingRequest) -> ServingPlan:
-    """Return the server of a checkpoint.
+def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedModel | None = None) -> ServingPlan:
+    """Return the server of a checkpoint, for which a `draft` model may propose tokens.
 
     Raises:
         UsageError: vLLM does not support the format, or a setting is invalid; all errors together.
         DoesNotFitError: The weights or one sequence do not fit.
     """
-    if errors := _setting_errors(model, request):
+    errors = _setting_errors(model, request, draft)
+    if errors:
         raise UsageError(errors)
-    positions = model.positions or _NO_LENGTH
+    models = [model] if draft is None else [model, draft]
+    positions = min(served.positions or _NO_LENGTH for served in models)
     wanted = request.max_model_len or positions
     stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
     is_fp8 = request.kv_cache_dtype == "fp8" or (request.kv_cache_dtype == "auto" and stored)
     # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
-    on_cpu, on_gpu = 16 if model.latent and not request.amx else 128, 64 if model.latent else 16
-    block_tokens = on_cpu if request.on_cpu else on_gpu
+    is_latent = any(served.latent for served in models)
+    on_cpu, on_gpu = 16 if is_latent and not request.amx else 128, 64 if is_latent else 16
+    block_tokens = request.block_tokens or (on_cpu if request.on_cpu else on_gpu)
     in_flight = request.batched_tokens() * (1 if request.on_cpu else _CONCURRENT_STEPS)
     gpus = 1 if request.on_cpu else request.hardware.gpus_per_node
     legal = [size for size in range(1, gpus + 1) if not _division_error(model, size)]
     # The fewest GPUs that hold the requested sequences, else the largest legal number.
     for size in [request.tensor_parallel_size] if request.tensor_parallel_size else legal:
-        layers = cached_layers(model.config, model.spec.dimensions, tensor_parallel_size=size)
-        cache = key_value_cache(layers, number_bytes=1 if is_fp8 else 2, block_tokens=block_tokens)
-        memory = _memory(model, request, size)
+        layers = [
+            layer
+            for served in models
+            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size)
+        ]
+        cache = key_value_cache(tuple(layers), number_bytes=1 if is_fp8 else 2, block_tokens=block_tokens)
+        memory = _memory(models, request, size)
         free = int(request.device_bytes * request.memory_share) - sum(memory.values())
         left = free if request.kv_cache_bytes is None else request.kv_cache_bytes
         blocks = cache.blocks(left)
@@ -392,6 +417,7 @@ def plan_serving(model: ServedModel, request: ServingRequest) -> ServingPlan:
         max_num_seqs=request.sequences(),
         max_num_batched_tokens=request.batched_tokens(),
     )
+    draft_name = None if draft is None else draft.spec.name
     unbounded = cache.longest_sequence(blocks - 1, limit=2**31, tokens_in_flight=in_flight)
     return ServingPlan(
         model=model.spec.name,
@@ -409,7 +435,8 @@ def plan_serving(model: ServedModel, request: ServingRequest) -> ServingPlan:
         sequences=round(blocks / per_sequence, 2),
         max_num_seqs=request.sequences(),
         max_num_batched_tokens=request.batched_tokens(),
-        line=serving_line(model.spec.name, chosen, revision=model.spec.revision),
+        draft=draft_name,
+        line=serving_line(model.spec.name, chosen, draft=draft_name, revision=model.spec.revision),
         notes=tuple(notes),
     )
 
@@ -423,18 +450,19 @@ def _division_error(model: ServedModel, size: int) -> ConfigError | None:
     return ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix=fix)
 
 
-def _setting_errors(model: ServedModel, request: ServingRequest) -> list[ConfigError]:
+def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> list[ConfigError]:
     errors = []
-    section = model.quantization
-    if section.get("quant_method") == "shardwright_small":
-        fix = "serve its parent directory, which has the same weights in dense format"
-        rule = "is not supported by vLLM"
-        errors.append(ConfigError(where="quant_method", value="shardwright_small", rule=rule, fix=fix))
-    cache = section.get("kv_cache_scheme")
-    if cache and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
-        value = f"{cache.get('type')} {cache.get('num_bits')}"
-        rule, fix = "is not supported by vLLM, which requires an FP8 cache", "quantize again with an FP8 cache"
-        errors.append(ConfigError(where="kv_cache_scheme", value=value, rule=rule, fix=fix))
+    for served in (model, draft):
+        section = {} if served is None else served.quantization
+        if section.get("quant_method") == "shardwright_small":
+            fix = "serve its parent directory, which has the same weights in dense format"
+            rule = "is not supported by vLLM"
+            errors.append(ConfigError(where="quant_method", value="shardwright_small", rule=rule, fix=fix))
+        cache = section.get("kv_cache_scheme")
+        if cache and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
+            value = f"{cache.get('type')} {cache.get('num_bits')}"
+            rule, fix = "is not supported by vLLM, which requires an FP8 cache", "quantize again with an FP8 cache"
+            errors.append(ConfigError(where="kv_cache_scheme", value=value, rule=rule, fix=fix))
     size, positions = request.tensor_parallel_size, model.positions
     if size is not None:
         gpus = request.hardware.gpus_per_node
@@ -447,21 +475,27 @@ def _setting_errors(model: ServedModel, request: ServingRequest) -> list[ConfigE
     if length is not None and positions is not None and length > positions:
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
+    if draft is not None:
+        own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
+        if own != other:
+            rule = f"must have the vocabulary of the model: it has {other:,} tokens, and the model {own:,}"
+            fix = "use a draft model with the same tokenizer"
+            errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix=fix))
     return errors
 
 
-def _memory(model: ServedModel, request: ServingRequest, size: int) -> dict[str, int]:
+def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> dict[str, int]:
     """Return the bytes per GPU without the cache, by term."""
-    sizes = model.spec.dimensions
-    weights = 2 * model.spec.parameter_count // size
-    if model.weights:
-        weights = weight_bytes(
-            model.weights,
-            tensor_parallel_size=size,
-            num_key_value_heads=sizes.num_key_value_heads,
-            halve_fp32=not model.quantization,
-        )
-    workspace = workspace_bytes(
-        sizes, tensor_parallel_size=size, batched_tokens=request.batched_tokens(), sequences=request.sequences()
-    )
-    return {"weights": weights, "workspace": workspace, "runtime": 0 if request.on_cpu else RUNTIME_BYTES}
+    terms = {}
+    for name, model in zip(("weights", "draft_weights"), models, strict=False):
+        dense = not model.quantization
+        if not model.weights:
+            terms[name] = 2 * model.spec.parameter_count // size
+        else:
+            heads = model.spec.dimensions.num_key_value_heads
+            terms[name] = weight_bytes(
+                model.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
+            )
+    steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
+    parts = [workspace_bytes(model.spec.dimensions, tensor_parallel_size=size, **steps) for model in models]
+    return terms | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}

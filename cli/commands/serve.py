@@ -35,9 +35,12 @@ class Server(RevisionFields):
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens per step. Default: the engine's")
     kv_cache_dtype: CacheType = Field("auto", description="Type of the KV cache; auto: the type set in the checkpoint")
     kv_cache_memory: str | None = Field(None, description="KV cache per GPU, such as 20GiB. Default: the free memory")
+    block_size: int | None = Field(None, ge=1, description="Tokens per cache block. Default: the engine's")
     gpu_memory_utilization: float = Field(
         DEFAULT_SHARE, gt=0, le=1, description="Share of each GPU's memory for the engine"
     )
+    draft: str | None = Field(None, description="Draft model for speculative decoding")
+    draft_tokens: int = Field(4, ge=1, description="Tokens that the draft proposes per step")
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
 
@@ -73,7 +76,7 @@ def serve_command(
         runnable_line,
     )
 
-    own = {"kv_cache_memory", "gpu_memory_utilization", "revision"}
+    own = {"kv_cache_memory", "block_size", "gpu_memory_utilization", "draft", "revision"}
     memory = settings.kv_cache_memory
     request = ServingRequest(
         hardware=read_hardware(
@@ -81,12 +84,14 @@ def serve_command(
         ),
         amx="amx_tile" in processor_flags(),
         kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
+        block_tokens=settings.block_size,
         memory_share=settings.gpu_memory_utilization,
         **settings.model_dump(exclude=own),
     )
     name, revision = split_revision(checkpoint, settings.revision)
     model = read_served_model(name, revision=revision)
-    plan = plan_serving(model, request)
+    draft = None if settings.draft is None else read_served_model(settings.draft)
+    plan = plan_serving(model, request, draft=draft)
     engine = installed_engine()
     plan = replace(plan, line=runnable_line(plan.line, engine))
     if engine is None:

@@ -108,7 +108,7 @@ KEYS = {
     "report plan": "schema_version file runs",
     "serve model --hardware 1xA100-80GB --dry-run": "schema_version model hardware tensor_parallel_size memory "
     "token_bytes kv_cache_dtype block_tokens block_bytes blocks max_model_len blocks_per_sequence longest_that_fits "
-    "sequences max_num_seqs max_num_batched_tokens line notes engine_versions",
+    "sequences max_num_seqs max_num_batched_tokens draft line notes engine_versions",
     "configs ls llama": "schema_version configs",
     "env": "schema_version python platform shardwright versions tested release_problems accelerators cpu_cores "
     "host_memory_gib cxx_compiler libaio accelerate_default_config",

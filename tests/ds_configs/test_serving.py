@@ -1,5 +1,7 @@
 """Memory arithmetic of serving, and what vLLM rejects."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,11 +182,26 @@ def test_rejects_unsupported_settings(changes, message):
     [
         ({"quant_method": "shardwright_small"}, "serve its parent directory"),
         ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "'int 8': is not supported by vLLM"),
+        ({}, "vocabulary of the model: it has 32,000"),
     ],
 )
-def test_rejects_formats_that_vllm_does_not_load(section, message):
+def test_rejects_formats_of_the_model_and_of_a_draft(section, message):
+    changed = served(quantization_config=section, vocab_size=32000 if not section else 128256)
     with pytest.raises(UsageError, match=message):
-        plan_serving(served(quantization_config=section), request())
+        plan_serving(served(), request(), draft=changed)
+    if section:
+        with pytest.raises(UsageError, match=message):
+            plan_serving(changed, request())
+
+
+def test_speculative_decoding_shares_the_pool():
+    draft = served(num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, head_dim=64)
+    alone, both = plan_serving(served(), request()), plan_serving(served(), request(), draft=draft)
+    assert both.token_bytes == 131_072 + 16 * 8 * 128 * 2
+    assert both.memory["draft_weights"] == 2 * draft.spec.parameter_count
+    assert both.sequences < alone.sequences
+    stated = json.loads(both.line[both.line.index("--speculative-config") + 1])
+    assert stated == {"method": "draft_model", "model": "model", "num_speculative_tokens": 4}
 
 
 def test_errors_suggest_a_length_that_fits():
