@@ -337,6 +337,11 @@ class Evaluated:
         """Every term of memory and time with its meaning and value, which tables, reports and `explain` show."""
         return valued_terms(self.memory, self.time)
 
+    @property
+    def strategy(self) -> Layout:
+        """Former name of `layout`, for scripts that were written before."""
+        return self.layout
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
