@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .kind_sizes import Values, draw_cohere, draw_delta_rule, draw_vit
+from .kind_sizes import Values, draw_cohere, draw_vit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,16 +112,6 @@ def draw_qwen3_vl(choose: random.Random) -> Values:
         "vision_config": vision | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 25},
         **_special_tokens(text),
     }
-
-
-def draw_qwen3_5(choose: random.Random) -> Values:
-    """Draw sizes of Qwen3.5, of whose head dimensions a quarter is rotated."""
-    drawn = draw_qwen3_vl(choose)
-    text = drawn["text_config"] | draw_delta_rule(choose) | {"head_dim": choose.choice([32, 64])}
-    pairs = text["head_dim"] // 8
-    axes = [pairs // 2, pairs // 4, pairs - pairs // 2 - pairs // 4]
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": axes}
-    return drawn | {"text_config": text | {"rope_parameters": rope}}
 
 
 def draw_internvl(choose: random.Random) -> Values:

@@ -23,7 +23,6 @@ from .image_sizes import (
     draw_pooled_square,
     draw_qwen2_5_vl,
     draw_qwen2_vl,
-    draw_qwen3_5,
     draw_qwen3_vl,
     draw_scaled_square,
     draw_smolvlm,
@@ -234,11 +233,6 @@ def _qwen_vl(values: Values, depths: Mapping[str, int]) -> Values:
     }
 
 
-def _qwen3_5(values: Values, depths: Mapping[str, int]) -> Values:
-    text = _layer_types(values["text_config"], {kind: depths[kind] for kind in ("linear", "full")})
-    return values | {"text_config": text, "vision_config": values["vision_config"] | {"depth": depths["vision"]}}
-
-
 def _qwen3_vl(values: Values, depths: Mapping[str, int]) -> Values:
     found = _qwen_vl(values, depths)
     return found | {"vision_config": found["vision_config"] | {"deepstack_visual_indexes": [0, 1, 2]}}
@@ -314,15 +308,11 @@ _EXAONE4: dict[str, Any] = {
 """Full layers have positions only where none has a window (EXAONE 4)."""
 
 
-def _delta_rule(prefix: str = "") -> tuple[tuple[str, ...], str]:
-    """Return the widths of a gated delta rule for each token, and the feature of the states of all chunks."""
-    keys, values = f"{prefix}linear_num_key_heads", f"{prefix}linear_num_value_heads"
-    key, value = f"{prefix}linear_key_head_dim", f"{prefix}linear_value_head_dim"
-    return (values, f"{keys}*{key}", f"{values}*{key}", f"{values}*{value}"), f"chunk*{values}*{key}*{value}"
-
-
-_DELTA_RULE, _DELTA_RULE_STATES = _delta_rule()
-_DELTA_RULE_OF_TEXT, _STATES_OF_TEXT = _delta_rule("text_config.")
+_DELTA_RULE = (
+    *("linear_num_value_heads", "linear_num_key_heads*linear_key_head_dim"),
+    *("linear_num_value_heads*linear_key_head_dim", "linear_num_value_heads*linear_value_head_dim"),
+)
+_DELTA_RULE_STATES = "chunk*linear_num_value_heads*linear_key_head_dim*linear_value_head_dim"
 _HYBRID: dict[str, Any] = {"depth": _layer_types, "interleaved": True, "attentions": ("fused", "math")}
 
 
@@ -767,25 +757,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         image=draw_patches,
         # Three layers of the tower feed as many layers of the text.
         shallow_layers=3,
-        **_QWEN_VL,
-    ),
-    "Qwen3_5ForConditionalGeneration": KindFamily(
-        model_type="qwen3_5",
-        sizes=draw_qwen3_5,
-        widths=(*_GROUPED_WIDTHS, "intermediate_size", *_DELTA_RULE_OF_TEXT),
-        more=(
-            *_image_text("hidden_size", "intermediate_size", "num_heads", "head_dim"),
-            _STATES_OF_TEXT,
-        ),
-        depth=_qwen3_5,
-        kinds={
-            "vision": "model.visual.blocks.*.mlp.linear_fc2.weight",
-            "linear": "model.language_model.layers.*.linear_attn.out_proj.weight",
-            "full": "model.language_model.layers.*.self_attn.q_proj.weight",
-        },
-        interleaved=True,
-        settings=("text_config.hidden_act", "vision_config.hidden_act"),
-        image=draw_patches,
         **_QWEN_VL,
     ),
     "Glm4vForConditionalGeneration": KindFamily(
