@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwright.ds_configs.models.stored_shapes import (
     LABELS,
+    NO_SHAPE,
     OTHER_SETTINGS,
     countable_sizes,
     flattened,
@@ -27,7 +28,7 @@ MORE_FIELDS: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
     "gemma3": {"text_config.sliding_window_pattern": 6},
     "gemma3_text": {"sliding_window_pattern": 6},
-    **{name: {"head_dim": None} for name in ("phi3", "qwen2", "qwen3_moe")},
+    **{name: {"head_dim": None} for name in ("glm4_moe", "phi3", "qwen2", "qwen2_moe", "qwen3_moe")},
     "deberta-v2": {"conv_kernel_size": 0},
 }
 """Fields that a configuration reads and does not keep."""
@@ -256,7 +257,13 @@ class ClassOnMeta:
             spec = self._without_text(spec, self.config(drawn | dict(switches)))
         after = dict(spec.settings)
         derived = {name: after[name] for name in after if name not in stated or not _same(stated[name], after[name])}
-        outputs: Outputs = {("derived", name): value for name, value in derived.items() if is_kept(name, value)}
+        outputs: Outputs = {
+            ("derived", name): value for name, value in derived.items() if is_stored_setting(name, value)
+        }
+        window = f"{self.text}." * bool(self.text) + "sliding_window"
+        if spec.sliding_window and window not in after:
+            # A property of ModernBERT's configuration.
+            outputs["derived", window] = spec.sliding_window
         outputs |= {("buffers",): spec.buffer_bytes, ("tied",): int(spec.tied_embeddings)}
         for parameter in spec.parameters:
             key = (parameter.name, parameter.group, parameter.kind, len(parameter.shape), 0)
@@ -308,6 +315,11 @@ def is_kept(name: str, value: Any) -> bool:
         return False
     is_plain = value is None or isinstance(value, bool | int | float | str)
     return is_plain or (isinstance(value, list) and all(type(item) is int for item in value))
+
+
+def is_stored_setting(name: str, value: Any) -> bool:
+    """Whether a setting is compared: not the scale of an initialization, which some classes derive from their depth."""
+    return is_kept(name, value) and not (isinstance(value, float) and NO_SHAPE.search(name.rpartition(".")[2]))
 
 
 def _unresolved(config: Any, prefix: str = "") -> dict[str, Any]:

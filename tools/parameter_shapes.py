@@ -24,7 +24,7 @@ from typing import Any
 from shardwright.ds_configs.models.stored_shapes import NO_SHAPE, SHAPES_FILE, evaluated, spec_of, value_kind
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.tools.class_on_meta import NOT_KEPT, ClassOnMeta, Draws, Sample, ShapesError, is_kept
+from shardwright.tools.class_on_meta import ClassOnMeta, Draws, Sample, ShapesError, is_stored_setting
 from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 from shardwright.tools.shape_expressions import monomials, solved
 
@@ -45,9 +45,13 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("text_config.use_bidirectional_attention",),
     "gemma3_text": ("use_bidirectional_attention",),
     "deberta-v2": ("relative_attention", "share_att_key"),
+    "lfm2": ("block_multiple_of", "block_auto_adjust_ff_dim"),
+    "ernie4_5_moe": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+    "qwen2_moe": ("use_sliding_window",),
+    "stablelm": ("qk_layernorm",),
 }
-"""Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word), or make a
-variant of the class."""
+"""Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word), make a
+variant of the class, or count layers and modules by rules that are no expressions."""
 
 
 def drawn_sizes(defaults: Mapping[str, Any], varied: list[str], choose: random.Random) -> Draws:
@@ -371,7 +375,7 @@ def differences(found: ModelSpec, built: ModelSpec) -> list[str]:
         elif field == "settings":
             one, other = dict(one), dict(other)
             for name in other:
-                if is_kept(name, 0) and name.rpartition(".")[2] not in NOT_KEPT and one.get(name) != other.get(name):
+                if is_stored_setting(name, other[name]) and one.get(name) != other.get(name):
                     errors.append(f"settings: {name} is {one.get(name)} for {other.get(name)}")
         elif one != other:
             errors.append(f"{field} is {one} for {other}")

@@ -24,7 +24,8 @@ def monomials(tables: Sequence[Mapping[str, int]]) -> tuple[list[str], Any]:
         layers = np.minimum(values["num_hidden_layers"], values["max_window_layers"])
         found["min num_hidden_layers//max_window_layers"] = layers
     for one in positive:
-        for divisor in ("2", "3", "4", "6", "8", "16"):
+        # LFM2 rounds two thirds of its width up to a multiple of 256.
+        for divisor in ("2", "3", "4", "6", "8", "16", "384"):
             found[f"{one}//{divisor}"] = values[one] // int(divisor)
             found[f"ceil {one}//{divisor}"] = -(-values[one] // int(divisor))
             found[f"round {one}//{divisor}"] = (values[one] + int(divisor) // 2) // int(divisor)
@@ -50,7 +51,7 @@ def solved(target: list[int], names: list[str], points: Any) -> str | None:
         rest = wanted - offset
         for name, point in zip(names, points, strict=True):
             factor = rest[0] // point[0] if point[0] else 0
-            if 0 < abs(factor) <= 64 and np.array_equal(factor * point, rest):
+            if 0 < abs(factor) <= 256 and np.array_equal(factor * point, rest):
                 return _term(int(factor), name) + (f" + {offset}" if offset else "")
     return _two_terms(wanted, names, points)
 

@@ -191,6 +191,5 @@ def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
         followed = ", ".join(f"{other.failure.name.replace('_', ' ')} (line {other.line})" for other in others)
         lines.append(f"  other errors in the log: {followed}")
     lines += ["fix:", *(f"  {text}" for text in fixes), f"next: {command}"]
-    lines += [f"more: docs/guides/{failure.page}"] if failure.page else []
     print("\n".join([*lines, *([needs_less] if needs_less else [])]))
     return 0

@@ -244,10 +244,7 @@ def check_axes(report: Report, *, world_size: int | None) -> None:
                 report.error(f"zero_optimization.{key}", rule, "remove it, or use stage 2")
 
 
-_COMPRESSION = (
-    "use `shardwright qat`, `shardwright student` or MagnitudePruningCallback; "
-    "docs/guides/migrate_compression_training.md lists the flag for each setting"
-)
+_COMPRESSION = "use `shardwright qat`, `shardwright student` or MagnitudePruningCallback"
 
 REPLACEMENTS = {
     "nebula": "use the `checkpoint` section with a local or shared directory",

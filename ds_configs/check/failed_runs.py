@@ -49,8 +49,6 @@ class Failure:
     command: str
     """The next command; words in capitals are the user's."""
     order: Order = Order.CAUSE
-    page: str = ""
-    """Section of docs/guides/troubleshooting.md, or another page of docs/guides."""
 
 
 _PLAN = "shardwright plan MODEL --hardware HARDWARE --seq-len LENGTH"
@@ -67,7 +65,6 @@ FAILURES = (
             "With its plan, `shardwright explain PLAN --error LOG` lists the plans that fit.",
         ),
         command=_PLAN,
-        page="troubleshooting.md#cuda-oom-in-training",
     ),
     Failure(
         name="host_out_of_memory",
@@ -78,7 +75,6 @@ FAILURES = (
             "Use fewer workers of the data loader, and no offload of optimizer states.",
         ),
         command=f"{_PLAN} --host-memory SIZE",
-        page="troubleshooting.md#host-oom",
     ),
     Failure(
         name="empty_zero3_checkpoint",
@@ -90,7 +86,6 @@ FAILURES = (
             "in the directory of the checkpoint.",
         ),
         command="python zero_to_fp32.py . . --safe_serialization",
-        page="troubleshooting.md#zero-3-saves-empty-tensors",
     ),
     Failure(
         name="sharded_zero3_weight",
@@ -102,7 +97,6 @@ FAILURES = (
             "or call the module that owns it instead of a function with its weight.",
         ),
         command=_RERUN,
-        page="troubleshooting.md#zero-3-saves-empty-tensors",
     ),
     Failure(
         name="port_in_use",
@@ -114,7 +108,6 @@ FAILURES = (
             "--main_process_port 0 of `accelerate launch`, --standalone of torchrun.",
         ),
         command=f"{_RERUN} --main-port 29700",
-        page="troubleshooting.md#port-in-use",
     ),
     Failure(
         name="missing_package",
@@ -123,7 +116,6 @@ FAILURES = (
         meaning="The Python of the ranks does not have the package {0}.",
         fix=("Install it on every machine, into the Python that the launcher uses; `shardwright env` shows it.",),
         command="python -m pip install {0}",
-        page="troubleshooting.md#missing-package",
     ),
     Failure(
         name="mismatched_shapes",
@@ -140,7 +132,6 @@ FAILURES = (
             "For a batch: truncate or pad all columns in the collator, and compare its shapes on the named rank.",
         ),
         command="shardwright plan CHECKPOINT --hardware HARDWARE",
-        page="troubleshooting.md#mismatched-shapes",
     ),
     Failure(
         name="token_outside_vocabulary",
@@ -151,7 +142,6 @@ FAILURES = (
             "Ignored labels are -100. On GPUs, CUDA_LAUNCH_BLOCKING=1 makes the traceback show the right line.",
         ),
         command=f"CUDA_LAUNCH_BLOCKING=1 {_RERUN}",
-        page="troubleshooting.md#token-outside-the-vocabulary",
     ),
     Failure(
         name="unused_parameters",
@@ -162,7 +152,6 @@ FAILURES = (
             "or pass --ddp_find_unused_parameters true. TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameters.",
         ),
         command=f"TORCH_DISTRIBUTED_DEBUG=DETAIL {_RERUN}",
-        page="troubleshooting.md#missing-gradient",
     ),
     Failure(
         name="missing_gradient",
@@ -173,7 +162,6 @@ FAILURES = (
             "checkpointing, call model.enable_input_require_grads(). Check that a parameter has requires_grad.",
         ),
         command=f"{_RERUN} --gradient_checkpointing_kwargs '{{\"use_reentrant\": false}}'",
-        page="troubleshooting.md#missing-gradient",
     ),
     Failure(
         name="dtype",
@@ -184,7 +172,6 @@ FAILURES = (
             "Cast the inputs of modules outside of autocast to the type of their weights.",
         ),
         command="shardwright check PLAN",
-        page="missing_upcasts.md",
     ),
     Failure(
         name="layer_class_to_wrap",
@@ -196,7 +183,6 @@ FAILURES = (
             "the accelerate.yaml of a plan has it.",
         ),
         command=f"{_PLAN} --strategy fsdp2 --output-dir plan",
-        page="troubleshooting.md#fsdp-layer-class",
     ),
     Failure(
         name="configuration",
@@ -204,7 +190,6 @@ FAILURES = (
         meaning="ds_config.json and TrainingArguments have different values.",
         fix=('Write "auto" into the DeepSpeed config, or use the arguments of the plan.',),
         command="shardwright check ds_config.json",
-        page="troubleshooting.md#values-that-do-not-match",
     ),
     Failure(
         name="full_disk",
@@ -224,7 +209,6 @@ FAILURES = (
         ),
         command=f"{_PLAN} --host-memory SIZE",
         order=Order.KILLED,
-        page="troubleshooting.md#host-oom",
     ),
     Failure(
         name="collective_timeout",
@@ -239,7 +223,6 @@ FAILURES = (
         ),
         command="shardwright explain --error TRACES",
         order=Order.TIMEOUT,
-        page="troubleshooting.md#nccl-timeout",
     ),
     Failure(
         name="lost_connection",
@@ -254,7 +237,6 @@ FAILURES = (
         fix=("Read the logs of the other machines. Between machines, NCCL_SOCKET_IFNAME names the interface.",),
         command=f"NCCL_DEBUG=WARN {_RERUN}",
         order=Order.CONSEQUENCE,
-        page="troubleshooting.md#nccl-timeout",
     ),
     Failure(
         name="exception",

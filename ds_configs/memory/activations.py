@@ -865,7 +865,7 @@ def _unbounded(model: ModelSpec, why: str) -> ConfigError:
         where="model",
         value=model.architecture,
         rule=f"has no stored activation coefficients, and no upper bound can be computed: {why}",
-        fix="plan another model, or add its family (docs/guides/add_a_family.md)",
+        fix="plan another model, or add its family with tools/add_family.py of the repository",
     )
 
 

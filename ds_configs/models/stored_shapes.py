@@ -162,7 +162,7 @@ _PLAIN_ACTIVATIONS = frozenset(
 _ACTIVATION_FIELDS = ("_act", "activation", "activation_function")
 NO_SHAPE = re.compile(
     r"dropout|drop|_eps$|epsilon|_std$|_range$|theta$|dtype$|_coef$|token|version|label|problem_type|softcapping$"
-    r"|use_cache$|return_dict$|output_|residual_in_fp32$|norm_topk_prob$|(n|topk)_group$|topk_method$|scoring_func$|experts_per_tok$|max_window_layers$|rope_interleave$|scaling_factor$|_scale$|_multiplier$|architectures$|task_specific_params$"
+    r"|use_cache$|return_dict$|output_|residual_in_fp32$|norm_topk_prob$|(n|topk)_group$|topk_method$|scoring_func$|experts_per_tok$|max_window_layers$|rope_interleave$|scaling_factor$|_scale$|_multiplier$|_nextn_predict_layers$|^time_step|architectures$|task_specific_params$"
     r"|initializer|grid_pinpoints$|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
 )
 """Fields that do not affect the shape of any tensor."""
@@ -475,6 +475,9 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
     if field == "vision_config.vocab_size" or (field == "vocab_size" and "texts" in stored):
         # Files of LLaVA and SmolVLM have one, which only text parts read.
         return True
+    if name == "mamba_d_head":
+        inner = config.get("mamba_expand", 2) * config.get("hidden_size", 0)
+        return value == "auto" or bool(value * config.get("mamba_n_heads", 0) == inner)
     if name == "attention_head_size":
         return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
     if field not in stored["values"]:

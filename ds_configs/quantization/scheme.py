@@ -176,7 +176,7 @@ def scheme_named(name: str) -> QuantizationScheme:
     elif grouped := re.fullmatch(r"(W\d+A\d+)_?G(\d+)", preset):
         fix = f"use --scheme {grouped[1]} --group-size {grouped[2]}"
     elif re.match(r"GGUF|I?Q\d", plain):
-        rule, fix = "is a format of llama.cpp", "convert the model to it as docs/guides/gguf.md describes"
+        rule, fix = "is a format of llama.cpp", "convert the checkpoint with llama.cpp's convert_hf_to_gguf.py"
     elif "AUTOROUND" in plain:
         rule, fix = "is a method, not a scheme", "use --method gptq --scheme W4A16 of quantize"
     elif methods := [method for method in METHODS if method.replace("-", "").upper() in plain]:

@@ -145,14 +145,14 @@ def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], t
     assert found.code == 2 and not list(tmp_path.iterdir())
 
 
-def test_an_old_compression_file_is_rejected_with_the_guide(
+def test_an_old_compression_file_is_rejected_with_what_replaces_it(
     qat: Shell, models: dict[str, Path], tmp_path: Path
 ) -> None:
     shared = {"enabled": True, "quantization_type": "symmetric", "schedule_offset": 0, "quantize_groups": 1}
     old = {"weight_quantization": {"shared_parameters": shared, "different_groups": {}}}
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "compression_training": old}))
     found = qat(models["model"], *OUT, *DATA, "--config", "ds_config.json")
-    assert found.code == 2 and "shardwright qat" in found.err and "migrate_compression_training.md" in found.err
+    assert found.code == 2 and "remove it, and use options of shardwright qat" in found.err
 
 
 def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
