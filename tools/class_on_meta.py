@@ -26,14 +26,15 @@ from shardwright.ds_configs.specs.model import ModelSpec
 NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}
 MORE_FIELDS: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
-    "gemma3": {"text_config.sliding_window_pattern": 6},
+    "gemma3": {"text_config.sliding_window_pattern": 6, "vision_config.vision_use_head": True},
     "gemma3_text": {"sliding_window_pattern": 6},
-    **{name: {"head_dim": None} for name in ("glm4_moe", "phi3", "qwen2", "qwen2_moe", "qwen3_moe")},
+    **{name: {"head_dim": None} for name in ("phi3", "qwen2", "qwen3_moe")},
     "deberta-v2": {"conv_kernel_size": 0},
 }
 """Fields that a configuration reads and does not keep."""
 REQUIRED: Mapping[str, dict[str, Any]] = {
-    "hunyuan_v1_dense": {"head_dim": 128},
+    **{name: {"head_dim": 128} for name in ("glm4_moe", "hunyuan_v1_dense")},
+    "gemma3 headless": {"vision_config.vision_use_head": False},
     "deberta-v2 relative": {
         "relative_attention": True,
         "position_buckets": 256,
@@ -260,10 +261,6 @@ class ClassOnMeta:
         outputs: Outputs = {
             ("derived", name): value for name, value in derived.items() if is_stored_setting(name, value)
         }
-        window = f"{self.text}." * bool(self.text) + "sliding_window"
-        if spec.sliding_window and window not in after:
-            # A property of ModernBERT's configuration.
-            outputs["derived", window] = spec.sliding_window
         outputs |= {("buffers",): spec.buffer_bytes, ("tied",): int(spec.tied_embeddings)}
         for parameter in spec.parameters:
             key = (parameter.name, parameter.group, parameter.kind, len(parameter.shape), 0)

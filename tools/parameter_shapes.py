@@ -45,9 +45,8 @@ FIXED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("text_config.use_bidirectional_attention",),
     "gemma3_text": ("use_bidirectional_attention",),
     "deberta-v2": ("relative_attention", "share_att_key"),
-    "lfm2": ("block_multiple_of", "block_auto_adjust_ff_dim"),
     "ernie4_5_moe": ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-    "qwen2_moe": ("use_sliding_window",),
+    "qwen2_moe": ("sliding_window", "use_sliding_window"),
     "stablelm": ("qk_layernorm",),
 }
 """Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word), make a

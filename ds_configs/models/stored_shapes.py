@@ -457,6 +457,10 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
     if name in _ROTARY_FIELDS:
         rotary_factor = value.get("partial_rotary_factor") if isinstance(value, dict) else None
         return rotary_factor in (None, stored["rotary_factor"])
+    if name == "mlp_layer_types" and isinstance(value, list):
+        # What GLM-4.7-Flash derives, and writes into the files of a saved model.
+        dense = config.get("first_k_dense_replace", 1)
+        return value == [*["dense"] * dense, *["sparse"] * (config.get("num_hidden_layers", 0) - dense)]
     if name.endswith("layer_types"):
         if field not in stored["layer_types"]:
             return name not in stored["read"]
@@ -468,6 +472,12 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return not isinstance(value, dict) or name in ("id2label", "label2id")
     if name == "no_rope_layers" and "layer_types" in config:
         return True
+    if name == "sliding_window" and not config.get(
+        "use_sliding_window", stored["values"].get("use_sliding_window", True)
+    ):
+        return True
+    if name == "moe_layer_end_index":
+        return value in (-1, config.get("num_hidden_layers", 0) - 1)
     if name == "moe_layers" and isinstance(value, list):
         # What Llama 4 derives, and writes into the files of a saved model.
         step, layers = config.get("interleave_moe_layer_step", 1), config.get("num_hidden_layers", 0)
