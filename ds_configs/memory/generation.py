@@ -105,7 +105,7 @@ def vllm_bytes(layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
     blocks = sequences * cache.sequence_blocks(job.seq_len_tokens, tokens_in_flight=VLLM_BATCHED_TOKENS) + 1
     work = workspace_bytes(sizes, tensor_parallel_size=size, batched_tokens=VLLM_BATCHED_TOKENS, sequences=sequences)
     weights = 2 * model.parameter_count // size
-    return weights + work + RUNTIME_BYTES + blocks * cache.block_bytes
+    return weights + max(work.values()) + RUNTIME_BYTES + blocks * cache.block_bytes
 
 
 def vllm_share(layout: Layout, model: ModelSpec, job: TrainingJob, device_bytes: int) -> float:
