@@ -132,10 +132,11 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
         size = gigabytes(memory.gpu.high_bytes)
         rows.append((display_name(layout), str(layout.micro_batch_size), recomputation, size, speed, verdict))
-    out.print()
-    headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
-    title = "Alternatives" if verbose else f"Alternatives, {len(rows)} of {len(plan.rejected)}"
-    print_rows(out, headings, rows, title=title, figures=headings[1:], folded={"layout": 20})
+    if rows:
+        out.print()
+        headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
+        title = "Alternatives" if verbose else f"Alternatives, {len(rows)} of {len(plan.rejected)}"
+        print_rows(out, headings, rows, title=title, figures=headings[1:], folded={"layout": 20})
     if directory is not None or output_dir_hint:
         more = "Reasons" if verbose else "Every term and alternative: --verbose; reasons"
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"

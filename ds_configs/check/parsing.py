@@ -99,7 +99,7 @@ class _JsonReader:
                 raise UnreadableError(line, rule, fix) from None
             is_comment = text.startswith(_COMMENTS, error.pos)
             fix = "remove the comment: only DeepSpeed's parser supports comments" if is_comment else ""
-            rule = _RULES.get(error.msg, error.msg[:1].lower() + error.msg[1:])
+            rule = "it has a comment" if is_comment else _RULES.get(error.msg, error.msg[:1].lower() + error.msg[1:])
             raise UnreadableError(error.lineno, f"not valid JSON: {rule}", fix) from None
 
     def node(self) -> Node:
