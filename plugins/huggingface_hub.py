@@ -1,11 +1,8 @@
-"""Model files of a Hub repository or a local path, uploads of finished directories, and model cards.
+"""Model files of a Hub repository or a local path, and model cards.
 
 Model files are `config.json`, safetensors headers, or a whole directory; no code. Checked with huggingface_hub 1.33 and
 2.4: `model_info` distinguishes gated, missing and private repositories. A file downloaded by branch name is cached
 under its commit, where offline mode finds it again and which a plan pins.
-
-Observed with huggingface_hub 1.33: `upload_folder` sends large files in several commits. A second call sends only what
-is missing. `upload_large_folder` is deprecated in its favour.
 """
 
 from __future__ import annotations
@@ -14,8 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
@@ -416,93 +413,6 @@ def check_endpoint() -> None:
     if address and not is_valid:
         rule, fix = "is not a URL of a Hub", "set it to a URL such as https://huggingface.co, or unset it"
         raise UsageError(ConfigError(where="HF_ENDPOINT", value=address, rule=rule, fix=fix))
-
-
-_NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
-LEFT_OUT = (
-    "checkpoints/**",
-    ".cache/**",
-    "**/.DS_Store",
-    "plan_measurement.json",
-    *(f"plan/{name}" for name in _NAMES_PLACES),
-)
-"""Patterns of files that are not uploaded: checkpoints, and files that contain paths of this machine."""
-
-
-def push_errors(repository: str | None) -> list[ConfigError]:
-    """Return why a directory cannot be uploaded to a repository: its name, or a missing token.
-
-    Sends no request: `pushed` creates the repository before the work, which proves write access.
-    """
-    from huggingface_hub import get_token
-
-    if repository is None:
-        return []
-    if not HUB_ID.fullmatch(repository):
-        rule, fix = "is not a name of a Hub repository", "write ORG/NAME"
-    elif get_token() is None:
-        rule, fix = "needs a Hub token, and there is none", "hf auth login, or set HF_TOKEN"
-    else:
-        return []
-    return [ConfigError(where="push_to_hub", value=repository, rule=rule, fix=fix)]
-
-
-@contextmanager
-def pushed(directory: Path, repository: str | None, *, private: bool) -> Iterator[None]:
-    """Create a model repository, check write access, and upload a directory without `LEFT_OUT` after the block.
-
-    The block fills the directory. Without a repository nothing is done. Call `check_push` before.
-
-    Raises:
-        ShardwrightError: the Hub rejects the request, or the upload failed; a second upload sends the missing files.
-    """
-    if repository is None:
-        yield
-        return
-    from huggingface_hub import HfApi
-
-    def create() -> None:
-        created = HfApi().create_repo(repository, private=private, exist_ok=True)
-        # A repository that exists proves no access.
-        HfApi().auth_check(created.repo_id, write=True)
-
-    try:
-        within_limit(create, f"repository {repository}")
-    except Exception as error:
-        raise ShardwrightError(f"push_to_hub = {repository!r}: the Hub rejected it ({_reason(error)})") from None
-    yield
-    try:
-        commit = HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=directory,
-            ignore_patterns=list(LEFT_OUT),
-            commit_message="Upload by Shardwright",
-        )
-    except Exception as error:
-        raise ShardwrightError(
-            f"push_to_hub = {repository!r}: the upload failed ({_reason(error)}); {directory} is complete: "
-            f"`hf upload {repository} {directory}` uploads the missing files"
-        ) from None
-    logger.info(f"uploaded to {commit.repo_url}")
-
-
-def check_push(repository: str | None) -> None:
-    """Check that a repository can be written to.
-
-    Raises:
-        UsageError: the errors of `push_errors`.
-    """
-    if errors := push_errors(repository):
-        raise UsageError(errors)
-
-
-def _reason(error: Exception) -> str:
-    status = hub_status(error)
-    if status == 401:
-        return "401: the Hub does not accept the token; `hf auth login` with a valid one"
-    if status == 403:
-        return "403: the token has no write access to it"
-    return type(error).__name__ if status is None else f"{type(error).__name__}, {status}"
 
 
 CARD_FILE = "README.md"

@@ -579,11 +579,6 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn:Linear.forward(self, input)",
         "The layer keeps its parameters, hooks and name in the model, but computes with rounded weights.",
     ),
-    instance(
-        "qat-lora",
-        "peft.tuners.lora:Linear.forward(self, x)",
-        "PEFT adds the outputs of adapter and base layer; QAT rounds the sum of their weights, like merging.",
-    ),
     # Mixtral's experts are checked for all families that `use_experts_implementation` decorates.
     instance(
         "qat-experts",

@@ -23,7 +23,7 @@ from ..ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun,
 from ..ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ..ds_configs.specs.settings import settings_of
 from ..ds_configs.specs.units import gigabytes
-from ..plugins.huggingface_hub import CARD_FILE, check_push, pushed, shown_name, split_revision, title_of
+from ..plugins.huggingface_hub import CARD_FILE, shown_name, split_revision, title_of
 from ..plugins.llm_compressor import load_for_quantization, without_bars
 from ..plugins.planning import installed_versions
 from ..plugins.safetensors import appearing_directory
@@ -455,8 +455,6 @@ def quantize(
     device: str | None = None,
     force: bool = False,
     evaluate: bool = True,
-    push_to_hub: str | None = None,
-    private: bool = False,
     **settings: Any,
 ) -> QuantizationOutcome:
     """Quantize a model, and write a checkpoint that was verified by reloading it.
@@ -471,8 +469,6 @@ def quantize(
         device: Such as `cuda:0`; default: an accelerator if there is one.
         force: Replace the model in a directory that is not empty.
         evaluate: Compare the checkpoint with its model.
-        push_to_hub: Hub repository to upload the checkpoint to.
-        private: Create the repository as private.
         settings: Fields of `QuantizeSettings`, which are flags of `shardwright quantize`.
 
     Raises:
@@ -481,13 +477,11 @@ def quantize(
         DoesNotFitError: not enough memory or disk.
         ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
-    check_push(push_to_hub)
     output = Path(output_dir)
     prepared = prepare(
         model, settings_of(QuantizeSettings, settings), output, revision=revision, device=device, force=force
     )
-    with pushed(output, push_to_hub, private=private):
-        return run_prepared(prepared, output, force=force, device=device, evaluate=evaluate)
+    return run_prepared(prepared, output, force=force, device=device, evaluate=evaluate)
 
 
 def run_prepared(

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from ...ds_configs.specs.settings import HubFields
 from ..options import Output
 from ..settings import Options
 
 
-class Flags(Output, HubFields):
+class Flags(Output):
     output_dir: Path = Field(description="Directory for the merged model")
     base: str | None = Field(None, description="Base model. Default: as the adapter records it")
     base_revision: str | None = Field(None, description="Branch, tag or commit of a Hub base model")

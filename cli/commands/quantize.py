@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from ...ds_configs.quantization.settings import QuantizeSettings
-from ...ds_configs.specs.settings import HubFields, RevisionFields
+from ...ds_configs.specs.settings import RevisionFields
 from ..options import ResultDirectory
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...trainers.quantization import Prepared, QuantizationOutcome
 
 
-class Flags(ResultDirectory, HubFields, RevisionFields):
+class Flags(ResultDirectory, RevisionFields):
     config: str | None = Field(None, description="YAML file with settings, such as those of examples/quantization")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
@@ -39,10 +39,8 @@ def quantize_command(
     model
         Hub id or directory of a model with safetensors weights.
     """
-    from ...plugins.huggingface_hub import check_push, pushed
     from ...trainers.quantization import prepare
 
-    check_push(options.push_to_hub)
     output_dir = options.output_dir
     # Some libraries log to stdout, which is for results only.
     with redirect_stdout(sys.stderr):
@@ -62,11 +60,7 @@ def quantize_command(
             _show_prepared(prepared, as_json=False)
     from ...trainers.quantization import run_prepared
 
-    with (
-        pushed(output_dir, options.push_to_hub, private=options.private),
-        redirect_stdout(sys.stderr),
-        progress_on_stderr("reading the model"),
-    ):
+    with redirect_stdout(sys.stderr), progress_on_stderr("reading the model"):
         outcome = run_prepared(
             prepared,
             output_dir,

@@ -157,15 +157,6 @@ class HardwareFields(Settings):
     nvme: str | None = Field(None, description="NVMe per node as PATH:SIZE (e.g. /local_nvme:3.5TB)")
 
 
-class HubFields(Settings):
-    """Options for pushing a result to the Hub."""
-
-    group = "Hub"
-
-    push_to_hub: str | None = Field(None, description="Push the result to this Hub repository, ORG/NAME")
-    private: bool = Field(False, description="Create the Hub repository as private if it is new")
-
-
 class RevisionFields(Settings):
     """The option of a command that reads a model."""
 

@@ -14,10 +14,8 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...plugins.huggingface_hub import (
     CARD_FILE,
-    check_push,
     commit_of,
     model_directory,
-    pushed,
     read_model_source,
     shown_name,
     split_revision,
@@ -69,8 +67,6 @@ def merge(
     base_revision: str | None = None,
     qlora: bool | None = None,
     force: bool = False,
-    push_to_hub: str | None = None,
-    private: bool = False,
 ) -> MergeReport:
     """Merge a LoRA adapter into its base and write a complete model: safetensors, tokenizer and model card.
 
@@ -84,8 +80,6 @@ def merge(
         qlora: Merge into the NF4 weights that QLoRA trains on, dequantized. Default: whether a plan of `train` in the
             adapter's directory has the method `qlora`.
         force: Replace the model in a directory that is not empty.
-        push_to_hub: Hub repository to upload the model to.
-        private: Make the repository private if it is new.
 
     Raises:
         UsageError: the adapter is not a LoRA adapter, its base is unknown, or the directory cannot be used.
@@ -98,7 +92,6 @@ def merge(
     output, sources = Path(output_dir), {"the adapter": str(adapter), "the base model": base}
     name, revision = split_revision(str(adapter))
     with redirect_stdout(sys.stderr):
-        check_push(push_to_hub)
         errors: list[ConfigError] = []
         read = None
         with collecting(errors):
@@ -134,7 +127,7 @@ def merge(
         plan = read.directory / PLAN_DIRECTORY
         if qlora is None:
             qlora = (plan / "plan.json").is_file() and Plan.load(plan).job.method == "qlora"
-        with reserved(output, force=force), pushed(output, push_to_hub, private=private), without_bars():
+        with reserved(output, force=force), without_bars():
             directory = model_directory(source.name, revision=source.revision)
             origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
             config = load_config(origin)

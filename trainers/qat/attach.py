@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,12 +28,9 @@ from .experts import expert_linear_layers, experts_errors, fake_quantize_experts
 from .layers import (
     LEARNED,
     FakeQuantizedLinear,
-    FakeQuantizedLora,
     InputRange,
     LayerQuantizer,
     QuantizationState,
-    is_lora_linear,
-    lora_errors,
 )
 from .settings import QATConfig
 
@@ -60,9 +56,7 @@ class Attachment:
     layers: tuple[LinearLayer, ...]
     """Rounded matrices, by their names in the checkpoint."""
     dense: tuple[str, ...] = ()
-    """Linear layers and routers that stay dense, by their names in the model without adapters."""
-    lora_rank: int | None = None
-    """Rank of the trained adapter; `None` without one."""
+    """Linear layers and routers that stay dense, by their names in the checkpoint."""
 
     def quantizers(self) -> Iterator[LayerQuantizer]:
         """Yield the quantizer of each matrix."""
@@ -93,15 +87,8 @@ def attachment_of(model: Any) -> Attachment | None:
 
 
 def checkpoint_name(name: str) -> str:
-    """Return a module's name without the parts added by PEFT, `torch.compile` and activation checkpointing."""
-    plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-    for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
-        plain = plain.replace(wrapper, "")
-    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
-
-
-_PEFT_PARTS = (".lora_", ".original_module")
-"""Linear layers of adapters, and originals that a trained copy replaces."""
+    """Return a module's name without the parts added by `torch.compile` and activation checkpointing."""
+    return name.replace("._orig_mod", "").replace("._checkpoint_wrapped_module", "")
 
 
 def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
@@ -110,7 +97,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     Parameters, hooks and state dict keys do not change, except that learned scales are added.
 
     Args:
-        model: Transformers model, already with PEFT adapters if it is to have any.
+        model: Transformers model without PEFT adapters.
         config: Number formats.
         stored_dtype: Dtype of scales in the checkpoint if the configuration sets none; `None`: the model's.
 
@@ -118,20 +105,17 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         UsageError: the scheme does not fit the model; all errors together.
     """
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
-        rule, fix = "rounds already", "attach once, after adapters were added"
+        rule, fix = "rounds already", "attach once, and add no adapters"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
-    # Modules that can round, each with its matrices; a LoRA layer represents the layer inside it.
+    if hasattr(model, "peft_config"):
+        rule, fix = "has PEFT adapters", "merge them first, with shardwright merge or model.merge_and_unload()"
+        raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
+    # Modules that can round, each with its matrices.
     candidates: dict[str, tuple[LinearLayer, ...]] = {}
-    lora_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if lora_prefixes and name.startswith(lora_prefixes):
-            continue
         if is_fused_experts(module):
             candidates[name] = expert_linear_layers(model, name)
-        elif is_lora_linear(module):
-            lora_prefixes = (*lora_prefixes, f"{name}.")
-            candidates[name] = (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
-        elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
+        elif type(module) is torch.nn.Linear:
             candidates[name] = (linear_layer(model, checkpoint_name(name), module),)
     layers = tuple(layer for layers in candidates.values() for layer in layers)
     if errors := list(config.errors()):
@@ -147,8 +131,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if config.stored_dtype is not None:
         stored_dtype = getattr(torch, config.stored_dtype)
     routers = tuple(map(checkpoint_name, router_names(model, linear=False)))
-    adapter = getattr(model, "active_adapter", None)
-    adapter_config = getattr(model, "peft_config", {}).get(adapter) if isinstance(adapter, str) else None
     attachment = Attachment(
         config=config,
         scheme=replace(scheme, ignore=(*scheme.ignore, *(name for name in routers if name not in scheme.ignore))),
@@ -156,7 +138,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         state=QuantizationState(rule=config.weight_rule),
         modules={},
         layers=selected,
-        lora_rank=getattr(adapter_config, "r", None),
     )
     names, modules = {layer.name for layer in selected}, dict(model.named_modules())
     common: dict[str, Any] = {
@@ -180,22 +161,13 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
             quantizer.input_range = InputRange(
                 scheme.activations, stored_dtype=attachment.stored_dtype, name=quantizer.name
             )
-        if is_lora_linear(module):
-            patches.swap_class("qat-lora", module, FakeQuantizedLora)
-        else:
-            patches.swap_class("qat-linear", module, FakeQuantizedLinear)
+        patches.swap_class("qat-linear", module, FakeQuantizedLinear)
         module.quantizer = quantizer
         if config.learns_scales:
             _add_learned_scales(module, module.weight, scheme.weights)
     # Listed now, because an engine may rename modules later.
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    dense = [
-        checkpoint_name(name)
-        for name in linear
-        if not {name, name.removesuffix(".base_layer")} & attachment.modules.keys()
-        and not any(part in name for part in _PEFT_PARTS)
-    ]
-    attachment.dense = (*routers, *dense)
+    attachment.dense = (*routers, *(checkpoint_name(name) for name in linear if name not in attachment.modules))
     setattr(model, ATTRIBUTE, attachment)
     return attachment
 
@@ -230,23 +202,6 @@ def _model_errors(
     if config.learns_scales and any(layer.is_expert for layer in selected):
         rule = "scales of fused experts cannot be learned"
         errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix="use minmax"))
-    if hasattr(model, "peft_config"):
-        if config.learns_scales:
-            rule = "PEFT checkpoints do not contain learned scales, so a resumed run would lose them"
-            fix = "use minmax"
-            errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix=fix))
-        text_config = model.config.get_text_config()
-        for name, module in modules.items() if getattr(text_config, "tie_word_embeddings", False) else ():
-            inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
-            is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == text_config.vocab_size
-            if is_head or isinstance(inner, torch.nn.Embedding):
-                rule = "is adapted, but output head and token embedding share one weight, so merging changes both"
-                fix = "adapt neither, or untie them"
-                errors.append(ConfigError(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
-    names = {layer.name for layer in selected}
-    adapters = (name for name in candidates if is_lora_linear(modules[name]) and checkpoint_name(name) in names)
-    # All adapters have the same settings: report the first wrong one.
-    errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
     return errors + experts_errors(model)
 
 

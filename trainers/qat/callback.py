@@ -101,7 +101,6 @@ def _formats(attachment: Attachment) -> dict[str, Any]:
     parts["settings"] = {
         "weight_rule": attachment.config.weight_rule,
         "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
-        "lora_rank": attachment.lora_rank,
     }
     flat = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
     formats: dict[str, Any] = json.loads(json.dumps(flat))
@@ -120,7 +119,7 @@ def resume_errors(
 ) -> list[ConfigError]:
     """Return how a checkpoint's number formats differ from the training's, before anything is loaded.
 
-    Loading optimizer states of other learned scales or adapters fails with an error that does not name the cause.
+    Loading optimizer states of other learned scales fails with an error that does not name the cause.
 
     Args:
         attachment: Attachment of the model to train.

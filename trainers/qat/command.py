@@ -15,7 +15,6 @@ from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
 from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
-from ...plugins.peft import add_lora
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_nonfinite_weights
@@ -363,8 +362,6 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
             config = settings.config(stored_dtype=source.dtype)
             # Attach to the model without its weights: the ranks would fail where this fails.
             meta = build_meta_model(source.config, source=source.name)
-            if settings.method == "lora":
-                meta = add_lora(meta, **settings.lora_options(), fp32_adapters=True)
             attachment = attach(meta, config)
             last = last_checkpoint(request.output_dir) if request.resume else None
             errors += [] if last is None else resume_errors(attachment, last, demands_record=True)

@@ -40,11 +40,11 @@ def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
     """Return the matrices of a fused experts module by their names in the checkpoint, if it can be rounded.
 
     Args:
-        model: Transformers model, possibly wrapped by PEFT.
+        model: Transformers model.
         name: Name of the module in the model.
     """
     module, names, layers = model.get_submodule(name), _checkpoint_names(model, name), []
-    for parameter, matrices in _matrices(module).items() if not _unfit(module, name, names) else ():
+    for parameter, matrices in _matrices(module).items() if not _unfit(module, names) else ():
         weight = getattr(module, parameter)
         # `zero.Init` partitions the parameter.
         experts, rows, columns = getattr(weight, "ds_shape", weight.shape)
@@ -65,7 +65,7 @@ def experts_errors(model: Any) -> list[ConfigError]:
     """Return why the experts of a model cannot be rounded, all errors together."""
     unfit: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if is_fused_experts(module) and (reason := _unfit(module, name, _checkpoint_names(model, name))):
+        if is_fused_experts(module) and (reason := _unfit(module, _checkpoint_names(model, name))):
             unfit.setdefault(f"{type(module).__name__} {reason}", []).append(name)
     fix = "train without rounding, and quantize the result"
     return [
@@ -235,10 +235,8 @@ def _relative_names(module: Any) -> list[str]:
     ]
 
 
-def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
+def _unfit(module: Any, names: Mapping[str, str]) -> str:
     """Return why the experts of a layer cannot be rounded; empty if they can."""
-    if ".base_layer" in name:
-        return "has PEFT adapters, which are not merged before rounding"
     flags = (
         ("has biases", module.has_bias),
         ("stores its matrices transposed", module.is_transposed),
@@ -266,7 +264,7 @@ def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
     if root is None:
         return {}
     module = model.get_submodule(name)
-    inside = name.removeprefix(f"{root_name}." if root_name else "").replace(".base_layer", "")
+    inside = name.removeprefix(f"{root_name}." if root_name else "")
     relative, probes = _relative_names(module), {}
     rest = torch.arange(len(relative))
     for parameter, matrices in _matrices(module).items():

@@ -38,7 +38,7 @@ from ..data.models import copy_companions
 from ..verify import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from .attach import Attachment, checkpoint_name
 from .experts import fake_quantize_experts, is_fused_experts
-from .layers import LEARNED, FakeQuantizedLinear, forward_weight, is_lora_linear, lora_matrices, some_names
+from .layers import LEARNED, FakeQuantizedLinear, some_names
 from .rounding import round_weight
 
 if TYPE_CHECKING:
@@ -175,8 +175,6 @@ def export(
                 write_files({"config.json": json.dumps(content, indent=2) + "\n"}, staging, force=True)
                 save_checkpoint(contents, staging)
                 notes = []
-                if collected.dropped:
-                    notes.append(f"inactive adapters were omitted: {', '.join(collected.dropped[:3])}")
                 if verify and not _reads_tokens(root):
                     notes.append("only weights were compared: the model needs more inputs than the tokens of one text")
                 elif verify and root.get_output_embeddings() is None:
@@ -224,7 +222,6 @@ class Collected:
 
     attachment: Attachment
     root: PreTrainedModel
-    """The Transformers model, without wrappers of adapters."""
     device: torch.device
     """Device of the training: products and sums differ between accelerator and CPU in the last bit."""
     keep_trained: bool
@@ -232,47 +229,37 @@ class Collected:
     packed: dict[str, Tensor] = field(default_factory=dict)
     """Codes, scales and zero points, by their names in the checkpoint."""
     dense: dict[str, Tensor] = field(default_factory=dict)
-    """All other tensors in the stored dtype, by their names in the model without adapters."""
+    """All other tensors in the stored dtype, by their names in the model."""
     trained: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Parameters that packed tensors replace, by module name in the model; for verification."""
     not_finite: list[str] = field(default_factory=list)
     """Tensors with NaN or infinity."""
-    dropped: list[str] = field(default_factory=list)
-    """Adapters that no forward pass used."""
-    unmerged: list[str] = field(default_factory=list)
-    """Adapters that forward passes used and that cannot be merged."""
 
     def add_all(self, tensors: Mapping[str, Tensor], model: Any) -> None:
         """Collect all parameters and buffers of a model, by their names in it.
 
         Raises:
             UsageError: a packed module shares parameters with another one, which are gathered once.
-            RefusedInputError: tensors with NaN or infinity, or active adapters that cannot be merged; names them.
+            RefusedInputError: tensors with NaN or infinity; names them.
         """
         remaining, missing = dict(tensors), []
         rounded = {id(module): name for name, module in self.attachment.modules.items()}
         names = module_names(self.attachment, self.root)
         for name, module in model.named_modules():
-            is_mergeable = is_lora_linear(module) and len(module.active_adapters) == 1 and not module.lora_variant
-            if id(module) not in rounded and not is_mergeable:
+            if id(module) not in rounded:
                 continue
-            # A plain LoRA layer is merged, a rounding module lists what its packed form replaces.
-            own = getattr(module, "consumed", None) or lora_matrices(module)
-            missing += [f"{name}.{relative}" for relative in own if f"{name}.{relative}" not in remaining]
+            missing += [f"{name}.{relative}" for relative in module.consumed if f"{name}.{relative}" not in remaining]
             if missing:
                 continue
-            parameters = {relative: remaining.pop(f"{name}.{relative}") for relative in own}
+            parameters = {relative: remaining.pop(f"{name}.{relative}") for relative in module.consumed}
             if infinite := [f"{name}.{relative}" for relative, tensor in parameters.items() if not _finite(tensor)]:
                 self.not_finite += infinite
                 continue
             # Learned scales in the dtype of the forward pass: 3.4999 rounds to 3, but in bf16 to 4.
-            dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
+            dtype = next(iter(module.quantizers.values())).forward_dtype
             if dtype is not None:
                 parameters = {key: value.to(dtype) if key in LEARNED else value for key, value in parameters.items()}
             placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
-            if id(module) not in rounded:
-                self._add_dense(checkpoint_name(f"{name}.weight"), forward_weight(module, placed))
-                continue
             for key, layer in module.stored_layers(placed).items():
                 quantizer = module.quantizers[key]
                 stored_name = names[quantizer.name]
@@ -287,28 +274,13 @@ class Collected:
         if missing:
             rule = f"other modules share {some_names(missing)}, and a packed matrix cannot be shared"
             raise UsageError(ConfigError(where="model", rule=rule, fix="ignore these layers, or untie them"))
-        # PEFT has a property where Transformers has a method.
-        active = model.active_adapters if hasattr(model, "peft_config") else []
-        active = set(active() if callable(active) else active)
         for name, tensor in remaining.items():
-            parts = name.split(".")
-            is_lora = any(part.startswith("lora_") for part in parts)
-            is_adapted = is_lora or "modules_to_save" in parts
-            if is_adapted and not active & set(parts):
-                self.dropped += [name] if is_lora else []
-            elif is_lora:
-                self.unmerged.append(name)
-            elif "original_module" not in parts:
-                self._add_dense(checkpoint_name(name), tensor)
-        errors = []
-        for wrong, rule, fix in (
-            (self.not_finite, "tensors with NaN or infinite numbers", "export an earlier checkpoint of the run"),
-            (self.unmerged, "adapters that cannot be merged into a matrix", "train plain LoRA of linear layers"),
-        ):
-            if wrong:
-                errors.append(ConfigError(where="model", rule=f"has {len(wrong)} {rule}: {some_names(wrong)}", fix=fix))
-        if errors:
-            raise RefusedInputError(errors)
+            self._add_dense(checkpoint_name(name), tensor)
+        if self.not_finite:
+            count, names_text = len(self.not_finite), some_names(self.not_finite)
+            rule = f"has {count} tensors with NaN or infinite numbers: {names_text}"
+            fix = "export an earlier checkpoint of the run"
+            raise RefusedInputError([ConfigError(where="model", rule=rule, fix=fix)])
 
     def _add_dense(self, name: str, tensor: Tensor) -> None:
         import torch
@@ -413,14 +385,12 @@ def _reference(collected: Collected, directory: Path) -> Any:
                 setattr(target, relative, torch.nn.Parameter(tensor))
             fake_quantize_experts(target, name, copies)
             continue
-        # Products with adapters differ in the last bit on a device other than that of the training run.
-        placed = {relative: tensor.to(collected.device) for relative, tensor in parameters.items()}
         patches.swap_class("qat-linear", target, FakeQuantizedLinear)
         (target.quantizer,) = copies.values()
-        target.weight = torch.nn.Parameter(forward_weight(module, placed).cpu())
+        target.weight = torch.nn.Parameter(module.forward_weight(parameters).cpu())
         for learned in LEARNED:
-            if learned in placed:
-                target.register_parameter(learned, torch.nn.Parameter(placed[learned].cpu()))
+            if learned in parameters:
+                target.register_parameter(learned, torch.nn.Parameter(parameters[learned].cpu()))
     # Missing tensors are reported by the fresh process.
     model.load_state_dict(dict(collected.dense), strict=False, assign=True)
     model.tie_weights()
@@ -445,7 +415,7 @@ def largest_weight_difference(collected: Collected, directory: Path) -> float:
             written = unpack_tensors(layer, dict(each_tensor(stored_tensors.get(layer, {}))), quantizer.scheme)
             if not is_fused_experts(module):
                 learned = (placed.get(name) for name in LEARNED)
-                trained = round_weight(forward_weight(module, placed), rounding, *learned)
+                trained = round_weight(module.forward_weight(placed), rounding, *learned)
             pair = [each.value(rounding.quantization).cpu() for each in (written, trained)]
             largest.append((pair[0] - pair[1]).abs().max().float())
     # Python's max would ignore a NaN that is not the first.

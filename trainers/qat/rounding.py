@@ -53,8 +53,6 @@ class Rounding:
     """Dtype of the scales in the checkpoint, and of the weight that a loader computes."""
     inputs: ActivationQuantization | None = None
     """Number format of the inputs; `None`: full precision."""
-    adapter_scaling: float = 0.0
-    """Factor of the LoRA product B·A, which is added to the weight before rounding."""
 
 
 def round_weight(

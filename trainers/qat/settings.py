@@ -102,7 +102,7 @@ class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
 
     group = "Quantization"
 
-    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    method: Literal["full"] = Field("full", description="Full training")
     loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
         "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
     )

@@ -14,7 +14,6 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import gcd
 from pathlib import Path
@@ -26,7 +25,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, launch_arguments, planned_training_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...ds_configs.specs.job import GROUPED_TASKS
-from ...plugins.huggingface_hub import CARD_FILE, model_directory, pushed
+from ...plugins.huggingface_hub import CARD_FILE, model_directory
 from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
 from ..counting.counts import Estimate, exponential
@@ -372,15 +371,11 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
         DoesNotFitError: the model does not fit on the disk.
         ShardwrightError: a rank failed; names the rank and its error.
     """
-    request, settings = prepared.request, prepared.settings
-    output_dir = request.output_dir
+    request, output_dir = prepared.request, prepared.request.output_dir
     if errors := disk_errors(output_dir, needed_bytes=prepared.least_bytes):
         raise DoesNotFitError("\n".join(map(str, errors)))
-    with ExitStack() as stack:
-        stack.enter_context(reserved(output_dir, force=request.force or request.resume))
-        # After the directory is reserved, and before a Hub repository is created.
+    with reserved(output_dir, force=request.force or request.resume):
         finished = _finished(prepared)
-        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private))
         if finished is not None and is_complete(prepared, finished):
             logger.info(f"{output_dir}: the run is complete, all of {finished.record.step} steps, model and report")
             content = json.loads((output_dir / TRAINING_FILE).read_bytes())

@@ -17,12 +17,10 @@ from ...ds_configs.specs.settings import (
     HANG_SECONDS,
     NONFINITE_STEPS,
     HardwareFields,
-    HubFields,
     Names,
     RevisionFields,
     Settings,
 )
-from ...plugins.huggingface_hub import push_errors
 from ...plugins.transformers.training_arguments import tracker_errors
 from ..data.sources import DataSettings
 
@@ -73,9 +71,7 @@ class EvaluationSettings(Settings):
     evaluation_samples: int = Field(256, ge=1, description="Maximum number of held-out samples to evaluate on")
 
 
-class LaunchedSettings(
-    GuardFields, HardwareFields, EvaluationSettings, DataSettings, HubFields, RevisionFields, TrainingFields
-):
+class LaunchedSettings(GuardFields, HardwareFields, EvaluationSettings, DataSettings, RevisionFields, TrainingFields):
     """Settings that every launched training has."""
 
     group = "Training"
@@ -199,8 +195,8 @@ class LaunchedJob(RankJob):
 
 
 def launched_errors(settings: LaunchedSettings) -> list[ConfigError]:
-    """Return errors for a missing dataset, a tracker or the Hub."""
-    errors = tracker_errors(settings.report_to) + push_errors(settings.push_to_hub)
+    """Return errors for a missing dataset or a tracker."""
+    errors = tracker_errors(settings.report_to)
     if not settings.dataset:
         errors.append(ConfigError(where="dataset", rule="is missing", fix="pass --dataset, such as python-help"))
     return errors

@@ -30,9 +30,6 @@ _OPTIONS_OF_ARGUMENTS = {
     "seed": "--seed",
     "resume_from_checkpoint": "--resume",
     "report_to": "--report-to",
-    "push_to_hub": "--push-to-hub",
-    "hub_model_id": "--push-to-hub",
-    "hub_private_repo": "--private",
 }
 """Options of the command that set keys of `TrainingArguments`."""
 _ENGINE_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config", "use_cpu")

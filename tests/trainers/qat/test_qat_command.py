@@ -78,7 +78,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert shown["scheme"]["format"] == "int-quantized"
     assert len(shown["layers"]) == 14 and not any("lm_head" in name for name in shown["layers"])
     assert {"out/REPORT.md", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
-    human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
+    human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--asymmetric")
     assert human.code == 0, human.err
     assert "14 quantized" in human.out
     assert not list(tmp_path.iterdir())

@@ -167,25 +167,6 @@ def test_tied_head_biases_and_shards(tmp_path, reload_here, monkeypatch):
     assert result.stored_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_merged_lora_is_what_was_trained(tmp_path, reload_here):
-    """Adapters on rounded layers, and on the head, which stays dense."""
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["q_proj", "down_proj", "lm_head"]
-    adapter = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, modules_to_save=["norm"])
-    model = get_peft_model(small_model(), adapter)
-    trainer, callback = trained(model, "W4A16", tmp_path)
-    result = callback.export(trainer, tmp_path / "out", probe=PROBE)
-    assert (result.largest_weight_difference, result.largest_logit_difference) == (0.0, 0.0)
-    plain = set(small_model().state_dict())
-    names = {name.replace("weight_packed", "weight") for name in stored(tmp_path / "out")}
-    assert {name for name in names if not name.endswith(("_scale", "_shape"))} == plain
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    for own, live in zip(logits(reloaded), logits(trainer.model), strict=True):
-        # The head's adapter is merged too, and its sum is rounded once instead of twice.
-        torch.testing.assert_close(own, live, rtol=0, atol=1e-5)
-
-
 def test_tensors_that_loaders_keep_in_fp32_are_stored_so(tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"input_layernorm"})
     trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options={"stored_dtype": "bfloat16"})

@@ -22,7 +22,6 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.transformers.gradient_checkpointing import decoder_layers
 from shardwright.trainers.runs import ranks
 from training_runs import taken_away
-from writable_hub import writable_hub
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +71,6 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         (("--arg", "deepspeed=mine.json"), "would run a different layout from the planned one"),
         (("--arg", "dataloader_drop_last=true"), "skips samples that the report counts as trained on"),
         (("--report-to", "flyte"), "report_to = 'flyte': is not installed; pip install flytekit"),
-        (("--push-to-hub", "org/name"), "push_to_hub = 'org/name': needs a Hub token, and there is none"),
         (("--text-column", "body"), "text_column = 'body': is not a column of python-help#8; it has text"),
         (("--evaluation-dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
         (("--evaluation-split", "test"), "evaluation_split = 'test': requires a Hub dataset"),
@@ -129,16 +127,12 @@ def test_a_plan_is_run_on_chats_with_adapters(
     (tmp_path / "others.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
     job = TrainingJob(seq_len_tokens=16, precision="fp32", method="lora", lora_rank=2, micro_batch_size=2)
     shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
-    with writable_hub() as hub:
-        found = train(
-            model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-dataset", "others.jsonl",
-            "--max-steps", 2, "--lora-alpha", 6, "--lora-dropout", 0.25,
-            "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1,
-            "--push-to-hub", "ada/tuned", "--private", "--format", "json",
-        )  # fmt: skip
+    found = train(
+        model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-dataset", "others.jsonl",
+        "--max-steps", 2, "--lora-alpha", 6, "--lora-dropout", 0.25,
+        "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1, "--format", "json",
+    )  # fmt: skip
     assert found.code == 0, found.err
-    assert hub.repositories == {"ada/tuned": True} and f"uploaded to {hub.address}/ada/tuned" in found.err
-    assert {"README.md", "REPORT.md", "adapter_model.safetensors", "tokenizer.json"} <= set(hub.files)
     shown = json.loads(found.out)
     assert shown["dataset"]["kind"] == "prompt and completion" and shown["settings"]["seq_len"] == 16
     assert (shown["dataset"]["train_samples"], shown["dataset"]["evaluation_samples"]) == (10, 4)
