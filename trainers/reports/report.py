@@ -1,4 +1,4 @@
-"""The report model of every command, the formats of its figures, and its renderings: Markdown, HTML and charts."""
+"""The report model of every command, the formats of its figures, and its renderings: Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -14,97 +14,8 @@ from typing import Any
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub import Relation, license_of, model_card, shown_name
 
-Draw = Callable[[float], str]
-"""Returns the elements of one chart whose top edge is at this height."""
 Points = Sequence[tuple[float, float]]
 Metrics = Sequence[Mapping[str, Any]]
-
-COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999"
-"""Paul Tol's bright scheme, distinct for any colour vision; it repeats for many series."""
-GREY = COLOURS[6]
-
-
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 460.0, 300.0, 66.0, 44.0, 42.0
-"""Size of a chart and its margins, in pixels."""
-
-
-def svg(*draws: Draw, title: str) -> str:
-    """Return charts one below the other as an SVG element whose text is text; `title` is for screen readers."""
-    charts = "".join(draw(_HEIGHT * number) for number, draw in enumerate(draws))
-    box = f"0 0 {_WIDTH:g} {_HEIGHT * len(draws):g}"
-    style = 'font-family="sans-serif" font-size="11" fill="currentColor"'
-    return (
-        f'<svg role="img" aria-label="{escape(title)}" xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {style}>'
-        f"{charts}</svg>"
-    )
-
-
-def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Return about five round numbers from `low` to `high`."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / 5))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / 5)
-    step = max(1.0, step) if whole else step
-    return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[float] = ()) -> Draw:
-    """Return a line by optimizer step for each series; `expected` is a predicted value and its interval."""
-    shown = {
-        label: [(x, y) for x, y in values if math.isfinite(x) and math.isfinite(y)] for label, values in series.items()
-    }
-    steps = [x for values in shown.values() for x, _ in values] or [0]
-    heights = [y for values in shown.values() for _, y in values] + [*expected, *([0] if expected else [])] or [0]
-    (first, last), (low, high) = (min(steps), max(steps)), (min(heights), max(heights))
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    low, high = (0.0 if expected else low - margin), high + margin
-
-    def draw(top: float) -> str:
-        base, right = top + _HEIGHT - _BOTTOM, _WIDTH - 12
-
-        def x_of(value: float) -> float:
-            return _LEFT + (right - _LEFT) * ((value - first) / (last - first) if last > first else 0.5)
-
-        def y_of(value: float) -> float:
-            return base - (base - top - _TOP) * (value - low) / (high - low)
-
-        def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
-            return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
-
-        def text(x: float, y: float, shown: str, style: str = 'text-anchor="middle"') -> str:
-            return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(shown)}</text>'
-
-        drawn, grid = [], f'stroke="{GREY}" stroke-opacity="0.35"'
-        for tick in _ticks(low, high):
-            drawn.append(line(_LEFT, y_of(tick), right, y_of(tick), grid))
-            drawn.append(text(_LEFT - 6, y_of(tick) + 4, f"{tick:,.6g}", 'text-anchor="end"'))
-        for tick in _ticks(first, last, whole=True):
-            drawn.append(line(x_of(tick), top + _TOP, x_of(tick), base, grid))
-            drawn.append(text(x_of(tick), base + 15, f"{tick:,.0f}"))
-        middle = (top + _TOP + base) / 2
-        drawn.append(text((_LEFT + right) / 2, base + 33, "optimizer step"))
-        drawn.append(text(13, middle, vertical, f'text-anchor="middle" transform="rotate(-90 13 {middle:.1f})"'))
-        legend = [(label, COLOURS[number % len(COLOURS)], "") for number, label in enumerate(shown)]
-        if expected:
-            value, lowest, highest = map(y_of, expected)
-            band = f'width="{right - _LEFT:.1f}" height="{lowest - highest:.1f}" fill="{GREY}" fill-opacity="0.25"'
-            drawn.append(f'<rect x="{_LEFT}" y="{highest:.1f}" {band}/>')
-            drawn.append(line(_LEFT, value, right, value, f'stroke="{GREY}" stroke-width="1.4" stroke-dasharray="5 3"'))
-            legend.append(("predicted, with interval", GREY, ' stroke-dasharray="5 3"'))
-        for values, (_, colour, _) in zip(shown.values(), legend, strict=False):
-            path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in values)
-            drawn.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-            if len(values) < 30:
-                drawn += [f'<circle cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="2.2" fill="{colour}"/>' for x, y in values]
-        # Above the chart, in at most two rows.
-        columns = max(1, math.ceil(len(legend) / 2))
-        for number, (label, colour, dashes) in enumerate(legend):
-            x, y = _LEFT + (right - _LEFT) / columns * (number % columns), top + 14 + 15 * (number // columns)
-            drawn.append(line(x, y, x + 18, y, f'stroke="{colour}" stroke-width="2"{dashes}'))
-            drawn.append(text(x + 23, y + 4, label, ""))
-        return "".join(drawn)
-
-    return draw
 
 
 def points(metrics: Metrics, key: str) -> Points:
@@ -118,15 +29,6 @@ class Table:
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One drawing; its title has the unit, its note says how to read it."""
-
-    title: str
-    draw: Draw
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +46,6 @@ class Report:
     title: str
     subtitle: str = ""
     summary: Sequence[Table] = ()
-    """Tables above the charts."""
-    charts: Sequence[Chart] = ()
     sections: Sequence[Section] = ()
     command: str = ""
     """Command line of the run; empty when a Python program started it."""
@@ -260,12 +160,8 @@ def html(report: Report) -> str:
 
     # Without links, pictures and emphasis: a name with an asterisk is shown as it is.
     parser = MarkdownIt("zero").enable(["table", "heading", "backticks", "escape"])
-    body = parser.render(markdown(report, charts="\ue000"))
+    body = parser.render(markdown(report))
     body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
-    if report.charts:
-        titles = "; ".join(chart.title for chart in report.charts)
-        drawn = svg(*(chart.draw for chart in report.charts), title=titles)
-        body = body.replace("<p>\ue000</p>", f"<figure>{drawn}</figure>")
     return _PAGE.format(
         title=escape(f"{report.title}: {report.kind.lower()}"),
         style=(Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8"),
@@ -275,12 +171,9 @@ def html(report: Report) -> str:
     )
 
 
-def markdown(report: Report, *, charts: str = "") -> str:
-    """Return the report as Markdown, with the text `charts` and the charts' notes where they are."""
+def markdown(report: Report) -> str:
     blocks = [f"# {report.kind} report", ": ".join(filter(None, (code(report.title), _text(report.subtitle))))]
     blocks += _tables(report.summary)
-    if report.charts and charts:
-        blocks += [charts, *(_text(f"{chart.title}. {chart.note}") for chart in report.charts)]
     for section in report.sections:
         blocks += [f"## {section.heading}", *map(_text, section.texts)]
         blocks += _tables(section.tables)

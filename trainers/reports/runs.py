@@ -21,12 +21,10 @@ from ...ds_configs.specs.errors import ConfigError, RefusedInputError, Shardwrig
 from ...ds_configs.specs.texts import strict_json
 from ...ds_configs.specs.units import human_count
 from .report import (
-    Chart,
     Metrics,
     Report,
     Section,
     Table,
-    curves,
     figures,
     gb,
     html,
@@ -237,23 +235,13 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         value = f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
         speeds.insert(0, (label, value, f"{meaning}; {pairs:,} pairs, with the 95 % interval"))
     logged = {label: values for key, label in _LOSSES.items() if (values := points(metrics, key))}
-    end = ", ".join(f"{label} {values[-1][1]:.4f}" for label, values in logged.items())
-    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
-    unit = "loss" if evaluations else "nats per token"
-    charts = [Chart(f"Loss by step{'' if evaluations else ', nats per token'}", curves(logged, unit), note)]
-    counted = "tokens_per_second" if share_with_padding == 1 else "positions_per_second"
-    if measured := points(metrics, counted):
-        expected = (time.tokens_per_second, *speed_interval(plan))
-        draw = curves({"measured": measured}, "tokens/s", expected=expected)
-        chart_title = "Tokens/s of all ranks" + ("" if counted == "tokens_per_second" else ", with padding")
-        source = f" The prediction uses the figures of {plan.hardware.gpu}: {plan.hardware.source}."
-        charts.append(Chart(chart_title, draw, f"Dashed: predicted.{source if plan.hardware.source else ''}"))
+    if end := ", ".join(f"{label} {values[-1][1]:.4f}" for label, values in logged.items()):
+        speeds.append(("Logged at the end", end, f"means over {data['settings'].get('logging_steps')} steps"))
     return Report(
         kind=_KINDS[kind],
         title=title or short_name(data["model"]),
         subtitle=f"on {data['dataset']['source']}; {data['layout']}, {data['hardware']}",
         summary=(Table(measures["headings"], measures["rows"], caption), figures(speeds)),
-        charts=charts,
         sections=sections,
         command=data.get("command", ""),
         versions=data["versions"],
