@@ -1,4 +1,4 @@
-"""Model files of a Hub repository or a local path, and model cards.
+"""Model files of a Hub repository or a local path.
 
 Model files are `config.json`, safetensors headers, or a whole directory; no code. Checked with huggingface_hub 1.33 and
 2.4: `model_info` distinguishes gated, missing and private repositories. A file downloaded by branch name is cached
@@ -11,12 +11,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from ..ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
@@ -413,96 +413,3 @@ def check_endpoint() -> None:
     if address and not is_valid:
         rule, fix = "is not a URL of a Hub", "set it to a URL such as https://huggingface.co, or unset it"
         raise UsageError(ConfigError(where="HF_ENDPOINT", value=address, rule=rule, fix=fix))
-
-
-CARD_FILE = "README.md"
-Relation = Literal["adapter", "finetune", "quantized"]
-"""Relation of a model to its base model, in the Hub's terms."""
-
-
-def model_card(
-    text: str,
-    *,
-    base: str,
-    relation: Relation,
-    library: str,
-    tags: Sequence[str],
-    others: Sequence[str] = (),
-    task: str | None = "text-generation",
-) -> str:
-    """Return a model card with its metadata.
-
-    The card never contains a local path. For a local base model, the base of that model's own card is named instead. A
-    licence is included only if the base and the other models have the same one.
-
-    Args:
-        text: Body in Markdown.
-        base: Hub id or path of the model that the weights come from.
-        relation: Relation of the model to its base.
-        library: Such as `transformers`.
-        tags: Tags on the Hub.
-        others: Further models whose licence may apply, such as a second model.
-        task: Pipeline tag on the Hub; `None` for none.
-    """
-    import yaml
-    from huggingface_hub import ModelCardData
-
-    stated = _metadata(base)
-    bases = stated.get("base_model") if Path(base).exists() else base
-    licensed = {name: stated[name] for name in ("license", "license_name", "license_link") if name in stated}
-    agreed = isinstance(stated.get("license"), str) and all(
-        _metadata(other).get("license") == stated["license"] for other in others
-    )
-    data = ModelCardData(
-        base_model=bases,
-        base_model_relation=relation if bases else None,
-        library_name=library,
-        pipeline_tag=task,
-        tags=list(tags),
-        **(licensed if agreed else {}),
-    )
-    # In ASCII: PyYAML 6.0.3 reads a line break U+0085 that it wrote itself as a space.
-    metadata = yaml.safe_dump(data.to_dict(), sort_keys=False, allow_unicode=False)
-    return f"---\n{metadata}---\n{text}"
-
-
-def _metadata(model: str) -> dict[str, Any]:
-    """Return the metadata of a local or cached model card, without a request to the Hub."""
-    import yaml
-    from huggingface_hub import metadata_load, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    path = Path(model)
-    try:
-        card = (path if path.is_dir() else path.parent) / CARD_FILE if path.exists() else None
-        card = card or try_to_load_from_cache(model, CARD_FILE)
-        metadata = metadata_load(card) if isinstance(card, str | Path) and Path(card).is_file() else None
-    except (OSError, ValueError, HFValidationError, yaml.YAMLError):
-        # The card may be invalid.
-        return {}
-    return metadata or {}
-
-
-def license_of(model: str) -> str:
-    """Return the licence in a model's card, or a reference to the card."""
-    name = _metadata(model).get("license")
-    return name if isinstance(name, str) else f"see the card of `{shown_name(model)}`"
-
-
-def shown_name(model: str) -> str:
-    """Return the name of a model for a published card: its Hub id, or the name of its directory without the path."""
-    return title_of(model) if Path(model).exists() else model
-
-
-def title_of(model: str) -> str:
-    """Return the last part of a model's name or path; for a `config.json`, the name of its directory.
-
-    >>> title_of("Qwen/Qwen3-0.6B"), title_of("students/half/config.json"), title_of("half.json")
-    ('Qwen3-0.6B', 'half', 'half')
-    """
-    path = Path(model)
-    if path.name == "config.json":
-        return path.absolute().parent.name or path.stem
-    if path.suffix == ".json":
-        return path.stem
-    return path.resolve().name if path.name in ("", "..") else path.name

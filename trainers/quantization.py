@@ -23,7 +23,7 @@ from ..ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun,
 from ..ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ..ds_configs.specs.settings import settings_of
 from ..ds_configs.specs.units import gigabytes
-from ..plugins.huggingface_hub import CARD_FILE, shown_name, split_revision, title_of
+from ..plugins.huggingface_hub import split_revision
 from ..plugins.llm_compressor import load_for_quantization, without_bars
 from ..plugins.planning import installed_versions
 from ..plugins.safetensors import appearing_directory
@@ -43,9 +43,9 @@ from .formats.spqr import (
     save_small_format,
     spqr_quantize,
 )
-from .reports.report import card_text, code, license_line, markdown, usage
+from .reports.report import markdown
 from .reports.runs import REPORT_FILE as HTML_FILE
-from .reports.runs import quantization_report, serving_text, write_html
+from .reports.runs import quantization_report, write_html
 from .runs.settings import REPORT_FILE
 from .verify import (
     PROBE_ROWS,
@@ -355,21 +355,6 @@ class QuantizationOutcome:
     command: str = ""
     """Command line; empty when called from Python."""
 
-    def card(self) -> str:
-        """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
-        source, scheme, method = self.prepared.source, self.prepared.scheme, self.prepared.resolved.method
-        commit = f" at {code(source.revision)}" if source.revision else ""
-        origin = f"{code(shown_name(source.name))}{commit}"
-        lead = f"Quantized from {origin} by {method}. [REPORT.md](REPORT.md) shows the change in quality."
-        return card_text(
-            f"{title_of(source.name)}, {scheme.name}",
-            [lead, serving_text(method, scheme.storage), usage(images="vision_config" in source.config)],
-            f"{license_line(source.name)} Read its card before you publish this one.",
-            base=source.name,
-            relation="quantized",
-            tags=(scheme.storage, method),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
         prepared, samples = self.prepared, self.prepared.calibration
@@ -399,7 +384,7 @@ class QuantizationOutcome:
         }
 
 
-QUANTIZATION_FILES = (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE)
+QUANTIZATION_FILES = (REPORT_FILE, RESULT_FILE, HTML_FILE)
 """Files of a quantization, in addition to weights, configuration and tokenizer."""
 
 
@@ -564,7 +549,7 @@ def run_prepared(
         )
         numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
         report = markdown(quantization_report(json.loads(numbers)))
-        files = {REPORT_FILE: report, RESULT_FILE: numbers, CARD_FILE: outcome.card()}
+        files = {REPORT_FILE: report, RESULT_FILE: numbers}
         write_files(files, output_dir, force=True)
         # The checkpoint is written and verified: a report that cannot be drawn is no reason to fail.
         write_html(output_dir, must=False)

@@ -22,7 +22,7 @@ class Flags(Output):
 
 
 def merge_command(adapter: str, *, options: Options[Flags]) -> int:
-    """Merge a LoRA adapter into its base: a complete model with tokenizer and model card.
+    """Merge a LoRA adapter into its base: a complete model with tokenizer.
 
     Parameters
     ----------

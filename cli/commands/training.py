@@ -36,7 +36,7 @@ Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
 class TrainingRun(Output, Machine):
     """Options of a command that launches a training run."""
 
-    output_dir: Path = Field(description="Directory for the model, its report, model card and plan")
+    output_dir: Path = Field(description="Directory for the model, its report and plan")
     resume: bool = Field(False, description="Resume from the last checkpoint in the output directory")
     resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
     force: bool = Field(False, description="Write into a directory that is not empty")
@@ -44,7 +44,7 @@ class TrainingRun(Output, Machine):
 
 
 def train_command(model: str, *, settings: Options[TrainSettings] = FILLED, options: Options[TrainingRun]) -> int:
-    """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
+    """Train a model on your data: plan, launch, evaluate before and after, save with a report.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def distill_command(
     settings: Options[DistillSettings] = FILLED,
     options: Options[TrainingRun],
 ) -> int:
-    """Distill a teacher into a student: plan, train, evaluate before and after, save with a model card.
+    """Distill a teacher into a student: plan, train, evaluate before and after, save with a report.
 
     Parameters
     ----------
@@ -203,7 +203,6 @@ def _show_outcome(
 
     By default, `rows` are the measures of the outcome, with the second value highlighted.
     """
-    from ...plugins.huggingface_hub import CARD_FILE
     from ...trainers.runs.settings import REPORT_FILE
     from ..show import console, print_rows
 
@@ -219,8 +218,7 @@ def _show_outcome(
     for fact, value in facts:
         out.print(f"  {fact}: {value}", markup=False)
     out.print(outcome.speed_line())
-    files = ", ".join(str(output_dir / file) for file in (REPORT_FILE, CARD_FILE))
-    out.print(f"{noun} in {output_dir}; see {files}", markup=False)
+    out.print(f"{noun} in {output_dir}; see {output_dir / REPORT_FILE}", markup=False)
 
 
 def _show_dry_run(prepared: PreparedTraining[Any], output_dir: Path, more: dict[str, object], *, as_json: bool) -> None:

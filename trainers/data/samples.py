@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.plan.plan import Plan
@@ -94,11 +93,6 @@ class SampleStatistics:
     """Rows that the chat template rendered."""
     packed_documents: int = 0
     """Training documents in the `train_samples` rows; 0 if each row is one document, or plain text that is joined."""
-
-    @property
-    def source_name(self) -> str:
-        """Name of the dataset for a published model card: local files without their directory."""
-        return Path(self.source).name if parse_source(self.source).is_local else self.source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`shardwright distill`: check settings, models and data, plan; train on every rank; outcome and model card."""
+"""`shardwright distill`: check settings, models and data, plan; train on every rank; the outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import TOKENIZER_FILES, shown_name, title_of
+from ...plugins.huggingface_hub import TOKENIZER_FILES
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
@@ -24,7 +24,6 @@ from ..data.models import StartingModel, agreed_vocab_size, load_config, load_to
 from ..data.samples import Samples, packed_if_possible
 from ..data.sources import local_place
 from ..parallel.planned import planned_parallelism
-from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     chosen_hardware,
@@ -51,11 +50,6 @@ from .settings import DistillJob, DistillSettings, distill_settings_errors
 
 SCHEMA_VERSION = 1
 """Version of `distill --format json`."""
-_FORMULAS = {
-    "forward_kl": "KL(teacher | student)",
-    "reverse_kl": "KL(student | teacher)",
-    "jsd": "JSD(teacher, student)",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,25 +110,6 @@ class DistillationOutcome(LaunchedOutcome):
             **self.speed(),
         }
 
-    def card(self) -> str:
-        teacher, student, adapter = self.teacher, self.student, self.settings.method == "lora"
-        lead = (
-            f"{code(shown_name(student))} trained on {code(self.statistics.source_name)} with "
-            f"{code(shown_name(teacher))} as its teacher: {objective_sentence(self.settings)}"
-        )
-        licenses = f"{license_line(student, 'Student')} {license_line(teacher, 'Teacher')}"
-        return card_text(
-            f"{title_of(student)}, distilled from {title_of(teacher)}",
-            [lead, usage(adapter=adapter), *self.card_results()],
-            f"{licenses} The terms of the teacher and of the data may also apply to the student. Read all three before "
-            "you publish it.",
-            base=student,
-            relation="adapter" if adapter else "finetune",
-            library="peft" if adapter else "transformers",
-            tags=("distillation",),
-            others=(teacher,),
-        )
-
 
 def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
     return Estimate(value=metrics[name], standard_error=metrics.get(f"{name}_{STANDARD_ERROR}"))
@@ -143,17 +118,6 @@ def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
 def _share(mean: Estimate) -> str:
     error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.2g}"
     return f"{100 * mean.value:.1f}{error} %"
-
-
-def objective_sentence(settings: DistillSettings) -> str:
-    """Return the loss that a run minimizes, in one line."""
-    alpha, tau = settings.alpha, settings.temperature
-    parts = [f"{1 - alpha:g} · cross-entropy"] if alpha < 1 else []
-    scale = f"{alpha:g}" + ("" if tau == 1 else f" · {tau:g}²")
-    parts += [f"{scale} · {_FORMULAS[settings.loss]}" + ("" if tau == 1 else f" at τ = {tau:g}")] if alpha else []
-    parts += [f"{settings.hidden_states:g} · hidden states"] if settings.hidden_states else []
-    parts += [f"{settings.attention:g} · attention relations"] if settings.attention else []
-    return f"{' + '.join(parts)}, the mean over all labelled tokens."
 
 
 class DistillTask(DistillJob, TrainingTask):

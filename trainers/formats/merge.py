@@ -9,17 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.output import output_errors, reserved, write_files
+from ...ds_configs.plan.output import output_errors, reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...plugins.huggingface_hub import (
-    CARD_FILE,
     commit_of,
     model_directory,
     read_model_source,
-    shown_name,
     split_revision,
-    title_of,
 )
 from ...plugins.llm_compressor import without_bars
 from ...plugins.peft import check_adapter_fits, merge_adapter, read_adapter
@@ -27,7 +24,6 @@ from ...plugins.safetensors import appearing_directory
 from ...plugins.transformers.loading import refuse_code, refuse_nonfinite_weights
 from ...plugins.transformers.meta_model import build_meta_model
 from ..data.models import StartingModel, copy_companions, load_config, load_model
-from ..reports.report import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
 
 SCHEMA_VERSION = 1
@@ -68,7 +64,7 @@ def merge(
     qlora: bool | None = None,
     force: bool = False,
 ) -> MergeReport:
-    """Merge a LoRA adapter into its base and write a complete model: safetensors, tokenizer and model card.
+    """Merge a LoRA adapter into its base and write a complete model: safetensors and tokenizer.
 
     Prints nothing on stdout. A failure leaves no files. Example: ``shardwright.merge("tuned", "merged")``
 
@@ -152,16 +148,4 @@ def merge(
                 # The tokenizer of the adapter has the chat template that it was trained with.
                 copy_companions(directory, unfinished)
                 copy_companions(read.directory, unfinished)
-                into = "its base model, dequantized from the NF4 weights of QLoRA" if qlora else "its base model"
-                lead = f"{code(shown_name(name))}, a LoRA adapter, merged into {into}."
-                rounding = f"Rounding to {report.dtype} changed the merged matrices by {rounding_error:.1e} (relative)."
-                card = card_text(
-                    f"{title_of(report.base)} with {title_of(name)}",
-                    [f"{lead} {rounding}", usage(images="vision_config" in source.config)],
-                    f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
-                    base=report.base,
-                    relation="finetune",
-                    tags=("merged",),
-                )
-                write_files({CARD_FILE: card}, unfinished, force=True)
         return report

@@ -1,4 +1,4 @@
-"""`shardwright qat`: check settings, plan and calibrate; train on every rank; the outcome and its model card."""
+"""`shardwright qat`: check settings, plan and calibrate; train on every rank; the outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ...ds_configs.quantization.layers import LinearLayer, scheme_warnings
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.specs.errors import UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import CARD_FILE, shown_name, title_of
 from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_nonfinite_weights
@@ -25,8 +24,6 @@ from ..data.models import StartingModel, load_config, load_tokenizer, with_posit
 from ..data.samples import packed_if_possible
 from ..data.sources import local_place
 from ..parallel.planned import planned_parallelism
-from ..reports.report import card_text, code, license_line, usage
-from ..reports.runs import scheme_text
 from ..runs.inputs import (
     chosen_hardware,
     last_checkpoint,
@@ -66,7 +63,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 """Version of `qat --format json`."""
 FILES = (
-    *(CARD_FILE, REPORT_FILE, METRICS_FILE),
+    *(REPORT_FILE, METRICS_FILE),
     *("config.json", "model.safetensors", "tokenizer.json", "qat_report.json"),
 )
 """Files that a run writes into its output directory, in addition to the plan's."""
@@ -136,30 +133,6 @@ class QATOutcome(LaunchedOutcome):
             "logit_difference": result.logit_difference,
             **self.speed(),
         }
-
-    def card(self) -> str:
-        model, objective = self.model, "the labels of the data"
-        if self.settings.teacher is not None:
-            share, teacher = self.settings.alpha, code(shown_name(model))
-            objective = f"outputs of {teacher} in full precision, {self.settings.loss} with weight {share:g}"
-            objective += "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
-        lead = (
-            f"{code(shown_name(model))} trained on {code(self.statistics.source_name)} with the quantized values of "
-            f"this checkpoint in every forward pass: {scheme_text(asdict(self.scheme))}. It was trained on {objective}."
-        )
-        loading = (
-            "Transformers loads it if `compressed-tensors` is installed. vLLM reads the format, and runs the bits and "
-            "group sizes that it has kernels for."
-        )
-        return card_text(
-            f"{title_of(model)}, {self.scheme.name}",
-            [lead, loading, usage(), *self.card_results()],
-            f"{license_line(model)} These terms and those of the data may also apply to the checkpoint. "
-            "Read them before you publish it.",
-            base=model,
-            relation="quantized",
-            tags=("compressed-tensors", "qat"),
-        )
 
 
 DENSE, ROUNDED = "dense_cross_entropy", "rounded_cross_entropy"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.units import gigabytes
-from ...plugins.huggingface_hub import Relation, license_of, model_card, shown_name
 
 Points = Sequence[tuple[float, float]]
 Metrics = Sequence[Mapping[str, Any]]
@@ -215,69 +214,3 @@ def code(value: object) -> str:
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""
     return f"{fence}{space}{text}{space}{fence}"
-
-
-_ASK_ABOUT_IMAGE = """\
-from transformers import AutoModelForImageTextToText, AutoProcessor
-
-model = AutoModelForImageTextToText.from_pretrained(".")
-processor = AutoProcessor.from_pretrained(".")
-question = [{"type": "image", "path": "image.png"}, {"type": "text", "text": "What does the image show?"}]
-inputs = processor.apply_chat_template(
-    [{"role": "user", "content": question}],
-    add_generation_prompt=True,
-    tokenize=True,
-    return_dict=True,
-    return_tensors="pt",
-).to(model.device)
-print(processor.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))"""
-
-
-def usage(*, adapter: bool = False, images: bool = False) -> str:
-    """Return a Python example that loads the model of a card: complete or a PEFT adapter, of text or also of images."""
-    auto_class = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    if adapter:
-        imports = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer"]
-    lines = [
-        *imports,
-        "",
-        f'model = {auto_class}.from_pretrained(".")',
-        'tokenizer = AutoTokenizer.from_pretrained(".")',
-        'inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False).to(model.device)',
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0], skip_special_tokens=True))",
-    ]
-    if images:
-        lines = _ASK_ABOUT_IMAGE.splitlines()
-    intro = 'Run this in the directory of this card, or replace `"."` with the model\'s id on the Hub:'
-    return "\n".join([intro, "", "```python", *lines, "```"])
-
-
-def license_line(model: str, label: str = "") -> str:
-    """Return the license of a model that a card's model is derived from."""
-    return f"{label or code(shown_name(model))}: {license_of(model)}."
-
-
-def card_text(
-    title: str,
-    blocks: Sequence[str],
-    licenses: str,
-    *,
-    base: str,
-    relation: Relation,
-    tags: Sequence[str],
-    library: str = "transformers",
-    others: Sequence[str] = (),
-) -> str:
-    """Return `README.md` with the metadata that the Hub reads.
-
-    Args:
-        title: First heading.
-        blocks: Paragraphs, tables and code above the section on licenses; empty ones are omitted.
-        licenses: Text of that section.
-        others: Further models whose license may apply, such as a second model.
-        base, relation, tags, library: As in `model_card`.
-    """
-    text = "\n\n".join(filter(None, [f"# {title}", *blocks, "## License", licenses])) + "\n"
-    tags = (*tags, "shardwright")
-    return model_card(text, base=base, relation=relation, library=library, tags=tags, others=others)

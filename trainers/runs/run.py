@@ -25,13 +25,13 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, launch_arguments, planned_training_arguments
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...ds_configs.specs.job import GROUPED_TASKS
-from ...plugins.huggingface_hub import CARD_FILE, model_directory
+from ...plugins.huggingface_hub import model_directory
 from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
 from ..counting.counts import Estimate, exponential
 from ..data.chat import end_turns
 from ..data.samples import Samples, SampleStatistics
-from ..reports.report import markdown, perplexity, table, with_error
+from ..reports.report import markdown, perplexity, with_error
 from ..reports.runs import REPORT_FILE as HTML_FILE
 from ..reports.runs import TRAINING_FILE, training_report, write_html
 from .inputs import CHECKPOINTS, check_resumption, last_checkpoint, optimizer_steps
@@ -196,10 +196,6 @@ class LaunchedOutcome(ABC):
     def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Return the results on the held-out samples: headings, and rows of a name and values."""
 
-    @abstractmethod
-    def card(self) -> str:
-        """Return the model card, with the metadata that the Hub reads."""
-
     def __repr__(self) -> str:
         headings, rows = self.measures()
         measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
@@ -229,7 +225,7 @@ class LaunchedOutcome(ABC):
         )
 
     def files(self, kind: str, command: str = "") -> dict[str, str | bytes]:
-        """Return report, figures and model card by name; `command` is the command line."""
+        """Return report and figures by name; `command` is the command line."""
         data = self.to_dict()
         # The default learning rate depends on the method; the report shows the one that ran.
         data["settings"] = data["settings"] | {"learning_rate": self.settings.base_learning_rate()}
@@ -240,18 +236,8 @@ class LaunchedOutcome(ABC):
         report = training_report(data, self.metrics, self.plan)
         return {
             REPORT_FILE: markdown(report),
-            CARD_FILE: self.card(),
             TRAINING_FILE: json.dumps(data, indent=2) + "\n",
         }
-
-    def card_results(self) -> list[str]:
-        """Return the blocks of a model card about the held-out samples and the steps."""
-        return [
-            f"On {self.statistics.evaluation_samples} held-out samples of the same dataset:",
-            table(*self.measures()),
-            f"{self.result.steps} optimizer steps, {self.result.tokens:,} tokens, sequences of {self.settings.seq_len} "
-            f"tokens; the settings are in [REPORT.md](REPORT.md), every logged step in [metrics.jsonl](metrics.jsonl).",
-        ]
 
 
 def number(value: float) -> str:
@@ -276,7 +262,7 @@ def model_file_names(settings: LaunchedSettings) -> tuple[str, ...]:
     adapter = settings.method != "full"
     weights = "adapter_model.safetensors" if adapter else "model.safetensors"
     config = "adapter_config.json" if adapter else "config.json"
-    return (CARD_FILE, REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
+    return (REPORT_FILE, METRICS_FILE, config, weights, "tokenizer.json")
 
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)

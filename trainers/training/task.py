@@ -21,7 +21,6 @@ from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.huggingface_hub import shown_name, title_of
 from ...plugins.planning import installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
@@ -38,7 +37,6 @@ from ..preferences.trainer import (
     second_model_errors,
     task_errors,
 )
-from ..reports.report import card_text, code, license_line, usage
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
@@ -112,29 +110,11 @@ class TrainOutcome(LaunchedOutcome):
             **self.speed(),
         }
 
-    def card(self) -> str:
-        source, model, adapter = self.statistics.source_name, self.model, self.settings.method != "full"
-        name = "QLoRA" if self.settings.method == "qlora" else "LoRA"
-        method = f" with {name} adapters of rank {self.settings.lora_rank}" if adapter else ""
-        task = self.settings.task
-        measured = "cross-entropy of the labelled tokens" if task == "sft" else f"{task.upper()}, by TRL's trainer"
-        lead = f"{code(shown_name(model))} trained on {code(source)}{method}: {measured}."
-        return card_text(
-            f"{title_of(model)}, trained on {source}",
-            [lead, usage(adapter=adapter, images=self.plan.model.reads_images), *self.card_results()],
-            f"{license_line(model)} The terms of the data may also apply to this model. "
-            "Read both before you publish it.",
-            base=model,
-            relation="adapter" if adapter else "finetune",
-            library="peft" if adapter else "transformers",
-            tags=(),
-        )
-
 
 def train(
     model: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
 ) -> TrainOutcome:
-    """Train a model on a dataset: plan, launch ranks, evaluate before and after, save with a model card.
+    """Train a model on a dataset: plan, launch ranks, evaluate before and after, save with a report.
 
     Prints nothing on stdout; notes and progress are logged. Example:
     ``shardwright.train("model", "tuned", dataset="chats.jsonl", method="lora", max_steps=100).result.after``

@@ -71,7 +71,7 @@ def test_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Path
     assert shown["plan"]["job"]["precision"] == "fp32"
     assert shown["plan"]["chosen"]["teacher"]["placement"] == "replica"
     assert shown["dataset"]["train_samples"] > 0
-    assert {"out/REPORT.md", "out/README.md", "out/plan/plan.json", "out/metrics.jsonl"} <= set(shown["files"])
+    assert {"out/REPORT.md", "out/plan/plan.json", "out/metrics.jsonl"} <= set(shown["files"])
     human = distill(*common(models, *DATA, "--dry-run", "--hardware", "8xA100-80GB"))
     assert human.code == 0 and "A run would write out/plan/accelerate.yaml" in human.out
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Renderings of reports and cards: a value stays one cell, one piece of code and one label, and shows its error."""
+"""Renderings of reports: a value stays one cell, one piece of code and one label, and shows its error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli import settings
 from shardwright.trainers.reports import report, runs
-from shardwright.trainers.reports.report import code, markdown, table, usage
+from shardwright.trainers.reports.report import code, markdown, table
 from shardwright.trainers.reports.runs import read_report
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
@@ -25,25 +25,6 @@ def test_markdown_has_every_figure_of_the_page(name):
     for cell in (cell for shown in tables for row in shown.rows for cell in row):
         assert re.sub(r"(\\*)\|", r"\1\1\|", cell) in text, cell
     assert "\n\n\n" not in text
-
-
-@pytest.mark.parametrize(
-    ("adapter", "line"),
-    [
-        (False, 'model = AutoModelForCausalLM.from_pretrained(".")'),
-        (True, 'model = AutoPeftModelForCausalLM.from_pretrained(".")'),
-    ],
-)
-def test_usage_loads_the_model_or_its_adapter(adapter, line):
-    example = usage(adapter=adapter).split("```python\n")[1].split("```")[0]
-    assert line in example.splitlines()
-    compile(example, "card", "exec")
-
-
-def test_usage_of_a_model_of_images_asks_about_one():
-    example = usage(images=True).split("```python\n")[1].split("```")[0]
-    assert "AutoModelForImageTextToText" in example and "AutoProcessor" in example
-    compile(example, "card", "exec")
 
 
 @given(st.lists(st.text(max_size=12), min_size=2, max_size=2))

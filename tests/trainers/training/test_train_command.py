@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import shardwright
-from cards import read_card
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from runnable_blocks import prepare
@@ -143,7 +142,7 @@ def test_a_plan_is_run_on_chats_with_adapters(
     assert [step["learning_rate"] for step in steps] == [2e-4, 2e-4]
     adapter = json.loads((out / "adapter_config.json").read_text())
     assert [adapter[name] for name in ("r", "lora_alpha", "lora_dropout")] == [2, 6, 0.25]
-    assert read_card(out).library_name == "peft" and (out / "adapter_model.safetensors").is_file()
+    assert (out / "adapter_model.safetensors").is_file()
     assert "weight_decay" in (out / "REPORT.md").read_text()
 
 
@@ -230,7 +229,7 @@ def test_training_from_python_and_resuming(
 
 
 def _finished_once(model: Path, out: Path, how: dict[str, Any], run: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A complete run starts no rank; one whose weights, card and report are missing gets the same, without a step."""
+    """A complete run starts no rank; one whose weights and report are missing gets the same, without a step."""
     caplog.set_level(logging.INFO)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     complete = shardwright.train(str(model), out, resume=True, **how)
