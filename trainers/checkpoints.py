@@ -57,11 +57,7 @@ class NotWholeError(Exception):
 
 
 def write_record(directory: Path, *, step: int, files: Mapping[str, int], facts: Mapping[str, object]) -> None:
-    """Mark a checkpoint complete; call it after `flush_tree` has run on every node that wrote to it.
-
-    Raises:
-        ShardwrightError: the record cannot be written.
-    """
+    """Mark a checkpoint complete; call it after `flush_tree` has run on every node that wrote to it."""
     sizes = {name: {"size_bytes": size} for name, size in files.items()}
     record = {"schema_version": SCHEMA_VERSION, "step": step, "files": sizes, "facts": dict(facts)}
     write_files({RECORD: json.dumps(record, indent=1) + "\n"}, directory, force=True)
@@ -353,12 +349,7 @@ def newest_whole(output_dir: Path) -> Selection | None:
 
 
 def named_checkpoint(path: Path) -> Selection:
-    """Return the checkpoint at a path.
-
-    Raises:
-        UsageError: it is not a directory.
-        RefusedInputError: it is incomplete.
-    """
+    """Return the checkpoint at a path."""
     if not path.is_dir():
         raise UsageError(ConfigError(where="resume_from_checkpoint", value=str(path), rule="is not a directory"))
     try:
@@ -466,11 +457,6 @@ def compared(
     """Return the errors that prevent resuming, and the warnings.
 
     Facts that only one of the two runs has are not compared.
-
-    Args:
-        saved: Facts of the run that saved the checkpoint.
-        now: Facts of the run that resumes.
-        new_run: How to use the checkpoint if the run cannot resume from it.
     """
     errors: list[ConfigError] = []
     warnings: list[str] = []
@@ -577,11 +563,7 @@ def new_run(path: Path, names: Collection[str]) -> str:
 
 
 def checked_checkpoint(trainer: Any, resume: Any) -> str:
-    """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it.
-
-    Raises:
-        UsageError: it is not a checkpoint of a Trainer, or this run cannot load its states.
-    """
+    """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it."""
     now = layout_facts(trainer)
     axes = now.get("axes", {})
     now["states"] = "complete"
@@ -631,8 +613,6 @@ def finished(selection: Selection, facts: Mapping[str, object], max_steps: int) 
     The checkpoint of a longer run used its schedule.
 
     Args:
-        selection: The checkpoint.
-        facts: The facts of the run that resumes.
         max_steps: Its optimizer steps; 0 or less if only its epochs are known.
     """
     state = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))

@@ -652,11 +652,7 @@ def make_exact(trainer: Any) -> ExactTrainer:
 
 
 def check_attached(callback: Any, trainer: Any) -> None:
-    """Check that a callback has the Trainer that its `attach` stores.
-
-    Raises:
-        UsageError: it was passed to a Trainer without `attach`.
-    """
+    """Check that a callback has the Trainer that its `attach` stores."""
     if trainer is None:
         name = type(callback).__name__
         fix = f"call {name}.attach(trainer) right after the Trainer is created, instead of callbacks=[{name}(...)]"
@@ -667,8 +663,6 @@ def count_as_one_process(trainer: Any, axis: Axis | None = None, *, weighs_own_l
     """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
 
     Args:
-        trainer: The Trainer.
-        axis: What its layout adds beyond data parallelism.
         weighs_own_losses: Whether to weigh a loss of the user as what its first batch shows. Layouts that split samples
             or experts, and models with a balance loss, keep the weights of the Trainer.
     """

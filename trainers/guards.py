@@ -65,12 +65,7 @@ def watched(seconds: float | None) -> Iterator[None]:
 
 
 class HangWatch:
-    """End the process if `beat` is not called for some seconds.
-
-    Args:
-        seconds: Longest time without progress.
-        rank: Number of the rank, for the message.
-    """
+    """End the process if `beat` is not called for some seconds."""
 
     def __init__(self, seconds: float, rank: int) -> None:
         self._seconds, self._rank = seconds, rank

@@ -254,11 +254,7 @@ def _task_trial_errors(plan: Plan) -> list[ConfigError]:
 
 
 def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
-    """Run the trials.
-
-    Raises:
-        ShardwrightError: no trial was measured.
-    """
+    """Run the trials."""
     layouts = layouts_to_measure(plan.chosen, plan.rejected, trials=most)
     trials: list[Trial] = []
     for index, layout in enumerate(layouts):

@@ -146,12 +146,8 @@ class ReferenceLogits:
         """Load a checkpoint in a fresh process and compare keys, stored layout and logits with those in memory.
 
         Args:
-            directory: The checkpoint.
-            layers: The quantized layers.
             scheme: Scheme of the checkpoint; `None`: dense.
             expected_bytes: Predicted size of all tensors; `None`: not checked.
-            tolerance: Largest allowed difference of a logit.
-            timeout_seconds: Time limit of the fresh process.
         """
         import torch
         from safetensors.torch import save_file

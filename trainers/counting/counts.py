@@ -51,11 +51,7 @@ _COUNT = "num_items_in_batch"
 
 
 def check_labelled(weights: Iterable[float]) -> None:
-    """Check that an evaluation has labels.
-
-    Raises:
-        UsageError: no batch or sample has a weight.
-    """
+    """Check that an evaluation has labels."""
     if not any(weights):
         rule = "has no token with a label, so there is no loss to average"
         fix = "check the chat template or the prompt mask"
@@ -63,11 +59,7 @@ def check_labelled(weights: Iterable[float]) -> None:
 
 
 def evaluated_mean(sums: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the mean loss of an evaluation from sums over labelled tokens, or samples, and their numbers.
-
-    Raises:
-        UsageError: all weights are 0.
-    """
+    """Return the mean loss of an evaluation from sums over labelled tokens, or samples, and their numbers."""
     check_labelled(weights)
     return math.fsum(sums) / math.fsum(weights)
 
@@ -177,14 +169,7 @@ class Evaluation:
 
 
 class Counting:
-    """Counts of one Trainer's steps.
-
-    Args:
-        trainer: The Trainer.
-        ranks_of_a_sample: Ranks that read the same samples.
-        weighs_means: Whether to weigh losses that are means over their own batch.
-        weighs_own_losses: See `exact.count_as_one_process`.
-    """
+    """Counts of one Trainer's steps."""
 
     def __init__(
         self, trainer: Trainer, ranks_of_a_sample: int, *, weighs_means: bool, weighs_own_losses: bool
@@ -207,11 +192,7 @@ class Counting:
         """Shares of the labels and of the samples of a step."""
 
     def weigh(self, batches: list[Any], items: Any) -> None:
-        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted.
-
-        Raises:
-            UsageError: the loss of the model itself would be the mean over no token on some rank.
-        """
+        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted."""
         import torch
         from transformers import Trainer
 
@@ -260,11 +241,7 @@ class Counting:
         return _labelled_if_weightless(inputs, share), None if items is None else items * (share or 1.0), weight
 
     def measure_kind(self, model: Any, inputs: Any, counts_labels: bool, own_loss: Callable[..., Any]) -> None:
-        """Set the kind of a user's loss from its values for a few rows; every rank calls it.
-
-        Raises:
-            UsageError: it is neither a sum nor a mean.
-        """
+        """Set the kind of a user's loss from its values for a few rows; every rank calls it."""
         import torch
 
         trainer = self._trainer
@@ -488,11 +465,7 @@ def is_loss_of_rows(trainer: Trainer) -> bool:
 
 
 def requested_kind(trainer: Trainer) -> OwnLoss | None:
-    """Return the attribute `own_loss` of a Trainer or its class.
-
-    Raises:
-        UsageError: it is not one of the kinds.
-    """
+    """Return the attribute `own_loss` of a Trainer or its class."""
     kind = getattr(trainer, "own_loss", None)
     if kind is not None and kind not in get_args(OwnLoss):
         rule = f"must be one of {', '.join(get_args(OwnLoss))}"
@@ -518,11 +491,7 @@ def accepts_count(loss: Callable[..., Any]) -> bool:
 
 
 def checked_loss(result: Any, trainer: Trainer, *, return_outputs: bool) -> tuple[torch.Tensor, Any]:
-    """Return loss and outputs from the result of an own loss.
-
-    Raises:
-        UsageError: the result is not one number, or not a number and outputs if these were requested.
-    """
+    """Return loss and outputs from the result of an own loss."""
     import torch
 
     where = f"{type(trainer).__name__}.compute_loss"
@@ -557,10 +526,6 @@ def kind_of_loss(
 
     Args:
         loss_of: The loss of a batch, for a value of `num_items_in_batch`.
-        batch: Tensors with one row per sample.
-        count_labels: The number of labels of a batch.
-        gather: Concatenates a tensor of every rank.
-        input_name: Name of the model's main input.
     """
     import torch
 

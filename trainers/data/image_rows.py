@@ -27,14 +27,6 @@ def with_image_parts(row: Mapping[str, Any], directory: Path | None, where: str)
 
     Images are parts of a message's content, or in a column `images` or `image`, with `<image>` in texts or parts
     without a source where they belong.
-
-    Args:
-        row: A row of a dataset.
-        directory: Where relative paths start; `None` if the row has none.
-        where: Name of the row in errors.
-
-    Raises:
-        UsageError: an image is a URL or has no valid source, or images and placeholders differ in number.
     """
     chats = {name: row[name] for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)}
     column = next((name for name in COLUMNS if row.get(name)), None)

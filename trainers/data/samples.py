@@ -109,9 +109,6 @@ def stated_samples(settings: DataSettings, tokenizer: Any, processor: Any = None
     """Return the samples that settings describe, and log truncation; a cache and the training use the same.
 
     `processor` reads images; without one, rows with images are an error.
-
-    Raises:
-        UsageError: as `load_samples`.
     """
     samples = load_samples(
         settings.dataset,
@@ -168,11 +165,6 @@ def load_samples(
         evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
         text_column: Column that is read as `text`; other columns are ignored.
         processor: Reads the images of conversations; samples then have a column `images`.
-
-    Raises:
-        UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked; or
-            images cannot be read, or exceed `seq_len`.
-        RefusedInputError: an image is broken.
     """
     rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
@@ -479,13 +471,7 @@ def packed_if_possible(
 
     Args:
         samples: One conversation each; plain text is returned as it is.
-        settings: With `packing`.
-        plan: The layout that trains.
         models: `config.json` and attention implementation of each model that reads the rows.
-        obstacle: Why the training cannot use packed rows, if it cannot.
-
-    Raises:
-        UsageError: `--packing on`, but conversations cannot be packed.
     """
     statistics, layout = samples.statistics, plan.chosen.layout
     if settings.packing == "off" or statistics.kind == "text":
@@ -561,12 +547,6 @@ def packing_obstacle(layout: Layout, config: Mapping[str, Any], *, attention: st
     A small model of the same classes is run on the CPU to see that its documents do not read each other: the gradient
     of one document's logits is exactly zero for the embeddings of another, in both directions, because masked attention
     weights are exactly zero; and its logits are those of the document alone.
-
-    Args:
-        layout: The layout that trains.
-        config: The model's `config.json`.
-        attention: Its attention implementation.
-        seq_len: Length of a row.
     """
     for size, name in ((layout.pp, "pipeline"), (layout.sp, "sequence"), (layout.cp, "context")):
         if size > 1:

@@ -20,11 +20,7 @@ from .image_rows import with_image_parts
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
-    """Return one document per file; without files, the help topics of Python.
-
-    Raises:
-        UsageError: files cannot be read, or are not UTF-8; lists all of them.
-    """
+    """Return one document per file; without files, the help topics of Python."""
     if files:
         errors: list[ConfigError] = []
         documents = []
@@ -40,11 +36,7 @@ def read_documents(files: Sequence[Path] | None) -> list[str]:
 
 
 def read_utf8(path: Path, *, where: str) -> str:
-    """Return the text of a file; `where` is the flag or field in errors.
-
-    Raises:
-        UsageError: the file cannot be read, or is not UTF-8.
-    """
+    """Return the text of a file; `where` is the flag or field in errors."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -55,11 +47,7 @@ def read_utf8(path: Path, *, where: str) -> str:
 
 
 def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:
-    """Join the documents' tokens and split them into samples of ``seq_len`` tokens; the rest is dropped.
-
-    Raises:
-        UsageError: the text is shorter than one sample.
-    """
+    """Join the documents' tokens and split them into samples of ``seq_len`` tokens; the rest is dropped."""
     import torch
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -109,9 +97,6 @@ class Source:
 def parse_source(text: str) -> Source:
     """Parse ``ID[:config][#N]``; an existing path is not split.
 
-    Raises:
-        UsageError: N is not a positive number, or the name is neither a path nor a Hub id.
-
     >>> parse_source("Salesforce/wikitext:wikitext-2-raw-v1#500")
     Source(name='Salesforce/wikitext', config='wikitext-2-raw-v1', limit=500)
     """
@@ -146,12 +131,7 @@ def local_place(text: str | None) -> str | None:
 
 
 def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
-    """Yield the rows of a source up to its limit; with a limit, Hub rows are downloaded as they are needed.
-
-    Raises:
-        UsageError: the name, configuration or split does not exist, or a file cannot be read as rows.
-        ShardwrightError: the Hub cannot be reached.
-    """
+    """Yield the rows of a source up to its limit; with a limit, Hub rows are downloaded as they are needed."""
     if revision is not None and source.is_local:
         raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
     if source.name == PYTHON_HELP:

@@ -85,11 +85,7 @@ def _term_errors(name: str, term: HiddenStateTerm | AttentionTerm, layer_kinds: 
 
 
 class FeatureMatching:
-    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers.
-
-    Raises:
-        UsageError: layers that do not exist, or encoder-decoder models; all errors together.
-    """
+    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers."""
 
     def __init__(
         self,
@@ -156,9 +152,6 @@ class FeatureMatching:
         """Return the weighted sum over tokens of the hidden states' mean distance, an fp32 scalar.
 
         Takes the embedding and the output of each block of both models, [B, S, width].
-
-        Raises:
-            UsageError: the models returned other numbers of layers or positions than their configurations.
         """
         term = self.hidden_term
         assert term is not None
@@ -183,9 +176,6 @@ class FeatureMatching:
         """Return the weighted sum over query positions of attention's mean distance, an fp32 scalar.
 
         The attention mask and position ids in the models' `inputs` determine which positions are visible.
-
-        Raises:
-            UsageError: the models read different positions.
         """
         distances = []
         for layer, other in self._attention_pairs:
@@ -278,9 +268,6 @@ def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: in
     """Read padding from ``attention_mask``, and packed documents from the jumps in ``position_ids``.
 
     With a `window`, a position attends to so many positions, itself included.
-
-    Raises:
-        UsageError: the attention mask is not [B, S].
     """
     mask: Any = inputs.get("attention_mask")
     positions: Any = inputs.get("position_ids")

@@ -125,11 +125,7 @@ def uniform_layers(total: int, kept: int) -> tuple[int, ...]:
 
 
 def layer_stack(model: PreTrainedModel) -> LayerStack:
-    """Return the stack of layers of a Transformers model.
-
-    Raises:
-        UsageError: the model has none, several (an encoder and a decoder, text and vision), or nested ones.
-    """
+    """Return the stack of layers of a Transformers model."""
     from torch.nn import ModuleList
 
     config = model.config
@@ -293,9 +289,6 @@ def teacher_with_batches(
     """Return the teacher in evaluation mode, on a GPU if there is one, and up to 64 samples of up to 512 tokens.
 
     The samples are spread over the text, which defaults to Python's help topics.
-
-    Raises:
-        UsageError: a text cannot be read, or is shorter than one sample.
     """
     import torch
     import transformers
@@ -401,12 +394,7 @@ def plan_student(
     output_dir: Path | None = None,
     force: bool = False,
 ) -> StudentReport:
-    """Check a request against a teacher and return what will be made; reads the config, not the weights.
-
-    Raises:
-        UsageError: all errors of the request together.
-        RefusedInputError: the teacher's config is unsafe or unknown.
-    """
+    """Check a request against a teacher and return what will be made; reads the config, not the weights."""
     errors = []
     if request.layers is not None and request.keep_layers is not None:
         errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
@@ -486,13 +474,7 @@ def plan_student(
 
 
 def make_student(plan: StudentReport, teacher: str, output_dir: Path, *, force: bool = False) -> StudentReport:
-    """Write the student as a Transformers directory with its `student.json`; a failure leaves no files.
-
-    Raises:
-        UsageError: the directory is not empty, or the checkpoint has tensors that the family does not have.
-        RefusedInputError: the teacher's weights are missing, damaged or not finite.
-        ShardwrightError: the teacher cannot be downloaded.
-    """
+    """Write the student as a Transformers directory with its `student.json`; a failure leaves no files."""
     import torch
 
     if errors := output_errors(output_dir, force=force, sources={"the teacher": teacher}):

@@ -35,11 +35,7 @@ def check_arguments(
     arguments: TrainingArguments | None,
     trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Reject a teacher, terms and arguments that cannot be combined.
-
-    Raises:
-        UsageError: all errors together.
-    """
+    """Reject a teacher, terms and arguments that cannot be combined."""
     errors = []
     model = teacher.model if isinstance(teacher, PlacedModel) else teacher
 
@@ -94,11 +90,7 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
 
 
 class EarlyExit:
-    """Hidden states of an earlier layer, normalised like the last layer's, so that the same head reads them.
-
-    Raises:
-        UsageError: the model has no list of layers or no final norm.
-    """
+    """Hidden states of an earlier layer, normalised like the last layer's, so that the same head reads them."""
 
     def __init__(self, model: PreTrainedModel, exit_layer: int | None) -> None:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
@@ -177,11 +169,7 @@ class DistillationBatch:
 
 
 def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
-    """Split a batch; labels move one to the left if the model predicts the next token.
-
-    Raises:
-        UsageError: no labels, or labels that are not classes.
-    """
+    """Split a batch; labels move one to the left if the model predicts the next token."""
     inputs = dict(inputs)
     labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
     if labels is None and shifted is None:

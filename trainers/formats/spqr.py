@@ -71,11 +71,7 @@ def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None)
 
 
 def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> None:
-    """Check a matrix before quantization.
-
-    Raises:
-        RefusedInputError: not two-dimensional, empty, NaN or infinite, or a Hessian of another shape.
-    """
+    """Check a matrix before quantization."""
     errors, size = [], weight_OI.shape[-1]
     if weight_OI.ndim != 2 or not weight_OI.numel():
         rule = "must be a matrix that is not empty"
@@ -467,14 +463,6 @@ def low_rank_residual(
     Q is rounded to nearest, or with error feedback if there is a Hessian. L·R is the best product of its rank for the
     remaining difference. They are fitted in turn, and the sum with the least `trace(D H Dᵀ)` is returned. Q without a
     correction is a candidate, so a correction never increases the error.
-
-    Args:
-        weight_OI: Weights, of any floating dtype.
-        hessian_II: Mean of `x xᵀ` over the layer's inputs; `None`: the identity.
-        options: Settings.
-
-    Raises:
-        RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
     options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)
@@ -594,14 +582,7 @@ SmallMatrix = SpQRMatrix | LowRankMatrix
 def save_small_format(
     model: Any, matrices: Mapping[str, SmallMatrix], directory: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write config, packed matrices and all other tensors of a model; the directory appears only when complete.
-
-    Args:
-        model: Transformers model; tensors other than `matrices` are stored unchanged.
-        matrices: Quantized matrices by module name.
-        directory: Directory to create.
-        shard_bytes: Largest size of a file, unless a single tensor is larger.
-    """
+    """Write config, packed matrices and all other tensors of a model; the directory appears only when complete."""
     tensors = {
         f"{layer}.{name}": tensor for layer, matrix in matrices.items() for name, tensor in matrix.tensors().items()
     }
@@ -673,11 +654,7 @@ def load_spqr(directory: str | Path) -> Any:
 def read_matrix(
     layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str
 ) -> SmallMatrix:
-    """Remove a layer's tensors from `tensors`, and return its matrix.
-
-    Raises:
-        RefusedInputError: settings or tensors are missing or inconsistent.
-    """
+    """Remove a layer's tensors from `tensors`, and return its matrix."""
     where = f"{where}: {layer}"
     kind: type[SmallMatrix] = SpQRMatrix if settings.get("kind") == "spqr" else LowRankMatrix
     names = [name for name in tensors if name.startswith(f"{layer}.{kind.prefix}")]

@@ -72,9 +72,6 @@ def fused_token_loss(
 
     `chunk_rows` rows are computed at a time; `None` keeps them below `CHUNK_BYTES`. Gradients that are not
     needed, of a frozen head or with autograd off, are not computed.
-
-    Raises:
-        UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     rows = valid_rows(labels_N, student_head.vocab_size)
     if rows is not None:
@@ -451,11 +448,7 @@ class HeadReplacement:
 
 
 def captured_head_input(model: PreTrainedModel, name: str) -> tuple[HeadReplacement, list[torch.Tensor]]:
-    """Return a replacement of a model's head that keeps its input, and the list that gets it: one per call, [B, S, H].
-
-    Raises:
-        UsageError: the model has no output embeddings.
-    """
+    """Return a replacement of a model's head that keeps its input, and the list that gets it: one per call, [B, S, H]."""
     inputs: list[torch.Tensor] = []
 
     def keep(hidden_BSH: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,6 @@ def balance_loss_share(
     `f` has no gradient, so the backward pass needs no communication.
 
     Args:
-        layers: All layers with experts.
         mask_T: 1 for tokens and 0 for padding; `None` without padding.
         sum_over_ranks: Sums a tensor over the data-parallel ranks, in place.
     """
@@ -103,7 +102,6 @@ class BalanceOverRanks:
     """Computes the balance loss of one Trainer over all ranks, as the mean over the micro-batches of a step.
 
     Args:
-        trainer: The Trainer.
         records: Returns the routing of the latest forward pass, if routers do not return it to the model. Without it,
             evaluation keeps the model's own balance loss of each batch.
     """
@@ -129,12 +127,7 @@ class BalanceOverRanks:
 
     @contextmanager
     def over_ranks(self, model: Any, num_items_in_batch: Any) -> Iterator[None]:
-        """Replace the balance loss that models compute in the block by that of all ranks.
-
-        Args:
-            model: The wrapped model.
-            num_items_in_batch: Number that the Trainer divides the loss by.
-        """
+        """Replace the balance loss that models compute in the block by that of all ranks."""
         trainer = self._trainer
         inner, repeated = base_model(trainer.model), trainer.repeated_samples
         self._latest = self._kept = None
@@ -217,11 +210,7 @@ def balance_over_ranks(trainer: Any) -> None:
 
 
 def check_balance_loss(model: PreTrainedModel) -> None:
-    """Reject a mixture of experts whose balance loss cannot be computed over all ranks.
-
-    Raises:
-        UsageError: the module of the model's class has no function that computes it.
-    """
+    """Reject a mixture of experts whose balance loss cannot be computed over all ranks."""
     if not _modules(base_model(model)):
         raise _unknown_formula(model)
 

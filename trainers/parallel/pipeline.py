@@ -222,11 +222,7 @@ class PipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over all predicted tokens; stages keep no logits.
-
-        Raises:
-            UsageError: replicas share data of unknown length, stages do not support a batch, or no batch has labels.
-        """
+        """Return the mean loss over all predicted tokens; stages keep no logits."""
         samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
         if errors := length_errors(samples, self._replicas):
             raise UsageError(errors)
@@ -286,11 +282,7 @@ class PipelineTrainer(Trainer):
 
 
 def source_of(model: Any, *, revision: str | None = None) -> Any:
-    """Return the model itself; for the directory or Hub id of a checkpoint, its model without weights.
-
-    Raises:
-        UsageError: there is no checkpoint, or it has no causal language model.
-    """
+    """Return the model itself; for the directory or Hub id of a checkpoint, its model without weights."""
     if not isinstance(model, str | Path):
         return model
     try:
@@ -313,14 +305,7 @@ def balanced(
     *,
     tensor_parallel_size: int = 1,
 ) -> tuple[PipelineStage, ...]:
-    """Return the stages that the planner selects for a model.
-
-    Args:
-        model: A causal language model; only its configuration and class are read.
-        args: The training arguments.
-        ranks: Number of ranks of one pipeline.
-        tensor_parallel_size: Number of ranks that share each stage.
-    """
+    """Return the stages that the planner selects for a model."""
     config = {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
     longest = getattr(model.config, "max_position_embeddings", LONGEST_SEQUENCE_TOKENS)
     job = TrainingJob(
@@ -341,18 +326,7 @@ def check_pipeline(
     tensor_parallel_size: int = 1,
     **settings: Any,
 ) -> None:
-    """Reject a model and arguments that a pipeline does not support.
-
-    Args:
-        args: The training arguments.
-        model: The model; only its configuration, and whether its parameters are trained and have adapters, are read.
-        stages: Number of ranks of one pipeline, without those that share a stage.
-        tensor_parallel_size: Number of ranks that share each stage.
-        **settings: Further arguments of the Trainer.
-
-    Raises:
-        UsageError: a rule is broken; lists all errors with the nearest legal values.
-    """
+    """Reject a model and arguments that a pipeline does not support."""
     config = model.config
     deepspeed = deepspeed_configuration(args) or {}
     zero = deepspeed.get("zero_optimization", {})
@@ -459,13 +433,7 @@ def length_errors(samples: int | None, replicas: int) -> list[ConfigError]:
 
 
 def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_size: int) -> list[ConfigError]:
-    """Complete a DeepSpeed configuration for a pipeline; return an error for each user value that contradicts it.
-
-    Args:
-        args: Training arguments with a DeepSpeed configuration.
-        replicas: Number of copies of the pipeline.
-        tensor_parallel_size: Number of ranks that share each stage.
-    """
+    """Complete a DeepSpeed configuration for a pipeline; return an error for each user value that contradicts it."""
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
     errors = []
@@ -550,9 +518,6 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
     batch without a mask gets one only if another batch of the step has one: without a mask, positions separate packed
     sequences. Added samples repeat the first sample of their batch without its labels, because attention cannot
     normalize over a sample without visible tokens.
-
-    Raises:
-        UsageError: a batch has entries that stages cannot pass on, or only some batches have positions.
     """
     import torch
 

@@ -40,15 +40,8 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     `seq_len` tokens with one token of an answer, or with the longest completion that is generated.
 
     Args:
-        task: The task.
-        settings: Where rows are from, how long sequences are, and which share is held out.
         tokenizer: Counts tokens, and renders messages with its chat template. Without a padding token it gets its
             end-of-sequence token as one, which TRL's trainers require.
-        completion_tokens: Longest completion that a task generates.
-
-    Raises:
-        UsageError: the dataset does not exist, lacks a column, has a row of other types, labels of one kind, or no row
-            to train on; or the tokenizer has no end-of-sequence token, or no chat template for messages.
     """
     source = settings.dataset
     rows: list[Row] = list(
@@ -117,11 +110,7 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
 
 
 def in_complete_batches(samples: Samples, batch_rows: int) -> Samples:
-    """Return samples without the last rows that fill no batch of all ranks, which would count twice in a mean.
-
-    Raises:
-        UsageError: there are fewer rows than a batch.
-    """
+    """Return samples without the last rows that fill no batch of all ranks, which would count twice in a mean."""
     statistics, count = samples.statistics, len(samples.train)
     kept = count // batch_rows * batch_rows
     if not kept:
@@ -246,11 +235,7 @@ def _said(answer: Any) -> bool:
 
 
 def _lengths(row: dict[str, Any], tokenizer: Any, kind: Kind, source: str) -> list[int]:
-    """Return the tokens of the prompt, and of the prompt with each answer.
-
-    Raises:
-        UsageError: the chat template rejects the messages.
-    """
+    """Return the tokens of the prompt, and of the prompt with each answer."""
 
     def tokens(text: Any, *, asks: bool) -> int:
         if isinstance(text, str):

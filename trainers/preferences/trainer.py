@@ -39,15 +39,6 @@ def task_trainer(
 
     TRL loads a reference that is the trained model itself, or computes it ahead, and shards it as the engine does.
     Under FSDP2 the ranks other than the first would give it no weights, so that every rank loads it here.
-
-    Args:
-        plan: The plan.
-        arguments: Configuration of TRL.
-        engine: Engine of the ranks.
-        name: Hub id or directory from which the model was loaded.
-        revision: Of a Hub id.
-        reward: Reward function of a task that generates, or name of a reward model.
-        settings: Further arguments of the trainer.
     """
     job, task = plan.job, TASKS[plan.job.task]
     assert task.trainer is not None, "rejected before ranks start"
@@ -131,11 +122,7 @@ def is_reward_function(name: str) -> bool:
 
 
 def reward_function(name: str) -> Callable[..., Any]:
-    """Return a function of a Python file, `FILE.py:FUNCTION`, which gets prompts, completions and the other columns.
-
-    Raises:
-        UsageError: there is no such file or function, or the file cannot be run.
-    """
+    """Return a function of a Python file, `FILE.py:FUNCTION`, which gets prompts, completions and the other columns."""
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     error = ConfigError(where="reward", value=name, rule="has no such file", fix="pass FILE.py:FUNCTION")

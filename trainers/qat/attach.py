@@ -95,14 +95,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     """Change the class of the layers that a scheme targets; they round while `state.enabled` is true.
 
     Parameters, hooks and state dict keys do not change, except that learned scales are added.
-
-    Args:
-        model: Transformers model without PEFT adapters.
-        config: Number formats.
-        stored_dtype: Dtype of scales in the checkpoint if the configuration sets none; `None`: the model's.
-
-    Raises:
-        UsageError: the scheme does not fit the model; all errors together.
     """
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, and add no adapters"

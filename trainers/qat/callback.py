@@ -34,14 +34,7 @@ if TYPE_CHECKING:
 def training_errors(
     attachment: Attachment, arguments: TrainingArguments, steps: int, optimizer: Any
 ) -> list[ConfigError]:
-    """Return why the training would not produce what is exported, all errors together.
-
-    Args:
-        attachment: Attachment of the model.
-        arguments: Arguments of the Trainer.
-        steps: Optimizer steps at the end of the training.
-        optimizer: The optimizer, wrapped or not.
-    """
+    """Return why the training would not produce what is exported, all errors together."""
     config, errors = attachment.config, step_errors(attachment, steps)
 
     def reject(where: str, value: object, rule: str, fix: str) -> None:
@@ -120,12 +113,6 @@ def resume_errors(
     """Return how a checkpoint's number formats differ from the training's, before anything is loaded.
 
     Loading optimizer states of other learned scales fails with an error that does not name the cause.
-
-    Args:
-        attachment: Attachment of the model to train.
-        checkpoint: Directory that the Trainer wrote.
-        callback_name: Class of the callback.
-        demands_record: Whether a checkpoint of a training without rounding is an error.
     """
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -302,18 +302,7 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
 
 
 def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> PreparedQAT:
-    """Check settings, model and dataset, report all errors together, and plan.
-
-    Args:
-        settings: All settings.
-        model: Hub id or directory.
-        request: Output directory, resumption and machines.
-
-    Raises:
-        UsageError: all errors together.
-        RefusedInputError: files of a model are corrupt, unsafe or already quantized.
-        PlanDoesNotFitError: no layout fits.
-    """
+    """Check settings, model and dataset, report all errors together, and plan."""
     from .attach import attach
     from .callback import resume_errors, step_errors
 

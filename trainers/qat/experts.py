@@ -37,12 +37,7 @@ def is_fused_experts(module: Any) -> bool:
 
 
 def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
-    """Return the matrices of a fused experts module by their names in the checkpoint, if it can be rounded.
-
-    Args:
-        model: Transformers model.
-        name: Name of the module in the model.
-    """
+    """Return the matrices of a fused experts module by their names in the checkpoint, if it can be rounded."""
     module, names, layers = model.get_submodule(name), _checkpoint_names(model, name), []
     for parameter, matrices in _matrices(module).items() if not _unfit(module, names) else ():
         weight = getattr(module, parameter)
@@ -105,11 +100,6 @@ class FakeQuantizedExperts:
         """Return the weighted sum of each token's experts [N, H]; without rounding before `start_step`.
 
         The order of summation is that of `experts_implementation="eager"`, so results are equal bit for bit.
-
-        Args:
-            hidden_states: [N, H].
-            top_k_index: [N, K].
-            top_k_weights: [N, K].
         """
         quantizer = next(iter(self.quantizers.values()))
         if not quantizer.state.enabled:
@@ -166,8 +156,6 @@ def _grouped_linear(
     Args:
         rows: [T, I], sorted by expert.
         ends: Index after the last row of each expert.
-        weight: [E, O, I], before rounding.
-        rounding: How to round each matrix.
         matrices: Matrices of the checkpoint that are concatenated along O: two for gate and up.
     """
     device = rows.device.type

@@ -88,22 +88,6 @@ def export(
     """Write a trained model as a checkpoint for vLLM and Transformers; every rank must call it.
 
     The first rank holds the trained weights and the checkpoint in memory.
-
-    Args:
-        model: Trained model, with or without the wrapper of DDP or DeepSpeed.
-        attachment: Its attachment.
-        output_dir: Directory of the checkpoint.
-        tokenizer: Tokenizer to write; default: the one in `source`.
-        source: Directory of the starting model, for tokenizer and generation settings; default: the model's.
-        verify: Whether to check that files and trained model are equal.
-        probe: Rows of token ids for comparing logits; default: arbitrary tokens.
-        force: Replace the model in a directory that is not empty.
-
-    Raises:
-        UsageError: the model was not trained with these number formats, or the directory is in use; all errors
-            together.
-        RefusedInputError: weights or scales are NaN or infinite.
-        ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     import torch
     from accelerate.utils import extract_model_from_parallel
@@ -236,12 +220,7 @@ class Collected:
     """Tensors with NaN or infinity."""
 
     def add_all(self, tensors: Mapping[str, Tensor], model: Any) -> None:
-        """Collect all parameters and buffers of a model, by their names in it.
-
-        Raises:
-            UsageError: a packed module shares parameters with another one, which are gathered once.
-            RefusedInputError: tensors with NaN or infinity; names them.
-        """
+        """Collect all parameters and buffers of a model, by their names in it."""
         remaining, missing = dict(tensors), []
         rounded = {id(module): name for name, module in self.attachment.modules.items()}
         names = module_names(self.attachment, self.root)
@@ -327,14 +306,7 @@ def verified(
     layers: Sequence[LinearLayer],
     probe: Sequence[Sequence[int]] | None,
 ) -> tuple[float, Verification]:
-    """Return max |ΔW| of a written checkpoint, and the result of reloading it in a fresh process.
-
-    Args:
-        collected: Trained parameters and the tensors that were written.
-        directory: The checkpoint.
-        layers: Its packed matrices.
-        probe: Rows of token ids; default: arbitrary ones.
-    """
+    """Return max |ΔW| of a written checkpoint, and the result of reloading it in a fresh process."""
     import torch
     from accelerate.utils import patch_environment
 

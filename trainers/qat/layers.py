@@ -32,11 +32,6 @@ class InputRange:
     A plain object, not part of any state dict. Both bounds are one tensor (low, -high), fp32 [2], so that one minimum
     updates both; the scale is rounded to the stored dtype before it is used. A moving average combines the minimum and
     maximum of each step.
-
-    Args:
-        quantization: Number format of the rounded inputs, with stored ranges.
-        stored_dtype: Dtype of scales in the checkpoint.
-        name: Name of the matrix, for messages.
     """
 
     def __init__(self, quantization: ActivationQuantization, *, stored_dtype: torch.dtype, name: str = "") -> None:
@@ -60,11 +55,7 @@ class InputRange:
         return None if self._ends is None else (float(self._ends[0]), -float(self._ends[1]))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Move scale and zero point to a device and return them.
-
-        Raises:
-            UsageError: the range has no values yet.
-        """
+        """Move scale and zero point to a device and return them."""
         stored = self._scale_and_zero_point()
         if stored is None:
             where = f"input range of {self.name or 'a layer'}"
@@ -131,10 +122,6 @@ def synchronise(ranges: Iterable[InputRange], *, reduction: Reduction | None = N
 
     Every rank must call it with the same layers in the same order, also after steps that overflowed. The number of
     collectives does not depend on the number of layers.
-
-    Args:
-        ranges: All ranges of a model.
-        reduction: Returns the minimum over ranks; `None`: of the default process group, if there is one.
     """
     observed = list(ranges)
     if not observed:
@@ -324,11 +311,7 @@ class LayerQuantizer:
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        """Return the outputs of a layer, rounded with the learned scales of its module and the stored input range.
-
-        Raises:
-            UsageError: the range has no values yet.
-        """
+        """Return the outputs of a layer, rounded with the learned scales of its module and the stored input range."""
         self.forward_dtype = weight.dtype
         learned = [getattr(module, name, None) for name in LEARNED]
         stored = (None, None) if self.input_range is None else self.input_range.on(inputs.device)

@@ -64,8 +64,6 @@ def round_weight(
     Binary: the same scale and ``q = 1 where w ≥ 0, else -1`` (XNOR-Net, Rastegari et al., arXiv 1603.05279, eq. 6).
 
     Args:
-        weight: [O, I].
-        rounding: Number format, rule and dtype of the scales.
         scale: Learned scale, any float dtype, with the stored scale's shape; `None` for every other rule.
         zero_point: Learned zero point before rounding, with the same shape; `None` if symmetric.
     """
@@ -124,8 +122,6 @@ def round_inputs(
     """Round the inputs [..., I] of a layer; the result keeps their dtype.
 
     Args:
-        inputs: [..., I].
-        quantization: Number format.
         scale: Scale of a static range, [1] in the stored dtype; `None` if dynamic.
         zero_point: Zero point of a static range, int8 [1]; `None` if symmetric or dynamic.
     """

@@ -174,14 +174,8 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
     """Copy a directory with its links' targets, without hidden directories, environments, caches and large weights.
 
     Args:
-        source: Directory to copy.
-        copy: New directory.
         exchanged: What to copy in place of some files and directories, by absolute path.
         apart: Directory of the rehearsal, which is never copied.
-
-    Raises:
-        UsageError: it has too many files or bytes.
-        ShardwrightError: it cannot be copied, such as to a full disk.
     """
     sizes: list[int] = []
 

@@ -57,15 +57,7 @@ _NODE_CHECK = "shardwright.plugins.clusters"
 
 
 def compile_operators(devices: Sequence[str], optimizer: str) -> None:
-    """Compile the operators that DeepSpeed would otherwise compile on every CPU rank during the launch.
-
-    Args:
-        devices: Offload devices of optimizer states and parameters, or `none`.
-        optimizer: A name of the Trainer's `optim`.
-
-    Raises:
-        ShardwrightError: a compilation fails, or a killed compilation left its lock.
-    """
+    """Compile the operators that DeepSpeed would otherwise compile on every CPU rank during the launch."""
     from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
     from ...plugins.deepspeed.engine import has_libaio
 
@@ -98,16 +90,6 @@ def launch_job(
     **waiting: Any,
 ) -> dict[str, Any]:
     """Run a job on the ranks of a plan, and return the result that the first rank wrote; empty without one.
-
-    Args:
-        job: Its file is written into `work`, where ranks leave the result.
-        plan: Operators that it needs on CPU ranks are compiled first.
-        plan_directory: The plan's files.
-        work: Temporary directory of this machine.
-        launcher: Command of the launcher; by default the plan's.
-        place: This machine's place among several.
-        check_nodes: Whether to compare several machines first.
-        **waiting: Further arguments of `launch_ranks`.
 
     Raises:
         LaunchFailedError: a rank failed, or the machines cannot run the plan together.
@@ -350,13 +332,7 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
 
 def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
-    """Launch a prepared training, wait for it, and write the report into the model directory.
-
-    Raises:
-        UsageError: another run writes to the directory, or its checkpoint cannot be resumed.
-        DoesNotFitError: the model does not fit on the disk.
-        ShardwrightError: a rank failed; names the rank and its error.
-    """
+    """Launch a prepared training, wait for it, and write the report into the model directory."""
     request, output_dir = prepared.request, prepared.request.output_dir
     if errors := disk_errors(output_dir, needed_bytes=prepared.least_bytes):
         raise DoesNotFitError("\n".join(map(str, errors)))
@@ -388,12 +364,7 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
 
 
 def run_part(prepared: PreparedTraining[Any]) -> None:
-    """Run the ranks of a machine other than the first, without a report.
-
-    Raises:
-        UsageError: the checkpoint cannot be resumed.
-        ShardwrightError: a rank failed on any machine; names the rank and its error.
-    """
+    """Run the ranks of a machine other than the first, without a report."""
     finished = _finished(prepared)
     if finished is None or not is_complete(prepared, finished):
         _run_ranks(prepared)

@@ -19,12 +19,8 @@ def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, 
     """Return a Trainer of the plan's task, model, method and layout, which reports its progress.
 
     Args:
-        plan: The plan.
-        arguments: `TrainingArguments`.
-        engine: Engine of the ranks.
         samples: Samples of one length, without padding; of a task other than `sft` rows of `task_rows`. They are stored
             where all ranks share what TRL computes from them.
-        random_weights: Whether the model's weights are random.
     """
     from transformers import default_data_collator
 
