@@ -96,6 +96,8 @@ class Axis:
 
     computes_losses = True
     """Whether losses come from `compute_loss` and `prediction_step`; not those of pipeline stages."""
+    shards_tokens = False
+    """Whether ranks that share a sample read different tokens of it."""
 
     def __init__(self, ranks_of_a_sample: int = 1) -> None:
         self.ranks_of_a_sample = ranks_of_a_sample
@@ -375,7 +377,6 @@ class ExactTrainer(_Trainer):
                 self._evaluated_labels = count()
             return at_least_one(self._evaluated_labels)
         check_streams_of_ranks(self, len(batch_samples))
-        self.step_counting.count_tokens(batch_samples)
         items = count()
         self.step_counting.weigh(batch_samples, items)
         return at_least_one(items)
@@ -474,11 +475,11 @@ class ExactTrainer(_Trainer):
         return norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count tokens once, padded as one process pads them; the Trainer counts each rank that reads them (2585)."""
-        if self.step_counting is not None and self.step_counting.tokens:
-            self.state.num_input_tokens_seen += self.step_counting.tokens.pop(0)
-        else:
-            super()._track_num_input_tokens(inputs)
+        """Count the tokens of ranks that read the same ones once; the Trainer counts each rank (line 2585)."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        ranks = 1 if self.shared_axis.shards_tokens else self.shared_axis.ranks_of_a_sample
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks
 
     # Log and end of the run.
 

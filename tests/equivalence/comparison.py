@@ -68,10 +68,6 @@ def assert_equal(case: Case, records: Mapping[str, Record], directory: Path) -> 
     evaluation = {} if probes else record.get("evaluation", {})
     for name, value in evaluation.items():
         assert value == pytest.approx(reference["evaluation"][name], abs=tolerance), name
-    # The collator of distillation on shared sequences pads to another length; rows with numbers as labels are removed.
-    shares = "sp" in case.columns and "kl_per_token" in record
-    if not shares and not {"numbers", "several"} & set(case.settings) and not probes:
-        assert record["tokens"] == reference["tokens"]
     if "resumed" not in case.settings and not probes:
         assert record["events"] == reference["events"]
     weights, trained = (load_file(directory / one.name / "weights") for one in (case, reference_of(case)))

@@ -333,7 +333,6 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         "rates": logged(trainer, "learning_rate"),
         "eval_losses": logged(trainer, "eval_loss"),
         "routing": {name: logged(trainer, name) for name in ROUTING},
-        "tokens": trainer.state.num_input_tokens_seen,
         "train_loss": trainer.state.log_history[-1].get("train_loss"),
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "events": events.counts,
