@@ -68,7 +68,7 @@ def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) 
         done = completed(command, directory)
         assert reported in done.stderr
         again = json.loads(done.stdout)
-        for name in ("cross_entropy", "cross_entropy_standard_error", "weight_difference", "logit_difference"):
+        for name in ("cross_entropy", "weight_difference", "logit_difference"):
             assert again[name] == found[name]
         assert {file.name: file.read_bytes() for file in out.glob("*.safetensors")} == weights
 
@@ -103,8 +103,7 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
     assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == 32
     assert config["dtype"] == "bfloat16" and not (out / "adapter").exists()
     held_out = load_samples("python-help#8", AutoTokenizer.from_pretrained(out), seq_len=SEQ_LEN).evaluation
-    loaded, error = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
+    loaded, _ = cross_entropy(out, held_out[: found["dataset"]["evaluation_samples"]])
     # Training computes in fp32, what is loaded in the bf16 of its files.
     assert loaded == pytest.approx(nats["trained"], abs=0.02)
-    assert error == pytest.approx(found["cross_entropy_standard_error"]["trained"], rel=0.05)
     assert f"{math.exp(nats['trained']):.4g}" in (out / "REPORT.md").read_text()

@@ -545,8 +545,6 @@ def evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-STANDARD_ERROR = "standard_error"
-"""Suffix of the standard error's name in logs and results."""
 SIGNIFICANT_STANDARD_ERRORS = 2.0
 """Standard errors above which a difference is not explained by the choice of text."""
 

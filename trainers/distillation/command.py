@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
 from ...plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
-from ..counting.counts import STANDARD_ERROR, Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, agreed_vocab_size, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples, packed_if_possible
@@ -39,11 +37,9 @@ from ..runs.run import (
     LaunchedOutcome,
     PreparedTraining,
     StepResult,
+    losses,
     model_file_names,
-    number,
     run_training,
-    with_spread,
-    with_spreads,
 )
 from ..runs.settings import RunRequest
 from .settings import DistillJob, DistillSettings, distill_settings_errors
@@ -57,8 +53,7 @@ class DistillationResult(StepResult):
     """Measurements of the ranks; the content of `result.json`."""
 
     before: Mapping[str, float]
-    """Metrics of the student on the held-out samples before its first step, and standard errors of those that are means
-    over tokens."""
+    """Metrics of the student on the held-out samples before its first step."""
     after: Mapping[str, float]
     """The same after its last step."""
 
@@ -80,19 +75,19 @@ class DistillationOutcome(LaunchedOutcome):
         """Return the results of the student before and after, and of the teacher."""
         before, after = self.result.before, self.result.after
         teacher = "teacher_cross_entropy"
-        losses = [
-            with_spreads(_mean(before, self._loss)),
-            with_spreads(_mean(after, self._loss)),
-            with_spreads(_mean(after, teacher)) if teacher in after else ("", ""),
+        values = [
+            losses(before[self._loss]),
+            losses(after[self._loss]),
+            losses(after[teacher]) if teacher in after else ("", ""),
         ]
-        rows = list(zip(("cross-entropy, nats per token", "perplexity"), *losses, strict=True))
+        rows = list(zip(("cross-entropy, nats per token", "perplexity"), *values, strict=True))
         for key, name, shape, of_teacher in (
-            ("kl_per_token", "KL(teacher | student), nats per token", partial(with_spread, number), "0"),
+            ("kl_per_token", "KL(teacher | student), nats per token", "{:.4f}".format, "0"),
             ("top1_agreement", "same most likely token as the teacher", _share, "100 %"),
             ("speculative_acceptance", "expected speculative acceptance", _share, "100 %"),
         ):
             if key in after:
-                rows.append((name, shape(_mean(before, key)), shape(_mean(after, key)), of_teacher))
+                rows.append((name, shape(before[key]), shape(after[key]), of_teacher))
         return ("", "student before", "student after", "teacher"), rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,21 +98,12 @@ class DistillationOutcome(LaunchedOutcome):
             **self.where_and_what(),
             "before": dict(self.result.before),
             "after": dict(self.result.after),
-            "cross_entropy_standard_error": {
-                "before": _mean(self.result.before, self._loss).standard_error,
-                "after": _mean(self.result.after, self._loss).standard_error,
-            },
             **self.speed(),
         }
 
 
-def _mean(metrics: Mapping[str, float], name: str) -> Estimate:
-    return Estimate(value=metrics[name], standard_error=metrics.get(f"{name}_{STANDARD_ERROR}"))
-
-
-def _share(mean: Estimate) -> str:
-    error = "" if mean.standard_error is None else f" ± {100 * mean.standard_error:.2g}"
-    return f"{100 * mean.value:.1f}{error} %"
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
 
 
 class DistillTask(DistillJob, TrainingTask):

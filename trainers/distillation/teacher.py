@@ -151,14 +151,6 @@ class DistillationBatch:
         """Return the rows that count of [B, S, ...], as [N, ...]; of [B, ...] where sequences are classified."""
         return values.reshape(-1, values.shape[-1]).index_select(0, self.rows_N)
 
-    def by_sample(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return fp64 sums [B] over the rows of each sample."""
-        samples_N = self.rows_N // self.labels[0].numel()
-        return {
-            name: values_N.new_zeros(len(self.labels)).double().index_add_(0, samples_N, values_N.double())
-            for name, values_N in rows.items()
-        }
-
     def position_weights(self) -> torch.Tensor:
         """Return the weight of every position [B, S]; a classified sequence spreads its weight over its tokens."""
         if self.labels.dim() > 1:

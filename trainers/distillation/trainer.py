@@ -24,7 +24,6 @@ from ...plugins.transformers.attention import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
 from ...plugins.transformers.second_model import PlacedModel, gathered_head, place_second_model
 from ...plugins.transformers.training_arguments import own_class, trainer_errors
-from ..counting.counts import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks
@@ -214,8 +213,6 @@ class DistillationTrainer(Trainer):
         token_sums: list[TokenSums] = []
         losses: list[torch.Tensor] = []
         sums: dict[str, torch.Tensor] = {}
-        # [B] shares of the samples in the sums over tokens, in an evaluation.
-        sample_sums: dict[str, torch.Tensor] = {}
         # Why the fused loss does not fit this model; the returned loss is then meaningless.
         unknown_logits: list[UnknownLogitsError] = []
 
@@ -264,8 +261,6 @@ class DistillationTrainer(Trainer):
                     return {"loss": outputs.logits.sum()}
                 student = token_sums[-1]
             sums.update(student.sums | {WEIGHT: student.weight})
-            if not inner.training:
-                sample_sums.update(batch.by_sample({**student.rows, WEIGHT: torch.ones_like(batch.rows_N)}))
             if features is not None and features.hidden_term is not None:
                 assert taught.hidden_states is not None, "the teacher returns them for this term"
                 distance = features.hidden_sum(
@@ -297,7 +292,7 @@ class DistillationTrainer(Trainer):
         self._checked_head = self._checked_head or fused
         # Without gradients, a training batch is computed to measure what kind of loss a subclass adds.
         if torch.is_grad_enabled() or not model.training:
-            (self._train_telemetry if model.training else self._eval_telemetry).add(sums, sample_sums)
+            (self._train_telemetry if model.training else self._eval_telemetry).add(sums)
         if not self._checked_first_step:
             self._checked_first_step = True
             _check_finite(float(sums.get(NONFINITE, 0.0)))
@@ -400,16 +395,12 @@ class DistillationTrainer(Trainer):
             self._omits_logits = False
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics.
-
-        Each has a standard error over samples, unless ranks share samples.
-        """
+        """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics."""
         self._eval_telemetry = Telemetry()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         means = self._eval_telemetry.means(self.accelerator)
         _check_finite(means.pop(NONFINITE, 0.0))
-        means |= self._eval_telemetry.standard_errors(self.accelerator)
         output.metrics.update({f"{prefix}_{name}": value for name, value in means.items()})
         return output
 
@@ -447,37 +438,11 @@ class Telemetry:
 
     def __init__(self) -> None:
         self._totals: dict[str, torch.Tensor] = {}
-        self._samples: list[dict[str, torch.Tensor]] = []
 
-    def add(self, sums: dict[str, torch.Tensor], sample_sums: dict[str, torch.Tensor]) -> None:
-        """Add the sums of one micro-batch, and keep those [B] of its samples, without synchronising."""
+    def add(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add the sums of one micro-batch, without synchronising."""
         for name, value in sums.items():
             self._totals[name] = self._totals.get(name, 0.0) + value.double()
-        if sample_sums:
-            self._samples.append(sample_sums)
-
-    def standard_errors(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the standard errors of the means over tokens, over the samples of all ranks; a collective.
-
-        Empty if ranks share samples, because each sample would count once per rank.
-        """
-        from accelerate.utils import gather_object
-
-        axes = getattr(accelerator, "parallelism_config", None)
-        if axes is not None and axes.tp_size * axes.cp_size * axes.sp_size > 1:
-            return {}
-        own: list[dict[str, float]] = []
-        for batch in self._samples:
-            values = {name: sums_B.tolist() for name, sums_B in batch.items()}
-            own += [dict(zip(values, sums, strict=True)) for sums in zip(*values.values(), strict=True)]
-        samples = gather_object(own)
-        weights = [sums[WEIGHT] for sums in samples]
-        errors: dict[str, float] = {}
-        for name, logged in NAMES.items():
-            if any(weights) and all(name in sums for sums in samples):
-                error = token_mean([sums[name] for sums in samples], weights).standard_error
-                errors |= {} if error is None else {f"{logged}_{STANDARD_ERROR}": error}
-        return errors
 
     def means(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the means over all ranks and reset the sums; a collective."""

@@ -448,7 +448,7 @@ class HeadReplacement:
 
 
 def captured_head_input(model: PreTrainedModel, name: str) -> tuple[HeadReplacement, list[torch.Tensor]]:
-    """Return a replacement of a model's head that keeps its input, and the list that gets it: one per call, [B, S, H]."""
+    """Return a replacement of a model's head, and the list that gets its inputs: one per call, [B, S, H]."""
     inputs: list[torch.Tensor] = []
 
     def keep(hidden_BSH: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from ...plugins.planning import load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_nonfinite_weights
 from ...plugins.transformers.meta_model import QuantizationSource, build_meta_model, open_source
-from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import packed_if_possible
@@ -38,12 +37,10 @@ from ..runs.ranks import (
     TrainingTask,
     held_out_cross_entropy,
     loaded_second_model,
-    logged,
     read_logged,
-    result_fields,
     trained_model,
 )
-from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, run_training, with_spreads
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, losses, run_training
 from ..runs.settings import METRICS_FILE, REPORT_FILE, RunRequest
 from ..verify import PROBE_ROWS, PROBE_TOKENS
 from .settings import (
@@ -84,12 +81,6 @@ class QATResult(StepResult):
     """The same of the untrained model, rounded to the nearest; `None` if ranges were estimated during training."""
     trained: float
     """The same of the trained model with the quantized values of its checkpoint."""
-    dense_standard_error: float | None = None
-    """Of `dense`, over samples; `None` with a single one."""
-    rounded_standard_error: float | None = None
-    """Of `rounded`, likewise."""
-    trained_standard_error: float | None = None
-    """Of `trained`, likewise."""
     weight_difference: float | None
     """Largest difference between a weight of the trained model and that of the checkpoint; `None`: not compared."""
     logit_difference: float | None
@@ -113,9 +104,7 @@ class QATOutcome(LaunchedOutcome):
         """Return the results of the trained model, and before training rounded and in full precision."""
         rows = []
         for stage, name in reversed(_STAGES.items()):
-            nats, error = getattr(self.result, stage), getattr(self.result, f"{stage}_standard_error")
-            loss = None if nats is None else Estimate(value=nats, standard_error=error)
-            rows.append((name, *with_spreads(loss)))
+            rows.append((name, *losses(getattr(self.result, stage))))
         return ("", "cross-entropy, nats per token", "perplexity"), rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +117,6 @@ class QATOutcome(LaunchedOutcome):
             "quantized_layers": self.layers,
             **self.where_and_what(),
             "cross_entropy": {stage: getattr(result, stage) for stage in _STAGES},
-            "cross_entropy_standard_error": {stage: getattr(result, f"{stage}_standard_error") for stage in _STAGES},
             "weight_difference": result.weight_difference,
             "logit_difference": result.logit_difference,
             **self.speed(),
@@ -179,10 +167,10 @@ class QATTask(QATJob, TrainingTask):
                 attachment = attachment_of(trainer.model)
                 assert attachment is not None, "QATCallback came first"
                 with _evaluated(attachment, rounded=False):
-                    entries = logged(DENSE, held_out_cross_entropy(trainer))
+                    entries = {DENSE: held_out_cross_entropy(trainer)}
                 if not attachment.ranges:
                     with _evaluated(attachment, rounded=True):
-                        entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
+                        entries[ROUNDED] = held_out_cross_entropy(trainer)
                 trainer.log(entries)
 
         trainer.add_callback(StartingPoint())
@@ -210,7 +198,9 @@ class QATTask(QATJob, TrainingTask):
         )
         dense, rounded = read_logged(trainer.state, DENSE), read_logged(trainer.state, ROUNDED)
         return {
-            **result_fields({"dense": dense, "rounded": rounded, "trained": trained}),
+            "dense": dense,
+            "rounded": rounded,
+            "trained": trained,
             "weight_difference": exported.largest_weight_difference,
             "logit_difference": exported.largest_logit_difference,
         }

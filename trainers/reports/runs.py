@@ -168,10 +168,8 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
     if evaluations:
         caption = f"Means over {data['dataset']['evaluation_samples']} held-out samples, by TRL's trainer."
-    elif any("±" in cell for row in measures["rows"] for cell in row):
-        caption += "; ± is one standard error, over samples."
     else:
-        caption += ". They have no standard error; `shardwright evaluate` measures one."
+        caption += ". `shardwright evaluate` measures standard errors."
     reasons = [plan.chosen.reason]
     reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
     has_teacher = data["kind"] != "qat" or data["teacher"]

@@ -38,7 +38,7 @@ from ...plugins.transformers.training_arguments import (
     weights_dtype,
 )
 from ..checkpoints import Selection, full_disk_errors, newest_whole
-from ..counting.counts import STANDARD_ERROR, Estimate, check_labelled, token_mean
+from ..counting.counts import evaluated_mean
 from ..data.chat import IGNORED_LABEL, with_turn_end
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
@@ -383,11 +383,8 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
         load_on_first_rank(engine)
 
 
-def held_out_cross_entropy(trainer: Any) -> Estimate:
-    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it.
-
-    The standard error is over samples, and is valid if ranks do not share them.
-    """
+def held_out_cross_entropy(trainer: Any) -> float:
+    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it."""
     import torch
 
     from ...plugins.transformers.output_heads import base_model, has_plain_head, output_head
@@ -395,23 +392,21 @@ def held_out_cross_entropy(trainer: Any) -> Estimate:
 
     model, inner = trainer.model_wrapped, base_model(trainer.model)
     part_rows = max(1, _EVALUATED_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
+    sums_and_counts: list[Any] = []
 
-    def of_rows(head: Callable[[Any], Any], states: Any, labels_BS: Any) -> list[Any]:
-        """Return the sum of each row's cross-entropies and the number of its labels."""
-        sums = []
-        for row, own in zip(states, labels_BS, strict=True):
-            nats = row.new_zeros((), dtype=torch.float64)
-            for part, labels in zip(row[:-1].split(part_rows), own[1:].split(part_rows), strict=True):
-                losses = torch.nn.functional.cross_entropy(
-                    head(part).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
-                )
-                nats = nats + losses.double()
-            sums.append(torch.stack([nats, (own[1:] != IGNORED_LABEL).sum().double()]))
-        return sums
+    def add(head: Callable[[Any], Any], states_BSD: Any, labels_BS: Any) -> None:
+        """Add the sum of the cross-entropies of a batch and the number of its labels; large logits exist in parts."""
+        rows_ND, labels_N = states_BSD[:, :-1].flatten(0, 1), labels_BS[:, 1:].flatten()
+        nats = [
+            torch.nn.functional.cross_entropy(head(part).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum")
+            for part, labels in zip(rows_ND.split(part_rows), labels_N.split(part_rows), strict=True)
+        ]
+        sums_and_counts.append(
+            torch.stack([torch.stack(nats).double().sum(), (labels_N != IGNORED_LABEL).sum().double()])
+        )
 
     was_training = model.training
     model.eval()
-    sums_and_counts: list[Any] = []
     loader = trainer.get_eval_dataloader()
     samples = SamplesOnce(loader, trainer.accelerator.gradient_state)
     with torch.no_grad(), trainer.compute_loss_context_manager():
@@ -419,13 +414,11 @@ def held_out_cross_entropy(trainer: Any) -> Estimate:
             inputs = trainer._prepare_inputs(samples.step(batch).batch)
             labels_BS = inputs.pop("labels")
             if labels_BS.numel() <= part_rows or not has_plain_head(inner):
-                logits_BSV = model(**inputs, use_cache=False).logits
-                sums_and_counts.extend(of_rows(lambda logits: logits, logits_BSV, labels_BS))
+                add(lambda logits: logits, model(**inputs, use_cache=False).logits, labels_BS)
                 continue
 
             def compute(hidden_BSH: Any, labels_BS: Any = labels_BS) -> Any:
-                # Large logits exist in parts only.
-                sums_and_counts.extend(of_rows(output_head(inner).logits, hidden_BSH, labels_BS))
+                add(output_head(inner).logits, hidden_BSH, labels_BS)
                 return hidden_BSH.new_zeros(())
 
             replacement = HeadReplacement(inner, compute)
@@ -433,26 +426,9 @@ def held_out_cross_entropy(trainer: Any) -> Estimate:
                 replacement.check_logits(model(**inputs, use_cache=False).logits)
     model.train(was_training)
     sums, counts = trainer.accelerator.gather(torch.stack(sums_and_counts)).T.tolist()
-    check_labelled(counts)
-    return token_mean(sums, counts)
+    return evaluated_mean(sums, counts)
 
 
-def logged(name: str, mean: Estimate) -> dict[str, float]:
-    """Return a mean as entries of the Trainer's log, which checkpoints contain."""
-    return {name: mean.value} | (
-        {} if mean.standard_error is None else {f"{name}_{STANDARD_ERROR}": mean.standard_error}
-    )
-
-
-def read_logged(state: Any, name: str) -> Estimate | None:
-    entry: dict[str, float] = next((values for values in state.log_history if name in values), {})
-    return Estimate(value=entry[name], standard_error=entry.get(f"{name}_{STANDARD_ERROR}")) if entry else None
-
-
-def result_fields(means: Mapping[str, Estimate | None]) -> dict[str, float | None]:
-    """Return means and their standard errors as fields of a result."""
-    fields: dict[str, float | None] = {}
-    for name, mean in means.items():
-        fields |= {name: None if mean is None else mean.value}
-        fields |= {f"{name}_{STANDARD_ERROR}": None if mean is None else mean.standard_error}
-    return fields
+def read_logged(state: Any, name: str) -> float | None:
+    """Return the first logged value of this name, which checkpoints contain; `None` without one."""
+    return next((values[name] for values in state.log_history if name in values), None)

@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import gcd
 from pathlib import Path
@@ -28,10 +28,9 @@ from ...ds_configs.specs.job import GROUPED_TASKS
 from ...plugins.huggingface_hub import model_directory
 from ...plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from ..checkpoints import RECORD, Selection, planned_facts
-from ..counting.counts import Estimate, exponential
 from ..data.chat import end_turns
 from ..data.samples import Samples, SampleStatistics
-from ..reports.report import markdown, perplexity, with_error
+from ..reports.report import markdown, perplexity
 from ..reports.runs import REPORT_FILE as HTML_FILE
 from ..reports.runs import TRAINING_FILE, training_report, write_html
 from .inputs import CHECKPOINTS, check_resumption, last_checkpoint, optimizer_steps
@@ -222,21 +221,9 @@ class LaunchedOutcome(ABC):
         }
 
 
-def number(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def with_spread(shape: Callable[[float], str], mean: Estimate) -> str:
-    """Return a mean, formatted by `shape`, with its standard error."""
-    return with_error(mean.value, mean.standard_error, shape)
-
-
-def with_spreads(loss: Estimate | None) -> tuple[str, str]:
-    """Return a mean loss and its perplexity, each with its standard error."""
-    if loss is None:
-        return "not measured", "not measured"
-    error = exponential(loss).standard_error
-    return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
+def losses(nats: float | None) -> tuple[str, str]:
+    """Return a mean loss and its perplexity as text."""
+    return ("not measured", "not measured") if nats is None else (f"{nats:.4f}", perplexity(nats))
 
 
 def model_file_names(settings: LaunchedSettings) -> tuple[str, ...]:

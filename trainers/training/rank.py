@@ -27,7 +27,7 @@ from ...plugins.transformers.training_arguments import (
 )
 from ...plugins.trl import task_of, train_as_one_process
 from ..checkpoints import checked_checkpoint
-from ..counting.counts import Estimate, OwnLoss
+from ..counting.counts import OwnLoss
 from ..exact import make_exact
 from ..parallel.planned import (
     PlannedParallelism,
@@ -44,9 +44,7 @@ from ..runs.ranks import (
     check_upstream,
     chosen_engine,
     held_out_cross_entropy,
-    logged,
     read_logged,
-    result_fields,
     starting_weights,
     trained_model,
 )
@@ -91,8 +89,8 @@ class TrainTask(TrainJob, TrainingTask):
                     return
                 if not is_sft:
                     trainer.evaluate()
-                elif (mean := held_out(trainer, plan.chosen.layout)) is not None:
-                    trainer.log(logged(BEFORE, mean))
+                elif (loss := held_out(trainer, plan.chosen.layout)) is not None:
+                    trainer.log({BEFORE: loss})
 
         trainer.add_callback(EvaluateBeforeTraining())
         return trainer
@@ -102,10 +100,10 @@ class TrainTask(TrainJob, TrainingTask):
             trainer.evaluate()
             evaluations = {"before": evaluated(trainer, first=True), "after": evaluated(trainer, first=False)}
             self._save(trainer)
-            return result_fields({"before": None, "after": None}) | {"evaluations": evaluations}
+            return {"before": None, "after": None, "evaluations": evaluations}
         after = held_out(trainer, context.plan.chosen.layout)
         self._save(trainer)
-        return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
+        return {"before": read_logged(trainer.state, BEFORE), "after": after}
 
     def _save(self, trainer: Any) -> None:
         save_model_directory(
@@ -116,18 +114,17 @@ class TrainTask(TrainJob, TrainingTask):
         )
 
 
-def held_out(trainer: Any, layout: Layout) -> Estimate | None:
+def held_out(trainer: Any, layout: Layout) -> float | None:
     """Return the cross-entropy of the held-out samples in nats per token; every rank must call it.
 
-    The standard error is over samples and is known if every rank reads other samples. Sequence and pipeline
-    parallelism evaluate with the Trainer. `None` under context parallelism, which cannot evaluate.
+    Sequence and pipeline parallelism evaluate with the Trainer. `None` under context parallelism, which cannot
+    evaluate.
     """
     if layout.cp > 1:
         return None
     if layout.pp > 1 or layout.sp > 1:
-        return Estimate(value=float(trainer.evaluate()["eval_loss"]), standard_error=None)
-    mean = held_out_cross_entropy(trainer)
-    return mean if layout.tp == 1 else Estimate(value=mean.value, standard_error=None)
+        return float(trainer.evaluate()["eval_loss"])
+    return held_out_cross_entropy(trainer)
 
 
 _NOT_PREDICTED = "predicted memory and time do not apply to this run"

@@ -24,7 +24,6 @@ from ...ds_configs.specs.settings import settings_of
 from ...plugins.planning import installed_release_difference, load_model_spec
 from ...plugins.planning import plan as select_plan
 from ...plugins.transformers.loading import refuse_other_formats
-from ..counting.counts import Estimate
 from ..data.chat import set_chat_template
 from ..data.models import StartingModel, load_config, load_processor, load_tokenizer, with_positions
 from ..data.samples import Samples, SampleStatistics, packed_if_possible, stated_samples
@@ -49,7 +48,7 @@ from ..runs.inputs import (
     run_output_errors,
     training_job,
 )
-from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, model_file_names, run_training, with_spreads
+from ..runs.run import LaunchedOutcome, PreparedTraining, StepResult, losses, model_file_names, run_training
 from ..runs.settings import RunRequest
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
@@ -68,9 +67,6 @@ class TrainResult(StepResult):
     where it cannot be measured."""
     after: float | None
     """The same after the last step."""
-    before_standard_error: float | None
-    """Of `before`, over samples; `None` if ranks share samples, and for a single sample."""
-    after_standard_error: float | None
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of a task other than `sft`: what TRL's trainer measures on the held-out rows `before` and `after` training."""
 
@@ -91,10 +87,8 @@ class TrainOutcome(LaunchedOutcome):
             return ("held-out rows", "before", "after"), rows
         if result.before is None or result.after is None:
             return ("", "before", "after"), [("cross-entropy, nats per token", "not measured", "not measured")]
-        before = Estimate(value=result.before, standard_error=result.before_standard_error)
-        after = Estimate(value=result.after, standard_error=result.after_standard_error)
         names = ("cross-entropy, nats per token", "perplexity")
-        return ("", "before", "after"), list(zip(names, with_spreads(before), with_spreads(after), strict=True))
+        return ("", "before", "after"), list(zip(names, losses(result.before), losses(result.after), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -102,10 +96,6 @@ class TrainOutcome(LaunchedOutcome):
             "model": self.model,
             **self.where_and_what(),
             "cross_entropy": {"before": self.result.before, "after": self.result.after},
-            "cross_entropy_standard_error": {
-                "before": self.result.before_standard_error,
-                "after": self.result.after_standard_error,
-            },
             **({"task": self.settings.task, "evaluations": self.result.evaluations} if self.result.evaluations else {}),
             **self.speed(),
         }

@@ -186,15 +186,11 @@ def test_telemetry_matches_reference(tmp_path: Path) -> None:
             values = [(p * (p / q).log()).sum(), (p.argmax(-1) == q.argmax(-1)).sum(), torch.minimum(p, q).sum()]
             values += [-q.gather(1, labels).log().sum(), -p.gather(1, labels).log().sum(), kept.sum()]
             found.append(torch.stack([value.double() for value in values]))
-    by_sample = torch.stack(found)
-    sums = by_sample.sum(0)
-    scatter = ((by_sample[:, :5] - sums[:5] / sums[5] * by_sample[:, 5:]) ** 2).sum(0)
-    errors = (8 / 7 * scatter).sqrt() / sums[5]
+    sums = torch.stack(found).sum(0)
     names = ("kl_per_token", "top1_agreement", "speculative_acceptance", "student_cross_entropy")
-    expected = zip((*names, "teacher_cross_entropy"), (sums[:5] / sums[5]).tolist(), errors.tolist(), strict=True)
-    for name, value, error in expected:
+    expected = zip((*names, "teacher_cross_entropy"), (sums[:5] / sums[5]).tolist(), strict=True)
+    for name, value in expected:
         assert metrics[f"eval_{name}"] == pytest.approx(value, rel=1e-5), name
-        assert metrics[f"eval_{name}_standard_error"] == pytest.approx(error, rel=1e-4), name
     trainer.train()
     (logged,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert set(logged) >= {*names, "teacher_cross_entropy", "alpha", "temperature", "loss"}
