@@ -145,10 +145,6 @@ class Axis:
         """Return this rank's share of a loss, or of a loss and outputs."""
         return result
 
-    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
-        """Return the log with further values; every rank calls it."""
-        return logs
-
     def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
         """Return the context of an evaluation."""
         return nullcontext()
@@ -486,7 +482,6 @@ class ExactTrainer(_Trainer):
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Add the values of the axis: `on_log` runs after the values are stored (line 4029)."""
         if "loss" in logs:
-            logs = self.shared_axis.add_to_log(self, logs)
             for events in self._step_events:
                 logs = logs | events.log_values()
         super().log(logs, *arguments, **keywords)

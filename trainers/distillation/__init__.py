@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .feature_matching import AttentionTerm, HiddenStateTerm
     from .settings import DistillationConfig, SelfTeacher
     from .teacher_cache import CachedTeacherDataset, TeacherCache
     from .trainer import DistillationTrainer
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 _MODULES = {
     ".teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".settings": ("DistillationConfig", "SelfTeacher"),
-    ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
     ".trainer": ("DistillationTrainer",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
