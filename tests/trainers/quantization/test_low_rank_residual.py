@@ -58,8 +58,6 @@ def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank
     matrix = low_rank_residual(weight_OI, hessian_II, options)
     errors = [weighted_error(found.dequantize().float() - weight_OI.float(), hessian_II) for found in (matrix, alone)]
     assert errors[0] <= errors[1]
-    stored = matrix.tensors()
-    assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
 
 
 def test_large_matrices_use_reproducible_random_projections():

