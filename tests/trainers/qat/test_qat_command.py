@@ -86,6 +86,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     ("more", "said"),
     [
         (("--scheme", "W9A16"), "scheme = 'W9A16': is not a quantization scheme"),
+        (("--method", "lora"), "train the adapter with train, merge it, and train the merged model"),
         (("--scheme", "FP8_DYNAMIC"), "scheme = 'FP8_DYNAMIC': has floating-point codes"),
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
