@@ -18,6 +18,7 @@ FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 FLAGS_OF_OTHERS = {
     *("--write", "--change", "--strict", "--every", "--engine-python", "--meter"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao", "--real"),  # benchmarks
+    "--exclude",  # hf upload
     "--autotuning",  # DeepSpeed's launcher
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),

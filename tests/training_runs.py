@@ -97,7 +97,7 @@ def resumed(root: Path, model: str, directory: Path, flags: str, **settings: Any
 def taken_away(out: Path) -> dict[str, bytes]:
     """Leave a finished run as one that was killed behind its last checkpoint, and return its weights."""
     weights = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
-    for name in (*weights, "README.md", "REPORT.md", "report.json", "report.html"):
+    for name in (*weights, "REPORT.md", "report.json", "report.html"):
         (out / name).unlink()
     return weights
 
