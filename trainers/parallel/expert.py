@@ -24,8 +24,7 @@ class ExpertParallelCallback(TrainerCallback):
     """Shard the experts of every layer over ranks that train on different samples.
 
     Works with ZeRO-0, 1, 2 and 3 on Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3. No token is dropped. Checkpoints
-    and `save_model` contain all experts under the model's own parameter names. The log has `expert_load` (tokens of the
-    fullest expert divided by the mean per expert, averaged over layers) and `expert_load_max` (of the worst layer).
+    and `save_model` contain all experts under the model's own parameter names.
 
     >>> callback = ExpertParallelCallback(2)  # doctest: +SKIP
     >>> callback.prepare(arguments, model)  # doctest: +SKIP
