@@ -15,9 +15,10 @@ def test_every_command_has_examples() -> None:
 
 
 def test_examples_parse() -> None:
+    app = build_app()
     for command, examples in EXAMPLES.items():
         for example in examples:
-            called, _ = resolve(build_app(), [command, *shlex.split(example)])
+            called, _ = resolve(app, [command, *shlex.split(example)])
             assert called.__module__.startswith("shardwright.cli.commands"), example
 
 

@@ -187,7 +187,7 @@ _TASK_JOBS = st.fixed_dictionaries(
 )
 
 
-@given(
+_TASKS_TO_PLAN = given(
     model=st.sampled_from([LLAMA, str(CONFIGS / "meta-llama--Llama-3.1-70B")]),
     gpus=st.sampled_from(["1xRTX4090", "2xA100-40GB", "4xA10G", "8xH100-80GB"]),
     values=_TASK_JOBS,
@@ -201,10 +201,22 @@ _TASK_JOBS = st.fixed_dictionaries(
         ]
     ),
 )
+
+
+@_TASKS_TO_PLAN
+@settings(parent=DRAWN, max_examples=8, derandomize=True)
+def test_every_change_of_a_task_that_does_not_fit_plans_and_fits(**drawn: Any) -> None:
+    _changes_fit(**drawn)
+
+
+@pytest.mark.full
+@_TASKS_TO_PLAN
 @settings(parent=DRAWN, max_examples=24, derandomize=True)
-def test_every_change_of_a_task_that_does_not_fit_plans_and_fits(
-    model: str, gpus: str, values: dict[str, Any], placed: bool, generation: dict[str, Any]
-) -> None:
+def test_every_change_of_more_tasks_that_do_not_fit_plans_and_fits(**drawn: Any) -> None:
+    _changes_fit(**drawn)
+
+
+def _changes_fit(model: str, gpus: str, values: dict[str, Any], placed: bool, generation: dict[str, Any]) -> None:
     if placed and values["task"] in ("dpo", "kto"):
         values = values | {"reference_placement": "replica"}
     if values["task"] in ("grpo", "rloo"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from session import warm_command, warm_path
 
 
 @pytest.mark.distributed
 def test_demo_trains_in_at_most_60_lines(tmp_path: Path, deepspeed_cpu_ops: None) -> None:
-    command = [sys.executable, "-m", "shardwright", "demo", "demo", "--steps", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command, environment = [*warm_command("shardwright"), "demo", "demo", "--steps", "4"], {"PATH": warm_path()}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len((done.stdout + done.stderr).splitlines()) <= 60
     assert done.stdout.count("Chosen  ZeRO-2") == 2 and "cross-entropy" in done.stdout

@@ -98,10 +98,10 @@ def test_a_run_without_errors_has_no_cause() -> None:
 
 def test_a_large_log_takes_seconds_and_little_memory() -> None:
     class Repeated(io.RawIOBase):
-        """A log of 200 MB: progress bars without an end of line, then lines, then the error."""
+        """A log of 50 MB: progress bars without an end of line, then lines, then the error."""
 
         def __init__(self) -> None:
-            self.parts = [b"\r 17%|##   | step 123" * 50_000] * 50 + [b"loss 2.13 gradient norm 0.71\n" * 36_000] * 145
+            self.parts = [b"\r 17%|##   | step 123" * 50_000] * 13 + [b"loss 2.13 gradient norm 0.71\n" * 36_000] * 36
             self.parts.append(b"\n" + CUDA.encode())
             self.size = sum(map(len, self.parts))
             self.rest = b""
@@ -113,12 +113,12 @@ def test_a_large_log_takes_seconds_and_little_memory() -> None:
             return read
 
     log = Repeated()
-    assert log.size > 200e6
-    started = time.monotonic()
+    assert log.size > 50e6
+    started = time.process_time()
     assert find_causes(log)[0].failure.name == "accelerator_out_of_memory"
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 5
     log = Repeated()
-    log.parts = log.parts[48:53] + log.parts[-1:]
+    log.parts = log.parts[11:16] + log.parts[-1:]
     tracemalloc.start()
     find_causes(log)
     peak = tracemalloc.get_traced_memory()[1]
@@ -127,10 +127,10 @@ def test_a_large_log_takes_seconds_and_little_memory() -> None:
 
 
 def test_a_log_whose_lines_all_have_words_of_errors_takes_seconds() -> None:
-    started = time.monotonic()
-    log = b"[rank0]: skipped: KeyError: no exitcode, Root Cause unknown\n" * 160_000 + CUDA.encode()
-    assert first(log) == ("accelerator_out_of_memory", 160_001, 3)
-    assert time.monotonic() - started < 20
+    started = time.process_time()
+    log = b"[rank0]: skipped: KeyError: no exitcode, Root Cause unknown\n" * 40_000 + CUDA.encode()
+    assert first(log) == ("accelerator_out_of_memory", 40_001, 3)
+    assert time.process_time() - started < 5
 
 
 def test_an_error_across_two_blocks_is_read() -> None:
