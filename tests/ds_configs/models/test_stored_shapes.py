@@ -71,7 +71,7 @@ def test_stored_shapes_match_the_meta_device(architecture: str) -> None:
 
 COUNTED_BY_TRANSFORMERS = {
     *("ElectraForSequenceClassification", "ElectraForTokenClassification", "Glm4vForConditionalGeneration"),
-    *("Lfm2ForCausalLM", "ModernBertForMaskedLM"),
+    *("Lfm2ForCausalLM", "ModernBertForMaskedLM", "NemotronHForCausalLM"),
     *("ModernBertForSequenceClassification", "ModernBertForTokenClassification"),
 }
 """Classes whose shapes are not stored."""
