@@ -93,41 +93,23 @@ EXAMPLES = {
     "explain": ("plan", "gathered_parameters", "--error run.log"),
     "calibrate": ("plan/model", "--list"),
     "rehearse": ("plan", "plan --script finetune.py -- --epochs 1"),
-    "tune": ("plan", "plan --trials 8 --steps 10"),
+    "tune": ("plan --trials 8 --steps 10",),
     "launch": ("plan finetune.py --epochs 3", "plan --on slurm -- --dataset chats.jsonl --output-dir tuned"),
-    "train": (
-        "MODEL --dataset chats.jsonl --method lora --output-dir tuned",
-        "MODEL --plan plan --dataset chats.jsonl --output-dir tuned",
-    ),
-    "distill": (
-        "TEACHER STUDENT --dataset chats.jsonl --output-dir taught",
-        "TEACHER STUDENT --dataset chats.jsonl --teacher-cache answers --output-dir taught",
-    ),
-    "cache-teacher": (
-        "TEACHER --dataset chats.jsonl --output-dir answers",
-        "TEACHER --dataset chats.jsonl --temperature 2 --output-dir answers",
-    ),
-    "merge": ("tuned --output-dir merged", "tuned --base MODEL --output-dir merged"),
-    "student": (
-        "TEACHER --layers 16 --output-dir student",
-        "TEACHER --layers 16 --intermediate 8192 --output-dir student",
-    ),
-    "qat": (
-        "MODEL --scheme W4A16 --dataset chats.jsonl --output-dir trained-w4",
-        "MODEL --scheme W4A16 --teacher self --dataset chats.jsonl --output-dir trained-w4",
-    ),
-    "quantize": (
-        "MODEL --scheme W4A16 --method gptq --dataset chats.jsonl --output-dir model-w4",
-        "MODEL --scheme NF4 --output-dir model-nf4",
-    ),
-    "evaluate": ("model-w4 --baseline MODEL --dataset book.txt", "MODEL --dataset python-help --output-dir judged"),
+    "train": ("MODEL --plan plan --dataset chats.jsonl --output-dir tuned",),
+    "distill": ("TEACHER STUDENT --dataset chats.jsonl --teacher-cache answers --output-dir taught",),
+    "cache-teacher": ("TEACHER --dataset chats.jsonl --output-dir answers",),
+    "merge": ("tuned --output-dir merged",),
+    "student": ("TEACHER --layers 16 --intermediate 8192 --output-dir student",),
+    "qat": ("MODEL --scheme W4A16 --teacher self --dataset chats.jsonl --output-dir trained-w4",),
+    "quantize": ("MODEL --scheme W4A16 --method gptq --dataset chats.jsonl --output-dir model-w4",),
+    "evaluate": ("model-w4 --baseline MODEL --dataset book.txt",),
     "report": ("tuned", "tuned --output other.html"),
     "serve": ("model-w4 --hardware 1xRTX4090", "MODEL --hardware 1xL40S --draft STUDENT --port 9000"),
-    "ui": ("", "--port 8080"),
+    "ui": ("--port 8080",),
     "configs": ("ls llama", "cp llama-3.1-8b_8xA100-80GB plan"),
     "schema": ("settings", "plan-answer"),
-    "env": ("", "--patches"),
-    "demo": ("", "my-demo --steps 10"),
+    "env": ("",),
+    "demo": ("my-demo --steps 10",),
 }
 """Arguments after `shardwright COMMAND`."""
 

@@ -77,11 +77,7 @@ class Machine(Settings):
         return []
 
     def place(self) -> NodePlace | None:
-        """Return this machine's rank and address, or `None` for a single machine; start `until_stdin_closes`.
-
-        Raises:
-            UsageError: options that cannot be combined.
-        """
+        """Return this machine's rank and address, or `None` for a single machine; start `until_stdin_closes`."""
         if errors := self.errors():
             raise UsageError(errors)
         if self.until_stdin_closes:

@@ -271,12 +271,7 @@ def sources_of(app: App) -> Sources:
 
 
 def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
-    """Return the command that the tokens name, and its parameters from all sources.
-
-    Raises:
-        UsageError: all errors of its settings, from all sources.
-        CycloptsError: a command or flag is unknown.
-    """
+    """Return the command that the tokens name, and its parameters from all sources."""
     sources, tokens = sources_of(app), _spelled(app, tokens)
     sources.reset()
     errors: list[ConfigError] = []

@@ -7,12 +7,9 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -55,42 +52,14 @@ def print_rows(
     rows: Iterable[Sequence[str | Text]],
     *,
     title: str = "",
-    block_title: str = "",
     figures: Sequence[str] = (),
-    folded: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Print rows as a table if it fits, else as blocks: the first value, and the others below it by heading.
-
-    Headings are folded if that makes the table fit. Columns in `figures` are aligned right. Columns in `folded` may be
-    folded, down to the given width.
-    """
-    rows = list(rows)
-    cells = [max((len(row[index]) for row in rows), default=0) for index in range(len(headings))]
-    cells = [min(width, folded.get(heading, width)) for heading, width in zip(headings, cells, strict=True)]
-
-    def is_too_wide(titles: Sequence[str]) -> bool:
-        lines = [max(map(len, title.split("\n"))) for title in titles]
-        return sum(map(max, cells, lines)) + 2 * len(titles) - 2 > out.width
-
-    titles = list(headings)
-    if is_too_wide(titles):
-        titles = [
-            "\n".join(wrap(heading, max(1, width), break_long_words=False))
-            for heading, width in zip(headings, cells, strict=True)
-        ]
-    if is_too_wide(titles):
-        if above := block_title or title:
-            out.print(Text(above, style="italic"))
-        for name, *values in rows:
-            out.print(Text.assemble((str(name), "bold")), overflow="fold")
-            for heading, value in zip(headings[1:], values, strict=True):
-                if value:
-                    label = heading.replace("-\n", "").replace("\n", " ")
-                    out.print(Padding(Text.assemble(f"{label}: ", value), (0, 0, 0, 2), expand=False))
-        return
+    """Print rows as a table, whose columns are folded if it is too wide, but not `figures`, else not the first one."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for heading, lines in zip(headings, titles, strict=True):
-        table.add_column(lines, justify="right" if heading in figures else "left", no_wrap=heading not in folded)
+    whole = figures or headings[:1]
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading in figures else "left"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in whole)
     for row in rows:
         table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)
@@ -136,7 +105,7 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         out.print()
         headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
         title = "Alternatives" if verbose else f"Alternatives, {len(rows)} of {len(plan.rejected)}"
-        print_rows(out, headings, rows, title=title, figures=headings[1:], folded={"layout": 20})
+        print_rows(out, headings, rows, title=title, figures=headings[1:])
     if directory is not None or output_dir_hint:
         more = "Reasons" if verbose else "Every term and alternative: --verbose; reasons"
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
@@ -277,4 +246,4 @@ def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None
         if value is None and name in chosen:
             text = "auto"
         rows.append((name, text, origins[name]))
-    print_rows(console(), ("setting", "value", "from"), rows, title="Settings", folded={"value": 20})
+    print_rows(console(), ("setting", "value", "from"), rows, title="Settings")

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
 
-_TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
-_ENGINE_VARIABLES: dict[str, Engine] = {"ACCELERATE_USE_DEEPSPEED": "deepspeed", "ACCELERATE_USE_FSDP": "fsdp2"}
-
 
 def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     """Prepare Accelerate for CPU ranks and return the ``TrainingArguments`` keywords that go with it.
@@ -125,10 +122,11 @@ def serve_scripts_on_cpu_ranks() -> None:
 
 def engine_from_environment() -> Engine:
     """Return the engine that ``accelerate launch`` set in the environment; plain DDP if it set none."""
-    for name, engine in _ENGINE_VARIABLES.items():
-        if os.environ.get(name, "").lower() in _TRUE:
-            return engine
-    return "ddp"
+    from accelerate.utils import parse_flag_from_env
+
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        return "deepspeed"
+    return "fsdp2" if parse_flag_from_env("ACCELERATE_USE_FSDP") else "ddp"
 
 
 @cache
@@ -306,11 +304,7 @@ def hide_files(dataset: Any) -> None:
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
-    """Check that all ranks have read the same rows of a stream; every rank calls it once for each step.
-
-    Raises:
-        UsageError: the ranks have read different rows, or one rank has no rows left while another has.
-    """
+    """Check that all ranks have read the same rows of a stream; every rank calls it once for each step."""
     import torch
     from torch.utils.data import IterableDataset
 

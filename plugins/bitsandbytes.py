@@ -79,18 +79,8 @@ def quantize_with_bitsandbytes(
 ) -> BitsAndBytesModel:
     """Load a model with quantized layers and write its checkpoint to a temporary directory.
 
-    Args:
-        directory: The model with its full weights.
-        scheme: `NF4` or `BNB_INT8`.
-        quantized: Linear layers that the scheme selects.
-        dense: All other linear layers.
-        dtype: Dtype of dense layers and of computations.
-        device: Device that the model runs on.
-
-    Raises:
-        UsageError: there are layers that bitsandbytes does not replace.
-        RefusedInputError: weights are not finite.
-        ShardwrightError: Transformers cannot load the model with bitsandbytes.
+    `scheme` is `NF4` or `BNB_INT8`; it selects the `quantized` linear layers, and all others are `dense`. Dense layers
+    and computations have the `dtype`.
     """
     # Quantized weights hide NaN.
     fix = "train it again, or download a valid copy"

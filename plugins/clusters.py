@@ -56,12 +56,7 @@ class Hosts:
 
 
 def read_hostfile(file: Path, hardware: HardwareSpec) -> tuple[str, ...]:
-    """Return the machines of a file, whose slots must be those of the hardware if a line has some.
-
-    Raises:
-        UsageError: it cannot be read, has invalid lines, lists a machine twice or none, still has the placeholders that
-            `plan` wrote, or has other counts than the hardware.
-    """
+    """Return the machines of a file, whose slots must be those of the hardware if a line has some."""
     where = str(file)
     try:
         lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -110,18 +105,7 @@ def node_launches(command: NodeCommand, hosts: Hosts, *, port: int, directory: P
 
 
 def run_over_ssh(command: NodeCommand, hosts: Hosts, *, port: int, on_line: Callable[[str], None]) -> None:
-    """Run a plan on hosts and wait for it.
-
-    Args:
-        command: Of every host.
-        hosts: One for each machine of the plan.
-        port: Of the first host, where ranks connect.
-        on_line: Receives every line that ranks print.
-
-    Raises:
-        UsageError: ssh is not installed.
-        ShardwrightError: a host does not answer, or the run failed.
-    """
+    """Run the command of a plan on hosts, whose ranks connect to a port of the first one, and wait for it."""
     if errors := program_errors("ssh", "ssh"):
         raise UsageError(errors)
     probes = [
@@ -157,11 +141,7 @@ def program_errors(on: str, program: str) -> list[ConfigError]:
 
 
 def _output(command: Sequence[str], *, text: str | None = None) -> str:
-    """Run a command of SLURM, and return its output.
-
-    Raises:
-        ShardwrightError: it fails or times out; contains its message.
-    """
+    """Run a command of SLURM, and return its output."""
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False, errors="replace"
@@ -176,12 +156,7 @@ def _output(command: Sequence[str], *, text: str | None = None) -> str:
 
 
 def submit(script: str, hardware: HardwareSpec, settings: Sequence[str]) -> str:
-    """Submit a script to SLURM and return the job id; `settings` are options of `sbatch` that it has.
-
-    Raises:
-        UsageError: SLURM is not installed, or the cluster has too few nodes.
-        ShardwrightError: SLURM rejects the script; contains its message.
-    """
+    """Submit a script to SLURM and return the job id; `settings` are options of `sbatch` that it has."""
     if errors := program_errors("slurm", "sbatch"):
         raise UsageError(errors)
     partitions = [setting for setting in settings if setting.startswith("--partition=")]

@@ -60,17 +60,11 @@ def code_range(bits: int) -> tuple[int, int]:
 def range_scale_and_zero_point(
     low: Tensor, high: Tensor, *, bits: int, symmetric: bool, stored_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scale, in the type that is stored, and the int8 zero point of ranges.
+    """Return the scale, in the type that is stored, and the int8 zero point of ranges of any shape, to which 0 is
+    added.
 
     The scale is rounded to the stored type before anything is computed from it; where that leaves 0, it becomes the
     type's epsilon, as upstream's does.
-
-    Args:
-        low: Least value of each range, any shape; 0 is added to the range.
-        high: Largest value.
-        bits: Bits of a code.
-        symmetric: Without a zero point.
-        stored_dtype: Type of scales in the checkpoint.
     """
     import torch
 
@@ -92,15 +86,10 @@ def range_scale_and_zero_point(
 def weight_scale_and_zero_point(
     weight: Tensor, quantization: WeightQuantization, stored_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scales and zero points of a weight, from the least and largest number of what shares them.
+    """Return scales and zero points of a weight [O, I], from the least and largest number of what shares them.
 
-    Args:
-        weight: [O, I].
-        quantization: Integers by tensor, channel or group.
-        stored_dtype: Type of scales in the checkpoint; `None` for the weight's own.
-
-    Returns:
-        Two tensors of shape [1] by tensor, [O, 1] by channel, [O, G] by group; the zero point is `None` if symmetric.
+    They have shape [1] by tensor, [O, 1] by channel, [O, G] by group; the zero point is `None` if symmetric. The scales
+    are stored in the type of the weight by default.
     """
     assert quantization.number_type == "int", "floats have no integer codes"
     shared_S = sharing(weight, quantization)
@@ -191,11 +180,7 @@ def pack_tensors(layer_name: str, matrix: RoundedWeight, scheme: QuantizationSch
 
 
 def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: QuantizationScheme) -> RoundedWeight:
-    """Return codes, scales and zero points of one layer from the tensors of a checkpoint.
-
-    Raises:
-        KeyError: a tensor that the scheme demands is not there.
-    """
+    """Return codes, scales and zero points of one layer from the tensors of a checkpoint."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
@@ -283,11 +268,8 @@ def layout_differences(
 ) -> list[str]:
     """Return every difference between a checkpoint's files and the expected layout, one sentence each.
 
-    Args:
-        directory: The checkpoint.
-        scheme: How the layers are stored; `None` for a dense checkpoint, in which nothing may be packed.
-        layers: The layers that were quantized, by their names in the checkpoint.
-        expected_bytes: Bytes of all tensors together, as computed beforehand; `None` leaves the total unchecked.
+    `scheme` is `None` for a dense checkpoint, in which nothing may be packed; `layers` have their names in the
+    checkpoint.
     """
     try:
         stored = stored_tensors(directory)
@@ -346,14 +328,10 @@ def _described(tensor: TensorShape) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def state_dequantize(directory: Path) -> None:
-    """Add `dequantize` to the `config.json` of a checkpoint that Transformers 5.23 does not load without it."""
-    path = directory / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    stated = config.get("quantization_config") or {}
-    if stated.get("quant_method") == "compressed-tensors" and needs_dequantize(stated):
-        stated[DEQUANTIZE] = True
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def state_dequantize(section: dict[str, Any]) -> None:
+    """Add `dequantize` to a `quantization_config` that Transformers 5.23 does not load without it."""
+    if section.get("quant_method") == "compressed-tensors" and needs_dequantize(section):
+        section[DEQUANTIZE] = True
 
 
 def load_packed_zero_points() -> None:
@@ -420,17 +398,17 @@ class CompressedModel:
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             model.save_pretrained(directory)
         compressor.update_config(str(directory))
-        self._ignore_modules_too(directory)
+        self._complete_config(directory)
         if getattr(text, "num_mtp_layers", 0) or getattr(text, "mtp_num_hidden_layers", 0):
             # Layers that predict several tokens, which Transformers does not load.
             save_mtp_tensors_to_checkpoint(model.name_or_path, str(directory))
         restore_expert_names(directory, self.stored_names)
-        state_dequantize(directory)
 
-    def _ignore_modules_too(self, directory: Path) -> None:
-        """Add names in the model to `ignore`, which compressed-tensors 0.19.0 writes with the names of the checkpoint.
+    def _complete_config(self, directory: Path) -> None:
+        """Add names in the model to `ignore`, and `dequantize` where Transformers 5.23 does not load without it.
 
-        Transformers 5.17.0 looks for the names of its modules, which differ for models with images.
+        compressed-tensors 0.19.0 writes `ignore` with the names of the checkpoint. Transformers 5.17.0 looks for the
+        names of its modules, which differ for models with images.
         """
         import torch
 
@@ -441,23 +419,22 @@ class CompressedModel:
         section = config.get("quantization_config", {})
         ignored = section.get("ignore") or []
         linears = [name for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)]
-        if set(ignored).issubset(linears):
-            return
-        stored = checkpoint_module_names(self.model, linears)
-        if more := [name for name in linears if stored[name] in ignored and name not in ignored]:
-            section["ignore"] = [*ignored, *more]
-            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if not set(ignored).issubset(linears):
+            stored = checkpoint_module_names(self.model, linears)
+            section["ignore"] = [
+                *ignored,
+                *(name for name in linears if stored[name] in ignored and name not in ignored),
+            ]
+        state_dequantize(section)
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def restore_expert_names(directory: Path, stored: Collection[str]) -> int:
-    """Restore the original names of experts in a written checkpoint, and return the number of renamed tensors.
+    """Restore the names of experts of the original checkpoint in a written one, and return the number of renamed
+    tensors.
 
     llmcompressor 0.14.0.1 writes the experts of Mixtral as `gate_proj`, `down_proj` and `up_proj`. Transformers 5.17.0
     and vLLM expect `w1`, `w2` and `w3`; Transformers only warns and runs with random experts.
-
-    Args:
-        directory: The checkpoint, changed in place.
-        stored: Names of the tensors of the original checkpoint.
     """
     endings = {match[1].rpartition(".")[2] for match in map(EXPERT_WEIGHT.fullmatch, stored) if match}
     if endings != set(_MIXTRAL_NAMES.values()):

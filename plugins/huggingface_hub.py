@@ -35,13 +35,7 @@ def within_limit(work: Callable[[], Result], what: str) -> Result:
     """Return the response of a request to the Hub within six times `HF_HUB_DOWNLOAD_TIMEOUT` (10 s by default).
 
     Requests for files have time limits in huggingface_hub; those for information about repositories have none there.
-
-    Args:
-        work: Sends the request and returns the response.
-        what: Name of the request for messages, such as `model ORG/NAME`.
-
-    Raises:
-        ShardwrightError: the limit has passed; `work` continues in a thread that ends with the process.
+    After the limit, which is a `ShardwrightError`, `work` continues in a thread that ends with the process.
     """
     from huggingface_hub import constants
 
@@ -119,13 +113,7 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
 
 
 def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
-    """Return the configuration of a Hub id; ignore local paths of that name.
-
-    Raises:
-        UsageError: it is not a Hub id, or the model does not exist.
-        RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
-        ShardwrightError: the Hub cannot be reached or denies access.
-    """
+    """Return the configuration of a Hub id; ignore local paths of that name."""
     if not HUB_ID.fullmatch(model):
         raise UsageError(ConfigError(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
     return _read_hub(model, revision)
@@ -133,9 +121,6 @@ def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
 
 def split_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `ORG/NAME@REVISION`; return local paths, names without `@` and `revision` unchanged.
-
-    Raises:
-        UsageError: `revision` is another one.
 
     >>> split_revision("org/name@v1"), split_revision("org/name", "main")
     (('org/name', 'v1'), ('org/name', 'main'))
@@ -160,12 +145,7 @@ def refuse_no_hub_id(model: str) -> None:
 
 
 def read_config(file: Path, *, source: str) -> dict[str, Any]:
-    """Return a `config.json`.
-
-    Raises:
-        UsageError: it cannot be read.
-        RefusedInputError: it is not a configuration.
-    """
+    """Return a `config.json`."""
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_CONFIG_BYTES + 1)
@@ -204,12 +184,7 @@ def commit_of(cached: Path) -> str | None:
 
 
 def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
-    """Return the tensors of a Hub repository from its safetensors headers; empty without such files, or offline.
-
-    Raises:
-        RefusedInputError: a header is corrupt.
-        ShardwrightError: the Hub does not answer.
-    """
+    """Return the tensors of a Hub repository from its safetensors headers; empty without such files, or offline."""
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
@@ -350,14 +325,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """Return a local path, or the cache directory of a Hub model's files; download files that are not in the cache.
 
-    Args:
-        model: Hub id, local directory, or a file in one.
-        revision: Branch, tag or commit of a Hub model; a cached commit needs no request.
-        weights: Whether to include safetensors, in addition to configuration and tokenizer.
-
-    Raises:
-        UsageError: there is no such path, repository or revision.
-        ShardwrightError: the Hub does not send the files, or not in time.
+    A cached commit needs no request. Without `weights`, only configuration and tokenizer are downloaded.
     """
     if (local := Path(model).expanduser()).exists():
         return local

@@ -236,11 +236,7 @@ _WITHOUT_EFFECT = ("requires_calibration_data", "num_calibration_steps", "calibr
 
 
 def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any]) -> list[Any]:
-    """Return the modifiers of a method, which log their progress.
-
-    Raises:
-        UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
-    """
+    """Return the modifiers of a method, which log their progress."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
@@ -320,20 +316,10 @@ def quantize_with_llm_compressor(
     seed: int = 0,
     stored_names: Collection[str] = (),
 ) -> CompressedModel:
-    """Quantize a model in memory, one decoder layer after another.
+    """Quantize a model in memory, one decoder layer after another; also a run that fails changes it.
 
-    Args:
-        model: Transformers model with its full weights; changed in place, also by a run that fails.
-        scheme: Targets and formats; stored as compressed-tensors.
-        method: Method that finds codes and scales.
-        calibration: Samples with `input_ids`; may be empty for RTN without static activations.
-        batch_size: Samples per forward pass; samples of one batch have equal length.
-        method_options: Fields of the method's modifiers.
-        seed: Random seed.
-        stored_names: Tensor names of the original checkpoint, to restore the names of experts.
-
-    Raises:
-        UsageError: options that the method does not have, missing samples, or layers that it does not support.
+    RTN without static activations needs no `calibration`. The samples of one batch have equal length. `stored_names`
+    are the tensor names of the original checkpoint, to restore the names of experts.
     """
     import torch
 
@@ -395,17 +381,10 @@ def visit_layers(
     batch_size: int,
     visit: VisitLayer,
 ) -> None:
-    """Replace the weights of linear layers, one decoder layer after another; inputs come from changed layers.
+    """Replace the weights of linear layers in place, one decoder layer after another; inputs come from changed layers.
 
     `oneshot` accepts a modifier of any class, runs the model one decoder layer at a time, calls
     `on_sequential_epoch_end` when a layer has seen all samples, and then passes the samples through the changed layer.
-
-    Args:
-        model: Transformers model; changed in place.
-        names: Modules to visit.
-        calibration: Samples with `input_ids`.
-        batch_size: Samples per forward pass.
-        visit: Returns the new weight of a layer.
     """
     import_upstream()
     import torch
@@ -472,12 +451,7 @@ def calibration_loader(calibration: Sequence[Mapping[str, Sequence[int]]], batch
 
 
 def load_for_quantization(source: QuantizationSource) -> Any:
-    """Load the weights and return the model, with the experts of mixtures as linear layers.
-
-    Raises:
-        RefusedInputError: tensors are missing, of another shape, or hold NaN or infinity.
-        ShardwrightError: Transformers cannot load it.
-    """
+    """Load the weights and return the model, with the experts of mixtures as linear layers."""
     from transformers import AutoConfig
 
     if not any(layer.is_expert for layer in source.layers):

@@ -80,11 +80,8 @@ class ByteMeter(TorchDispatchMode):
     """Live bytes of CPU tensors by storage, while the mode is active.
 
     An operator costs about 10 microseconds more, 8 of them for having any dispatch mode, and a new storage 3 to 10 on
-    top (an x86 server core).
-
-    Args:
-        limit_bytes: Live bytes above which an operator raises `torch.OutOfMemoryError` once, as an accelerator's
-            allocator does.
+    top (an x86 server core). Above `limit_bytes` an operator raises `torch.OutOfMemoryError` once, as an accelerator's
+    allocator does.
     """
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
@@ -158,26 +155,15 @@ class ByteMeter(TorchDispatchMode):
             # DTensor runs operators on its local tensors with this mode on: ring attention has many in one.
             return NotImplemented
         results = func(*args, **(kwargs or {}))
-        if isinstance(results, torch.Tensor):
-            self._watch_result(results)
-        elif isinstance(results, tuple | list):
-            for result in results:
-                if isinstance(result, torch.Tensor):
-                    self._watch_result(result)
-                elif isinstance(result, tuple | list):
-                    for inner in result:
-                        if isinstance(inner, torch.Tensor):
-                            self._watch_result(inner)
+        for tensor in _tensors(results):
+            for plain in _plain(tensor):
+                self._watch(plain)
         if self._limit is not None and self._current > self._limit:
             limit, self._limit = self._limit, None
             raise torch.OutOfMemoryError(
                 f"tensors need {self._current:,} bytes, but the limit of this rank is {limit:,}"
             )
         return results
-
-    def _watch_result(self, tensor: torch.Tensor) -> None:
-        for plain in _plain(tensor):
-            self._watch(plain)
 
     def _watch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

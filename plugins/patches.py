@@ -649,13 +649,9 @@ PATCHES: tuple[Patch, ...] = (
 def apply(name: str, wrapper: Wrapper, *, on: object = None, item: Any = _Missing) -> None:
     """Replace the target of a registered patch by `wrapper(value)`, unless the installed release needs no patch.
 
-    Applying a patch to the same attribute again replaces its earlier wrapper.
-
-    Args:
-        name: Name of the entry in `PATCHES`.
-        wrapper: Called with the value below it, and again whenever an entry below it is applied or removed.
-        on: The object whose attribute is replaced, for entries of scope `instance`.
-        item: Key of a target that is a mapping: its value is replaced instead of the mapping.
+    The wrapper gets the value below it, again whenever an entry below it is applied or removed. `on` is the object of
+    an entry of scope `instance`; `item` the key of a target that is a mapping, whose value is replaced. Applying a
+    patch again replaces its earlier wrapper.
 
     Raises:
         UsageError: the installed release has no such attribute, or one with other parameters.
@@ -712,11 +708,7 @@ def applied(
 
 
 def assign(name: str, value: object, *, on: object = None) -> None:
-    """Set the target of a registered patch permanently, without keeping its old value.
-
-    Raises:
-        UsageError: as `apply`.
-    """
+    """Set the target of a registered patch permanently, without keeping its old value."""
     _, patch = _entry(name)
     if needed(patch):
         owner, attribute = _checked(patch)
@@ -724,11 +716,7 @@ def assign(name: str, value: object, *, on: object = None) -> None:
 
 
 def swap_class(name: str, instance: object, kind: type) -> None:
-    """Change the class of an object to `kind`, a subclass of the target class.
-
-    Raises:
-        UsageError: as `apply`.
-    """
+    """Change the class of an object to `kind`, a subclass of the target class."""
     _, patch = _entry(name)
     if needed(patch):
         _checked(patch)
@@ -744,12 +732,6 @@ def needed(patch: Patch) -> bool:
         return SpecifierSet(patch.versions, prereleases=True).contains(version)
     except InvalidVersion:
         return True
-
-
-def patch_errors() -> list[ConfigError]:
-    """Return which patches have a target that the installed packages lack or define otherwise; imports all targets."""
-    present = (patch for patch in PATCHES if installed_version(patch.package) is not None and needed(patch))
-    return [error for patch in present if (error := target_error(patch)) is not None]
 
 
 def check_patches(packages: frozenset[str]) -> None:
@@ -894,15 +876,6 @@ def _owner(patch: Patch) -> tuple[Any, str]:
     for parent in parents:
         owner = getattr(owner, parent)
     return owner, attribute
-
-
-def patch_state(patch: Patch) -> str:
-    """Return `applies`, or why the patch does not apply to the installed release."""
-    if installed_version(patch.package) is None:
-        return "package not installed"
-    if not needed(patch):
-        return "not needed by this release"
-    return "applies" if target_error(patch) is None else "target differs"
 
 
 @cache

@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -35,7 +33,14 @@ from ..ds_configs.models.stored_shapes import model_spec_from_config, model_type
 from ..ds_configs.plan.gallery import packaged_model, packaged_models
 from ..ds_configs.plan.output import NO_LOCKS
 from ..ds_configs.plan.plan import Plan, make_plan, release_difference
-from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError, collecting
+from ..ds_configs.specs.errors import (
+    ConfigError,
+    InputError,
+    RefusedInputError,
+    ShardwrightError,
+    UsageError,
+    collecting,
+)
 from ..ds_configs.specs.hardware import (
     HardwareSpec,
     find_gpu,
@@ -174,11 +179,7 @@ def plan(
 
 
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
-    """Return `job`, or the job with these fields, of which second models may be names.
-
-    Raises:
-        UsageError: A field is unknown, invalid, combined with a job, or requires another field.
-    """
+    """Return `job`, or the job with these fields, of which second models may be names."""
     errors: list[ConfigError] = []
     if job is not None:
         rule, fix = "cannot be combined with a TrainingJob", "set it in the TrainingJob, or omit the job"
@@ -213,16 +214,13 @@ _UNPLANNED = ("lora_alpha", "lora_dropout", "lora_plus_ratio")
 
 def installed_versions() -> tuple[tuple[str, str], ...]:
     """Return the versions of the installed libraries that a plan depends on."""
-    versions = []
-    for name in _LIBRARIES:
-        with suppress(metadata.PackageNotFoundError):
-            versions.append((name, metadata.version(name)))
-    return tuple(versions)
+    versions = ((name, installed_version(name)) for name in _LIBRARIES)
+    return tuple((name, version) for name, version in versions if version is not None)
 
 
 def own_release() -> str | None:
     """Return the release of Shardwright; `None` if it is not installed."""
-    return dict(installed_versions()).get("shardwright")
+    return installed_version("shardwright")
 
 
 def installed_release_difference(plan: Plan) -> str | None:
@@ -240,15 +238,8 @@ def read_hardware(
 ) -> HardwareSpec:
     """Return the cluster for a name, a YAML file or `local`.
 
-    Args:
-        text: The name.
-        host_memory: Memory per node.
-        nvme: NVMe per node as `PATH:SIZE`.
-        num_processes: Number of accelerators, for a name without one such as `T4`; of ranks for `local` without one.
-        on_cpu: Whether `local` means CPU ranks on a machine without accelerators.
-
-    Raises:
-        UsageError: The name, the file or one of its values is invalid, or has another number of processes.
+    `num_processes` is for a name without a number, such as `T4`, and for ranks of `local` without an accelerator, which
+    `on_cpu` permits. A file or value that is invalid, or has another number of processes, is a `UsageError`.
     """
     if text == "local":
         ranks = (2 if num_processes is None else num_processes) if on_cpu else None
@@ -280,11 +271,7 @@ def detect_hardware(
 
     Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
     from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, the machine has
-    `cpu_ranks` CPU ranks: half of its memory is for their tensors, half is host memory.
-
-    Raises:
-        UsageError: No accelerator is visible and `cpu_ranks` is `None` or more than the machine has cores, or it is
-            not in the catalog.
+    `cpu_ranks` CPU ranks, at most one per core: half of its memory is for their tensors, half is host memory.
     """
     if installed_version("torch") is None:
         rule, fix = "needs torch, which sees the accelerators", f"{INSTALL_TRAIN}, or name the hardware: 8xA100-80GB"
@@ -361,44 +348,20 @@ def load_model_spec(
 
     With `by_structure`, a model type of remote code whose class Transformers has is planned as the type of that class.
     With `packaged`, a public model of the package is described by the package if the Hub cannot be reached or denies
-    access.
-
-    Raises:
-        UsageError: The model does not exist.
-        RefusedInputError: The configuration or a safetensors header is corrupt, absurd or requires remote code.
-        ShardwrightError: The Hub cannot be reached or denies access.
+    access. Errors are those of `read_model_source`.
     """
     try:
         source = read_model_source(model, revision=revision)
-    except RefusedInputError:
+    except InputError:
         raise
-    except UsageError as error:
-        near = _nearest_gallery_model(model) if packaged else None
-        if near is None or any(listed.where != "model" for listed in error.errors):
-            raise
-        raise UsageError([replace(listed, fix=f"did you mean {near}?") for listed in error.errors]) from None
     except ShardwrightError as error:
         if not packaged or revision is not None or model not in packaged_models():
-            near = _nearest_gallery_model(model) if packaged else None
-            if near is None:
-                raise
-            choice = f"plan {near}" if near != model else "omit --revision"
-            message = f"{error}, or {choice}: its configuration is in this package"
-            raise ShardwrightError(message) from None
+            raise
         reason = str(error).removeprefix(f"model = {model!r}: ").partition("; ")[0]
         note = f"{model} is planned from its configuration in this package, without a commit of the Hub: {reason}"
         spec = packaged_model(model, release=transformers_release())
         return LoadedModel(spec=spec, config={}, notes=(note,))
     return model_from_source(source, by_structure=by_structure)
-
-
-def _nearest_gallery_model(name: str) -> str | None:
-    """Return the model of the package with nearly this name, whatever its organization and case; none for a path."""
-    if name.startswith((".", "/", "~")) or name.endswith(".json"):
-        return None
-    known = {known.rpartition("/")[2].lower(): known for known in packaged_models()}
-    near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.85)
-    return known[near[0]] if near else None
 
 
 def _family_of_class(config: dict[str, Any], release: str) -> str | None:
@@ -561,9 +524,6 @@ class CalibrationStore:
         """Remove one run by a prefix of its identifier, or `all`; return the number of removed runs.
 
         A run may have memory peaks, a step time, or both.
-
-        Raises:
-            UsageError: No run, or several runs, have this prefix.
         """
         stored = self._measurements()
         runs = sorted({each.identifier for each in stored})

@@ -1,7 +1,9 @@
 """Strict reading and atomic writing of safetensors files, shard indexes and checkpoints.
 
 safetensors' own reader checks the header of a file: its length, every value, and that tensors fill the file without gap
-or overlap (https://github.com/huggingface/safetensors#format). It needs no torch for that.
+or overlap (https://github.com/huggingface/safetensors#format). It needs no torch for that. Readers raise
+`RefusedInputError` for files that are missing, damaged, unsafe or contain a tensor twice, and `UsageError` for files
+that cannot be read.
 
 A model directory is written under a temporary name and renamed when all of it is on the disk. If the directory already
 contains a model, the file by which its weights are found is deleted first, and the new one is moved last: after an
@@ -116,12 +118,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor in an index, without a check that the files exist.
-
-    Raises:
-        RefusedInputError: it is not an index, or names files of other directories.
-        UsageError: the file cannot be read.
-    """
+    """Return the file of each tensor in an index, without a check that the files exist."""
     try:
         weight_map: dict[str, str] = json.loads(index.read_bytes(), object_pairs_hook=_without_duplicates)["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -134,11 +131,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def check_names(where: str, names: Iterable[object]) -> None:
-    """Check that names of shards are plain file names.
-
-    Raises:
-        RefusedInputError: a name leads out of the directory.
-    """
+    """Check that names of shards are plain file names."""
     plain = [name for name in names if isinstance(name, str) and name not in ("", "..") and Path(name).name == name]
     _raise_errors([_name_error(where, name) for name in names if name not in plain])
 
@@ -154,12 +147,7 @@ def _raise_errors(errors: list[ConfigError]) -> None:
 
 
 def checkpoint_files(directory: Path, *, index: str = INDEX, single: str = SINGLE) -> list[Path]:
-    """Return the weight files of a checkpoint; empty if there is neither an index nor a single file.
-
-    Raises:
-        RefusedInputError: the index is invalid, or names files that are missing or in other directories.
-        UsageError: the index cannot be read.
-    """
+    """Return the weight files of a checkpoint; empty if there is neither an index nor a single file."""
     if not (directory / index).is_file():
         return [directory / single] if (directory / single).is_file() else []
     names = sorted(set(read_index(directory / index).values()))
@@ -168,12 +156,9 @@ def checkpoint_files(directory: Path, *, index: str = INDEX, single: str = SINGL
 
 
 def read_checkpoint(directory: Path, *, index: str = INDEX, single: str = SINGLE) -> dict[str, StoredTensor]:
-    """Return every tensor of a checkpoint from its headers; shards must contain the tensors that the index lists.
+    """Return every tensor of a checkpoint from its headers; each must be once in the file that the index lists.
 
-    Raises:
-        RefusedInputError: there are no weights, files are damaged, missing or in other directories, or a tensor is
-            stored twice or in another file than the index lists.
-        UsageError: a file cannot be read.
+    A directory without weights is rejected too.
     """
     files = checkpoint_files(directory, index=index, single=single)
     if not files:
@@ -199,12 +184,7 @@ def read_checkpoint(directory: Path, *, index: str = INDEX, single: str = SINGLE
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Return every tensor of several files.
-
-    Raises:
-        RefusedInputError: a file is damaged or missing, or two contain a tensor of the same name.
-        UsageError: a file cannot be read.
-    """
+    """Return every tensor of several files."""
     tensors: dict[str, StoredTensor] = {}
     errors = []
     for file in files:
@@ -221,21 +201,12 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def load_tensors(*files: Path) -> dict[str, Tensor]:
-    """Return all tensors of files on the CPU.
-
-    Raises:
-        RefusedInputError: a file is missing or damaged, or two contain a tensor of the same name.
-        UsageError: a file cannot be read.
-    """
+    """Return all tensors of files on the CPU."""
     return dict(each_tensor(read_headers(files)))
 
 
 def each_tensor(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors on the CPU one at a time, file by file.
-
-    Args:
-        tensors: Result of `read_checkpoint` or `read_headers`, or a part of it.
-    """
+    """Yield tensors of `read_checkpoint` or `read_headers` on the CPU one at a time, file by file."""
     for file in sorted({tensor.file for tensor in tensors.values()}):
         with opened(file) as stored:
             for name in sorted(name for name, tensor in tensors.items() if tensor.file == file):
@@ -247,15 +218,9 @@ SHARD_BYTES = 5 * 10**9
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file atomically.
+    """Write a file atomically, with `metadata` in its header.
 
-    Args:
-        tensors: Tensors on any device; tensors that share memory are copied, because the format does not support them.
-        path: The file, which is replaced.
-        metadata: Added to the header.
-
-    Raises:
-        OSError: the file cannot be written.
+    Tensors that share memory are copied, because the format does not support them.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -278,11 +243,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 def save_checkpoint(
     tensors: Mapping[str, Tensor], directory: Path, *, stem: str = "model", shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write tensors in files of at most `shard_bytes`, with an index if there is more than one.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write tensors in files of at most `shard_bytes`, with an index if there is more than one."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
     pattern = f"{stem}{{suffix}}.safetensors"
@@ -342,11 +303,7 @@ def rename_tensors(directory: Path, renamed: Callable[[str], str]) -> int:
 
 @contextmanager
 def named_write_errors(path: Path) -> Iterator[None]:
-    """Convert safetensors' own write errors to one line that names the path.
-
-    Raises:
-        ShardwrightError: instead of `SafetensorError`.
-    """
+    """Convert safetensors' own write errors to a `ShardwrightError` of one line that names the path."""
     from safetensors import SafetensorError
 
     try:

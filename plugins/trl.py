@@ -91,9 +91,7 @@ def classes_of_trl(kind: type) -> set[str]:
 def train_as_one_process(trainer: Any, ranks_of_a_sample: int = 1) -> None:
     """Make losses, completions and logged values of a trainer of TRL those of one process; call it after it was made.
 
-    Args:
-        trainer: The trainer; others than TRL's are not changed.
-        ranks_of_a_sample: Ranks that read the same samples.
+    `ranks_of_a_sample` read the same samples.
     """
     if hasattr(trainer, "_tp_size") and trainer.accelerator.parallelism_config is None:
         # TRL counts the tokens of every rank of a tensor-parallel group that DeepSpeed has made.
@@ -170,11 +168,7 @@ def weigh_evaluated_batches(trainer: Any, samples: list[float]) -> None:
     """Make the values that TRL logs of an evaluation means over samples; it counts incomplete batches as full ones.
 
     Smallest and largest values stay those of batches. Values over tokens or over one kind of answers are weighed by the
-    samples of their batches too, so that they remain approximate.
-
-    Args:
-        trainer: The trainer, after its evaluation and before its log; others than TRL's are not changed.
-        samples: Samples of each batch on all ranks.
+    samples of their batches on all ranks too, so that they remain approximate. Call it before the evaluation's log.
     """
     if not classes_of_trl(type(trainer)):
         return
@@ -187,12 +181,7 @@ def weigh_evaluated_batches(trainer: Any, samples: list[float]) -> None:
 
 
 def generate_as_one_process(trainer: Any, ranks_of_a_sample: int = 1) -> None:
-    """Make a trainer of TRL generate, shuffle and score the completions of one process, whatever its layout is.
-
-    Args:
-        trainer: The trainer; others than TRL's are not changed.
-        ranks_of_a_sample: Ranks that read the same samples.
-    """
+    """Make a trainer of TRL generate and shuffle the completions of one process, whatever its layout is."""
     kinds, own = classes_of_trl(type(trainer)), trainer
     if not kinds & {"GRPOTrainer", "RLOOTrainer", "GKDTrainer", "DistillationTrainer"}:
         return

@@ -103,12 +103,7 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
 
 
 def read_measurement(run_dir: Path) -> RunMeasurement:
-    """Return the measurement in the output directory of a run.
-
-    Raises:
-        UsageError: there is none.
-        RefusedInputError: it is damaged or of another version.
-    """
+    """Return the measurement in the output directory of a run."""
     from ...ds_configs.plan.measurement import FILE_NAME, LARGEST_FILE_BYTES, measurement_from_text
 
     try:

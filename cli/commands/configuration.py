@@ -142,7 +142,7 @@ def list_command(subject: str = "", *, options: Options[Output] = FILLED) -> int
         (entry.name, entry.model, entry.hardware, ", ".join(f"{name} {value}" for name, value in entry.job.items()))
         for entry in entries
     ]
-    print_rows(console(), ("name", "model", "hardware", "job"), table, folded={"job": 30})
+    print_rows(console(), ("name", "model", "hardware", "job"), table)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`shardwright env`: versions, hardware and patches."""
+"""`shardwright env`: versions and hardware."""
 
 from __future__ import annotations
 
@@ -10,32 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from ... import __version__
 from ..options import Output
 from ..settings import FILLED, Options
 
 
-class Flags(Output):
-    patches: bool = Field(False, description="List the patches of upstream libraries, and which are needed here")
-
-
-def env_command(*, options: Options[Flags] = FILLED) -> int:
+def env_command(*, options: Options[Output] = FILLED) -> int:
     """Print versions, hardware and build tools, without secrets."""
-    if options.patches:
-        patches = patch_facts()
-        if options.as_json:
-            print(json.dumps({"schema_version": 1, "patches": patches}, indent=2))
-            return 0
-        for patch in patches:
-            package = f"{patch['package']} {patch['installed']}" if patch["installed"] else patch["package"]
-            print(f"{patch['name']}: {patch['state']}")
-            print(f"  {package}: {patch['target']} ({patch['scope']}, releases: {patch['releases'] or 'all'})")
-            print(f"  {patch['reason']}")
-            if patch["error"]:
-                print(f"  {patch['error']}")
-        return 0
     facts = environment_facts()
     if options.as_json:
         print(json.dumps({"schema_version": 1} | facts, indent=2))
@@ -50,33 +31,6 @@ def env_command(*, options: Options[Flags] = FILLED) -> int:
     for problem in problems:
         print(f"- release problem: {problem}")
     return 0
-
-
-def patch_facts() -> list[dict[str, Any]]:
-    """Return the entries of the registry of patches, each with its state under the installed releases.
-
-    Imports the modules of all targets and discards what they log.
-    """
-    from ...plugins.llm_compressor import import_upstream
-    from ...plugins.patches import PATCHES, patch_state, target_error
-    from ...plugins.releases import installed_version
-
-    if installed_version("llmcompressor") is not None:
-        import_upstream()
-    return [
-        {
-            "name": patch.name,
-            "state": (state := patch_state(patch)),
-            "package": patch.package,
-            "installed": installed_version(patch.package),
-            "target": patch.path,
-            "scope": patch.scope,
-            "releases": patch.versions,
-            "reason": patch.reason,
-            "error": str(target_error(patch)) if state == "target differs" else None,
-        }
-        for patch in PATCHES
-    ]
 
 
 def environment_facts() -> dict[str, Any]:

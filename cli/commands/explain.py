@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -55,11 +56,7 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
     meanings |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
-    try:
-        exists = Path(subject).exists()
-    except OSError:
-        # Longer than a path may be, or in a directory without access.
-        exists = False
+    exists = os.path.exists(subject)  # noqa: PTH110 - a name may be longer than a path
     if not exists and name == "names":
         print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
         return 0
@@ -118,8 +115,7 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         for text in section.texts:
             out.print(text, markup=False)
         for table in section.tables:
-            folded = {table.headings[-1]: 40}
-            print_rows(out, table.headings, table.rows, title=table.caption, folded=folded)
+            print_rows(out, table.headings, table.rows, title=table.caption)
     if plan.learned_from:
         from .calibrate import show_steps
 
@@ -130,12 +126,7 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
 
 
 def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:
-    """Print the cause of a failed run, and the next command.
-
-    Raises:
-        UsageError: the log cannot be read.
-        ShardwrightError: it has no error.
-    """
+    """Print the cause of a failed run, and the next command."""
     loaded = None if plan is None else Plan.load(plan)
     if log.is_dir():
         # Records of collective operations, of all machines.

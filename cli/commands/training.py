@@ -213,7 +213,7 @@ def _show_outcome(
     headings, measured = outcome.measures()
     rows = rows or [(row[0], row[1], Text(row[2], style="bold green"), *row[3:]) for row in measured]
     on = f"{outcome.statistics.evaluation_samples} held-out samples"
-    print_rows(out, (on, *headings[1:]), rows, block_title=on, figures=headings[1:])
+    print_rows(out, (on, *headings[1:]), rows, figures=headings[1:])
     out.print()
     for fact, value in facts:
         out.print(f"  {fact}: {value}", markup=False)

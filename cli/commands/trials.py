@@ -118,8 +118,7 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
             rows.append((change.where, before, after))
     if rows:
         out.print()
-        folded = {"plan": 20, "rehearsal": 20}
-        print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal", folded=folded)
+        print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
     from ...plugins.transformers.training_arguments import PACKAGES, missing_packages
 
     planned = planned_training_arguments(rehearsal.plan)

@@ -78,11 +78,7 @@ EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "hardware": "8xA100-80GB"}
 
 
 def settings_from(values: Mapping[str, Any], kind: type[Settings] = PageSettings) -> Any:
-    """Return the settings of all values that are neither empty nor the default.
-
-    Raises:
-        UsageError: unknown names, values that are too long or invalid, all together.
-    """
+    """Return the settings of all values that are neither empty nor the default."""
     if long := [name for name, value in values.items() if max(len(name), len(str(value))) > LONGEST_VALUE]:
         rule = f"must have at most {LONGEST_VALUE} characters"
         raise UsageError([ConfigError(where=name[:LONGEST_VALUE], rule=rule, fix="shorten it") for name in long])
@@ -123,11 +119,7 @@ def _named(name: str, revision: str | None) -> LoadedModel:
 
 
 def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, ...]]:
-    """Return the plan that `shardwright plan` makes of the same settings, and its notes.
-
-    Raises:
-        ShardwrightError: a value cannot be used, a file is unsafe, no layout fits, or the Hub denies access.
-    """
+    """Return the plan that `shardwright plan` makes of the same settings, and its notes."""
     notes: list[str] = []
     errors: list[ConfigError] = []
     with collecting(errors):
@@ -179,11 +171,7 @@ def archive(files: Mapping[str, str]) -> bytes:
 
 
 def checked(text: str, values: Mapping[str, Any]) -> CheckedFiles:
-    """Return the findings about a pasted file.
-
-    Raises:
-        UsageError: a setting is invalid.
-    """
+    """Return the findings about a pasted file."""
     facts = settings_from(values, CheckedFor)
     findings = check_text(
         text,
@@ -362,11 +350,7 @@ class Guard:
 
 
 def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
-    """Serve the page until the process ends; call `announce` with its address when it listens.
-
-    Raises:
-        ShardwrightError: the address cannot be used.
-    """
+    """Serve the page until the process ends; call `announce` with its address when it listens."""
     with tempfile.TemporaryDirectory(prefix="shardwright-ui-") as uploads:
         os.environ |= {"GRADIO_TEMP_DIR": uploads, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         own = host in ("127.0.0.1", "localhost", "::1")

@@ -89,8 +89,7 @@ class Region:
 class WeightEditor:
     """Reads and changes weights under one process, DDP, ZeRO-1, 2 and 3, FSDP2 and AutoTP, between optimizer steps.
 
-    Args:
-        weights: Trained parameters by name, in the same order on every rank that holds a shard of them.
+    `weights` are in the same order on every rank that holds a shard of them.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
@@ -99,7 +98,7 @@ class WeightEditor:
     def whole(self, name: str) -> Tensor:
         """Return an unsharded weight in fp32, from the optimizer's copy if it has one; every rank must call it."""
         weight = self.weights[name]
-        if _has_masters(weight):
+        if hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping"):
             from deepspeed.utils import safe_get_full_fp32_param
 
             return with_all_columns_and_rows(weight, safe_get_full_fp32_param(weight).detach().float())
@@ -203,10 +202,6 @@ def edit_errors(
             continue
         unchangeable.append(ConfigError(where="targets", value=name, rule=rule, fix=fix))
     return errors + unchangeable[:8]
-
-
-def _has_masters(weight: torch.Tensor) -> bool:
-    return hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping")
 
 
 def _partition(weight: torch.Tensor) -> tuple[int, int]:

@@ -43,13 +43,8 @@ def pipeline_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, config: Any = None) -> None:
     """Write a checkpoint that `from_pretrained` loads; every rank must call it.
 
-    Args:
-        module: Result of `build_pipeline_module`, or the DeepSpeed engine around it.
-        directory: Existing weights in it are replaced, other files are kept.
-        config: Config to write; `None` for the model's own.
-
-    Raises:
-        ShardwrightError: A rank could not write. Old weights are kept unless files were already being moved.
+    Existing weights in the directory are replaced, and kept if a rank could not write; other files are kept. `config`
+    is written instead of the model's own.
     """
     from torch import distributed
 
@@ -94,10 +89,6 @@ def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parall
     """Check that a checkpoint has the same stages as this run: DeepSpeed saves tensors and states per rank.
 
     A checkpoint without recorded stages is accepted.
-
-    Raises:
-        UsageError: it has other stages; the errors name the differences.
-        RefusedInputError: the file with the stages is not a JSON object.
     """
     path = directory / CUT
     if not path.exists():

@@ -108,21 +108,12 @@ def build_pipeline_module(
     """Return the module that `deepspeed.initialize` trains; every rank calls it after `init_process_group`.
 
     The micro-batches of a step must have one shape. DeepSpeed numbers ranks as `rank = (stage * replicas + replica) *
-    tensor_parallel_size + tensor_rank`, so the most distant ranks only exchange activations.
+    tensor_parallel_size + tensor_rank`, so the most distant ranks only exchange activations. With a
+    `tensor_parallel_size`, the DeepSpeed configuration needs `stage.ENGINE_SECTION`.
 
     Args:
-        model: A model with weights, whose own modules the stage uses; a model on the meta device; or the directory or
-            Hub id of a checkpoint, from which each rank reads only its stage.
-        stages: Contiguous stages that cover the model, one per rank.
-        activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
-        tensor_parallel_size: Ranks that shard the layers of a stage, in place for a model with weights. The DeepSpeed
-            configuration then needs `stage.ENGINE_SECTION`.
-        dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
-        attn_implementation: Attention of a model from a checkpoint.
-        revision: Revision of a Hub id.
-
-    Raises:
-        UsageError: The model, the stages or the ranks do not support a pipeline; lists all errors.
+        model: As for `StageParts`; the stage uses a model's own modules, and a checkpoint's parts are read by each
+        rank. stages: Contiguous stages that cover the model, one per rank.
     """
     parts = (
         model

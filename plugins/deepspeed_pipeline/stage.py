@@ -67,11 +67,7 @@ assert tuple(_FAMILIES) == PIPELINE_MODEL_TYPES
 
 
 def pipeline_family(model: PreTrainedModel) -> PipelineFamily:
-    """Return the family of a Transformers model.
-
-    Raises:
-        UsageError: The model is of another family or task, has cross-attention, or is wrapped or quantized.
-    """
+    """Return the family of a Transformers model."""
     name, config = type(model).__name__, getattr(model, "config", None)
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         rule, fix = "pipelines train full models, not adapters", "merge the adapter, or train it with ZeRO"
@@ -109,11 +105,8 @@ def attention_masks(
 ) -> dict[int, Any]:
     """Return each layer's attention mask, made by Transformers for the model's attention implementation.
 
-    Args:
-        hidden_BSD: Input of the first layer; only shape, dtype and device are used.
-        attention_mask_BS: 1 for tokens and 0 for padding; `None` without padding.
-        position_ids_BS: Positions, [1 or B, S]; without a padding mask they distinguish packed sequences.
-        layers: Indices of the layers in the model.
+    Of `hidden_BSD`, the input of the first layer, only shape, dtype and device are used. The padding mask has 1 for
+    tokens. Without it, positions [1 or B, S] distinguish packed sequences. `layers` are indices in the model.
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -132,20 +125,10 @@ def attention_masks(
 
 
 class StageParts:
-    """Source of the modules of stages: a model, which may be on the meta device, or the directory or Hub id of a
-    checkpoint.
+    """Source of the modules of stages: a model, which may be on the meta device, or a checkpoint's directory or Hub id.
 
     Parts on the meta device get random weights, which depend on the process's seed and the part's name, not on the
-    stages.
-
-    Args:
-        dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
-        attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' default.
-        revision: Revision of a Hub id.
-
-    Raises:
-        UsageError: The model does not support pipelines.
-        RefusedInputError: The checkpoint has no safetensors, or damaged ones.
+    stages. Weights of a checkpoint are cast to `dtype`, by default that of its config.
     """
 
     def __init__(
@@ -252,11 +235,7 @@ class StageParts:
         return self.family.embedding if self.tied and name == self.family.head else name
 
     def _read(self, name: str, made: Tensor) -> None:
-        """Copy a tensor of the checkpoint, in which names of a base model lack the first part.
-
-        Raises:
-            UsageError: The checkpoint lacks it, or has it in another shape.
-        """
+        """Copy a tensor of the checkpoint, in which names of a base model lack the first part."""
         assert self._stored is not None, "the parts come from a checkpoint"
         names = (candidate for candidate in (name, name.partition(".")[2]) if candidate in self._stored)
         stored = next(names, None)
@@ -324,11 +303,8 @@ class CausalLMStage(nn.Module):
     """Contiguous layers of a model, with the embedding on the first stage and the head on the last.
 
     The first stage reads `stage_inputs(...)`, the last returns logits. The others return hidden states with the same
-    mask and positions, because making rotary tables and causal masks on each stage is cheaper than sending them.
-
-    Args:
-        activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
-        tensor_group: Tensor-parallel group that shards the layers; `None` without tensor parallelism.
+    mask and positions, because making rotary tables and causal masks on each stage is cheaper than sending them. A
+    `tensor_group` shards the layers.
     """
 
     def __init__(

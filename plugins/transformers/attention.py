@@ -117,11 +117,7 @@ def captured_attention(
 
 
 def hidden_states_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the embedding and the output of each block, [B, S, H] each.
-
-    Raises:
-        UsageError: the model returned none.
-    """
+    """Return the embedding and the output of each block, [B, S, H] each."""
     states = getattr(outputs, "hidden_states", None)
     if not states or any(state is None for state in states):
         rule = "the model returned no hidden states although output_hidden_states was set"

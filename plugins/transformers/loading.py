@@ -16,7 +16,6 @@ Under ZeRO-3 too, only the first rank's weights are used, but every rank fuses e
 from __future__ import annotations
 
 import mmap
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +27,7 @@ from ...ds_configs.models.model_config import code_errors
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError
 from .. import patches
 from ..huggingface_hub import model_directory, read_config
+from ..launching.background import is_first_rank
 from ..launching.messages import note_on_first_rank
 from ..safetensors import StoredTensor, read_checkpoint, read_headers
 
@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_ON = ("1", "true", "yes", "on", "y", "t")
-
 
 def loads_on_first_rank() -> bool:
     """Return whether `from_pretrained` reads weights only on the first rank of a node."""
-    return all(
-        os.environ.get(name, "").lower() in _ON for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    )
+    from accelerate.utils import parse_flag_from_env
+
+    return all(map(parse_flag_from_env, ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")))
 
 
 _ELEMENTS_AT_ONCE = 2**24
@@ -97,11 +95,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def refuse_nonfinite_weights(model: PreTrainedModel, *, what: str, allowed: bool = False) -> None:
-    """Reject a model with NaN or infinite weights, on all ranks if one rank has some; every rank must call it.
-
-    Raises:
-        RefusedInputError: names up to three weights, and the ranks that hold them.
-    """
+    """Reject a model with NaN or infinite weights, on all ranks if one rank has some; every rank must call it."""
     if allowed:
         return
     names_by_rank = {rank: names for rank, names in enumerate(gathered(nonfinite_weights(model))) if names}
@@ -140,12 +134,7 @@ _DOWNLOAD = "download it again, or save it again with save_pretrained"
 
 
 def check_config(model: str) -> dict[str, Any]:
-    """Return the configuration of a local model, which must be valid and name no code; empty without a local file.
-
-    Raises:
-        UsageError: it cannot be read.
-        RefusedInputError: fields break a rule; names all of them.
-    """
+    """Return the configuration of a local model, which must be valid and name no code; empty without a local file."""
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -156,21 +145,13 @@ def check_config(model: str) -> dict[str, Any]:
 
 
 def refuse_code(config: Mapping[str, Any], source: str) -> None:
-    """Check that a configuration names no kernel of the Hub, which the model would run.
-
-    Raises:
-        RefusedInputError: names the fields.
-    """
+    """Check that a configuration names no kernel of the Hub, which the model would run."""
     if errors := code_errors(config, source):
         raise RefusedInputError(errors)
 
 
 def refuse_other_formats(directory: Path, *, where: str, fix: str = "convert them to safetensors") -> None:
-    """Reject a directory whose only weights are in formats that can run code when they are loaded.
-
-    Raises:
-        RefusedInputError: names up to three of the files.
-    """
+    """Reject a directory whose only weights are in formats that can run code when they are loaded."""
     if any(directory.glob("*.safetensors")):
         return
     files = sorted(path.name for suffix in _OTHER_FORMATS for path in directory.glob(f"*{suffix}"))
@@ -185,9 +166,6 @@ def check_weights(directory: Path, *, quantized: bool = False) -> None:
     """Check that weight files are complete, inside the directory, and of a dtype that weights can have.
 
     A `quantized` model, whose configuration has a `quantization_config`, may have integer weights.
-
-    Raises:
-        RefusedInputError: names file and tensor.
     """
     errors = []
     for name, tensor in read_checkpoint(directory).items():
@@ -201,13 +179,10 @@ def check_weights(directory: Path, *, quantized: bool = False) -> None:
 def stored_errors(
     stored: Mapping[str, StoredTensor], model: PreTrainedModel, where: str, *, base_prefix: str = ""
 ) -> list[ConfigError]:
-    """Return errors for tensors that a model needs and a checkpoint lacks or has in another shape.
+    """Return errors for tensors that a model needs and a checkpoint lacks or has in another shape; tied tensors count
+    once.
 
-    Args:
-        stored: Tensors of the checkpoint by name, from its headers.
-        model: The model, which may be on the meta device; tied tensors count once.
-        where: Name of the model in the errors.
-        base_prefix: Prefix that names in the checkpoint may lack, such as `model.`.
+    Names in the checkpoint may lack `base_prefix`, such as `model.`.
     """
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     parameters = {name: weight for name, weight in model.named_parameters() if name not in tied}
@@ -376,7 +351,8 @@ def load_on_first_rank(engine: Literal["fsdp2", "deepspeed"]) -> None:
         return
 
     def gets_weights_later(device_map: Any, device_mesh: Any, quantizer: Any) -> bool:
-        return is_fsdp_enabled() and _rank() > 0 and device_map is None and device_mesh is None and quantizer is None
+        placed = any(each is not None for each in (device_map, device_mesh, quantizer))
+        return is_fsdp_enabled() and not is_first_rank() and not placed
 
     def unread(load: Callable[..., Any]) -> Any:
         """Load onto the meta device: the report has missing and mismatched tensors, but no tensor is read."""
@@ -417,7 +393,7 @@ def load_on_first_rank(engine: Literal["fsdp2", "deepspeed"]) -> None:
 
     patches.apply("fsdp2-unread-weights", unread)
     patches.apply("fsdp2-untouched-weights", untouched)
-    patches.apply("fsdp2-first-rank", lambda is_first: lambda: is_first() and _rank() == 0)
+    patches.apply("fsdp2-first-rank", lambda is_first: lambda: is_first() and is_first_rank())
     patches.apply("fsdp2-upcast", _distributed)
 
 
@@ -428,7 +404,7 @@ def _unread_under_zero3(load: Callable[..., Any]) -> Any:
         from safetensors import safe_open
         from transformers.integrations import is_deepspeed_zero3_enabled
 
-        is_later = is_deepspeed_zero3_enabled() and _rank() > 0 and load_config.hf_quantizer is None
+        is_later = is_deepspeed_zero3_enabled() and not is_first_rank() and load_config.hf_quantizer is None
         if is_later and state_dict is None and _are_safetensors(checkpoint_files):
             prefix = f"{model.base_model_prefix}."
             buffers = {name for name, _ in model.named_buffers()}
@@ -495,12 +471,6 @@ def _parameters(model: Module) -> list[tuple[Module, str, str, Any]]:
         for key, parameter in module._parameters.items()
         if parameter is not None
     ]
-
-
-def _rank() -> int:
-    import torch.distributed
-
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 class _ConvertedWhenRead(dict[str, Any]):

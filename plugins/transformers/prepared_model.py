@@ -121,11 +121,7 @@ def first_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
 
 @contextmanager
 def later_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Iterator[None]:
-    """Make `_prepare_for_training` keep model and optimizer in the block, and create a new schedule.
-
-    Raises:
-        UsageError: the run resumes from a checkpoint under expert parallelism.
-    """
+    """Make `_prepare_for_training` keep model and optimizer in the block, and create a new schedule."""
     from torch.distributed.fsdp import FSDPModule
 
     if resume_from_checkpoint is not None and getattr(trainer.model_wrapped, "has_moe_layers", False):
@@ -259,9 +255,7 @@ def require_gradients_of_leaf_inputs(model: Any) -> None:
 def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
     """Make the engine of a prepared Trainer accept ranks whose rows use different parameters.
 
-    Args:
-        trainer: The Trainer, whose engine exists.
-        choosing: What `modules_with_choice` returned before the engine changed the classes of modules.
+    `choosing` is what `modules_with_choice` returned before the engine changed the classes of modules.
     """
     import torch.distributed as distributed
     from torch.distributed.fsdp import FSDPModule

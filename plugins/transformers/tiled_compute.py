@@ -65,9 +65,6 @@ def tile_mlps(model: PreTrainedModel, tiles: int | None) -> None:
     """Make MLPs and experts process their tokens in `tiles` parts, which are recomputed in the backward pass.
 
     `None` uses parts of as many tokens as the hidden size. Earlier tiling is replaced.
-
-    Raises:
-        UsageError: other code has replaced the forward of an MLP.
     """
     untile_mlps(model)
     hidden = model.config.get_text_config().hidden_size
@@ -174,12 +171,8 @@ def in_tiles(
 ) -> torch.Tensor:
     """Return `work(*rows)` computed for `size` rows at a time; autograd recomputes each tile.
 
-    Args:
-        work: Maps rows to as many rows, or to the sum of a loss.
-        rows: Tensors [N, ...] with one entry per token.
-        parameters: What `work` uses beside its arguments.
-        size: Rows of a tile; the last one may be shorter.
-        is_sum: Whether the results of tiles are added.
+    `work` maps tensors [N, ...], one entry per token, to as many rows, or with `is_sum` to the sum of a loss. It uses
+    `parameters` beside its arguments.
     """
     used = [parameter for parameter in parameters if parameter.requires_grad]
     result: torch.Tensor = _autograd_function().apply((work, size, is_sum, len(rows)), *rows, *used)

@@ -112,7 +112,6 @@ KEYS = {
     "configs ls llama": "schema_version configs",
     "env": "schema_version python platform shardwright versions tested release_problems accelerators cpu_cores "
     "host_memory_gib cxx_compiler libaio accelerate_default_config",
-    "env --patches": "schema_version patches",
     "explain --error LOGS/dtype.log": "schema_version cause meaning evidence fix command others plans",
     "explain --error LOGS/collectives": "schema_version collectives",
     "schema check-answer": "$defs description properties required title type",

@@ -63,8 +63,7 @@ def test_a_packaged_model_is_planned_without_a_hub(no_hub: str, capsys: pytest.C
     ("arguments", "ending"),
     [
         ("acme/none", "pass a local directory or config.json"),
-        ("llama-3.1-8b", "or plan meta-llama/Llama-3.1-8B: its configuration is in this package"),
-        ("meta-llama/Llama-3.1-8B --revision main", "or omit --revision: its configuration is in this package"),
+        ("meta-llama/Llama-3.1-8B --revision main", "pass a local directory or config.json"),
     ],
 )
 def test_another_model_is_one_line_without_a_hub(
