@@ -579,6 +579,12 @@ PATCHES: tuple[Patch, ...] = (
         "torch.nn:Linear.forward(self, input)",
         "The layer keeps its parameters, hooks and name in the model, but computes with rounded weights.",
     ),
+    # Mixtral's experts are checked for all families that `use_experts_implementation` decorates.
+    instance(
+        "qat-experts",
+        f"{_MIXTRAL}:MixtralExperts.forward(self, hidden_states, top_k_index, top_k_weights)",
+        "Fused experts are one module, and each of their matrices must be rounded.",
+    ),
     # Quantization libraries.
     instance(
         "unpacked-4-bit-layers",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint_callback import CheckpointCallback as CheckpointCallback
+    from .distillation.clip_trainer import CLIPDistillationTrainer as CLIPDistillationTrainer
     from .distillation.settings import DistillationConfig as DistillationConfig
     from .distillation.trainer import DistillationTrainer as DistillationTrainer
     from .formats.spqr import load_spqr as load_spqr
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .sparsity import MagnitudePruningCallback as MagnitudePruningCallback
 
 _HOMES = {
+    "CLIPDistillationTrainer": ".distillation.clip_trainer",
     "CheckpointCallback": ".checkpoint_callback",
     "DistillationConfig": ".distillation.settings",
     "DistillationTrainer": ".distillation.trainer",

@@ -2,8 +2,8 @@
 
 In transformers 5.17.0 `Trainer._save_checkpoint` writes into `checkpoint-N` file by file, deletes older checkpoints
 before the new one is on the disk, and `get_last_checkpoint` returns the newest directory, complete or not. `on_save`
-follows immediately, on every rank. Once all ranks have written, a thread flushes the files and
-writes the record, while training continues. Until then the checkpoint is incomplete, and older ones are kept.
+follows immediately, on every rank. Once all ranks have written, a thread flushes the files, computes their checksums
+and writes the record, while training continues. Until then the checkpoint is incomplete, and older ones are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .checkpoints import (
     compared,
     finished,
     flush_tree,
-    flushed_sizes,
+    flushed_records,
     named_checkpoint,
     newest_whole,
     rotate,
@@ -129,7 +129,7 @@ class CheckpointCallback(StepEvents, TrainerCallback):
         return path
 
     def _resumed(self, choose: Callable[[], Selection | None]) -> str | None:
-        """Select on the first rank, and broadcast the path."""
+        """Select on the first rank, which reads every byte, and broadcast the path."""
         facts = self._run_facts()
 
         def selected() -> tuple[str | None, bool]:
@@ -193,7 +193,7 @@ class CheckpointCallback(StepEvents, TrainerCallback):
             if not args.should_save:
                 flush_tree(directory)
                 return None
-            files = flushed_sizes(directory)
+            files = flushed_records(directory)
 
             def mark() -> None:
                 write_record(directory, step=step, files=files, facts=facts)

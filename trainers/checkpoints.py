@@ -12,10 +12,11 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -37,7 +38,19 @@ if TYPE_CHECKING:
 
 RECORD = "checkpoint_complete.json"
 SCHEMA_VERSION = 1
+_CHUNK_BYTES = 2**20
 _FILES_AT_ONCE = 4
+Reader = Callable[[Path], "CheckpointRecord"]
+"""`read_whole`, or `read_complete` if the bytes are read later."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size_bytes: int
+    xxh3_128: str
+    """Checksum in hexadecimal digits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +59,8 @@ class CheckpointRecord:
 
     step: int
     """Completed optimizer steps."""
-    files: Mapping[str, int]
-    """Bytes of every file by its path inside the checkpoint."""
+    files: Mapping[str, FileRecord]
+    """Every file by its path inside the checkpoint."""
     facts: Mapping[str, object]
     """Facts of the run that saved it (`run_facts`)."""
 
@@ -56,16 +69,64 @@ class NotWholeError(Exception):
     """A checkpoint is incomplete or damaged; the message names the file."""
 
 
-def write_record(directory: Path, *, step: int, files: Mapping[str, int], facts: Mapping[str, object]) -> None:
-    """Mark a checkpoint complete; call it after `flush_tree` has run on every node that wrote to it."""
-    sizes = {name: {"size_bytes": size} for name, size in files.items()}
-    record = {"schema_version": SCHEMA_VERSION, "step": step, "files": sizes, "facts": dict(facts)}
-    write_files({RECORD: json.dumps(record, indent=1) + "\n"}, directory, force=True)
+def file_records(directory: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
+    """Return size and checksum of the named files in a directory; without names, of all files except the record.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    import xxhash
+
+    if names is None:
+        paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
+        names = [path.relative_to(directory).as_posix() for path in paths]
+    names = list(names)
+
+    def file_record(name: str) -> FileRecord:
+        checksum, size = xxhash.xxh3_128(), 0
+        # Mapped memory, because the allocator would keep a chunk per thread that has read a file.
+        path = directory / name
+        with path.open("rb", buffering=0) as stream, mmap(-1, _CHUNK_BYTES) as chunk, memoryview(chunk) as view:
+            while count := stream.readinto(view):
+                checksum.update(view[:count])
+                size += count
+        return FileRecord(size_bytes=size, xxh3_128=checksum.hexdigest())
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(file_record, names), strict=True))
+
+
+def write_record(directory: Path, *, step: int, files: Mapping[str, FileRecord], facts: Mapping[str, object]) -> None:
+    """Mark a checkpoint complete; call it after `flush_tree` has run on every node that wrote to it.
+
+    Raises:
+        ShardwrightError: the record cannot be written.
+    """
+    record = CheckpointRecord(step=step, files=files, facts=dict(facts))
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(record)}, indent=1) + "\n"
+    write_files({RECORD: text}, directory, force=True)
     flush(directory.parent)
 
 
+def read_whole(directory: Path) -> CheckpointRecord:
+    """Return the record of a checkpoint after comparing every byte.
+
+    Raises:
+        NotWholeError: a file is missing, shorter, longer or different, or there is no valid record.
+    """
+    record = read_complete(directory)
+    try:
+        current = file_records(directory, record.files)
+    except OSError as error:
+        raise NotWholeError(f"cannot be read ({error})") from None
+    for name, expected in record.files.items():
+        if current[name] != expected:
+            raise NotWholeError(f"{name} differs from the bytes that were saved")
+    return record
+
+
 def read_complete(directory: Path) -> CheckpointRecord:
-    """Return the record of a checkpoint after comparing the sizes of its files.
+    """Return the record of a checkpoint after comparing the sizes of its files, without reading them.
 
     Raises:
         NotWholeError: a file is missing, shorter or longer, or there is no valid record.
@@ -76,8 +137,8 @@ def read_complete(directory: Path) -> CheckpointRecord:
         if not path.is_file():
             raise NotWholeError(f"{name} is missing")
         size = path.stat().st_size
-        if size != expected:
-            raise NotWholeError(f"{name} has {size} of {expected} bytes")
+        if size != expected.size_bytes:
+            raise NotWholeError(f"{name} has {size} of {expected.size_bytes} bytes")
     return record
 
 
@@ -91,7 +152,7 @@ def read_record(directory: Path) -> CheckpointRecord:
         content = json.loads((directory / RECORD).read_bytes())
         if content["schema_version"] != SCHEMA_VERSION:
             raise NotWholeError(f"{RECORD} has the version {content['schema_version']!r}, not {SCHEMA_VERSION}")
-        files = {name: int(entry["size_bytes"]) for name, entry in content["files"].items()}
+        files = {name: FileRecord(**entry) for name, entry in content["files"].items()}
         for name in map(Path, files):
             if name.is_absolute() or ".." in name.parts:
                 raise ValueError(f"{str(name)!r} is not a path inside the checkpoint")
@@ -111,11 +172,17 @@ def flush_tree(directory: Path) -> None:
     flush(directory)
 
 
-def flushed_sizes(directory: Path) -> dict[str, int]:
-    """Flush a directory as `flush_tree` does, and return the size of every file but the record by its path inside."""
-    flush_tree(directory)
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != RECORD)
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+def flushed_records(directory: Path) -> dict[str, FileRecord]:
+    """Flush a directory as `flush_tree` does while computing the result of `file_records`.
+
+    Raises:
+        OSError: a file cannot be read or written to disk.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        flushing = pool.submit(flush_tree, directory)
+        records = file_records(directory)
+        flushing.result()
+    return records
 
 
 _SAMPLES_READ = 16
@@ -329,8 +396,8 @@ def checkpoints(output_dir: Path) -> dict[int, Path]:
     return dict(sorted(by_step.items()))
 
 
-def newest_whole(output_dir: Path) -> Selection | None:
-    """Return the newest complete checkpoint of a run; `None` if there are no checkpoints.
+def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection | None:
+    """Return the newest checkpoint of a run that `read` accepts as complete; `None` if there are no checkpoints.
 
     Raises:
         RefusedInputError: none is complete; lists every checkpoint with its error.
@@ -338,7 +405,7 @@ def newest_whole(output_dir: Path) -> Selection | None:
     skipped: list[tuple[Path, str]] = []
     for path in reversed(checkpoints(output_dir).values()):
         try:
-            record = read_complete(path)
+            record = read(path)
         except NotWholeError as error:
             skipped.append((path, str(error)))
             continue
@@ -353,7 +420,7 @@ def named_checkpoint(path: Path) -> Selection:
     if not path.is_dir():
         raise UsageError(ConfigError(where="resume_from_checkpoint", value=str(path), rule="is not a directory"))
     try:
-        return Selection(path=path, record=read_complete(path), skipped=())
+        return Selection(path=path, record=read_whole(path), skipped=())
     except NotWholeError as error:
         raise RefusedInputError(_not_whole(path, str(error))) from None
 

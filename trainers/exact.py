@@ -96,8 +96,6 @@ class Axis:
 
     computes_losses = True
     """Whether losses come from `compute_loss` and `prediction_step`; not those of pipeline stages."""
-    shards_tokens = False
-    """Whether ranks that share a sample read different tokens of it."""
 
     def __init__(self, ranks_of_a_sample: int = 1) -> None:
         self.ranks_of_a_sample = ranks_of_a_sample
@@ -144,6 +142,10 @@ class Axis:
     def share_of_loss(self, trainer: ExactTrainer, result: Any) -> Any:
         """Return this rank's share of a loss, or of a loss and outputs."""
         return result
+
+    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
+        """Return the log with further values; every rank calls it."""
+        return logs
 
     def evaluating(self, trainer: ExactTrainer) -> AbstractContextManager[Any]:
         """Return the context of an evaluation."""
@@ -373,6 +375,7 @@ class ExactTrainer(_Trainer):
                 self._evaluated_labels = count()
             return at_least_one(self._evaluated_labels)
         check_streams_of_ranks(self, len(batch_samples))
+        self.step_counting.count_tokens(batch_samples)
         items = count()
         self.step_counting.weigh(batch_samples, items)
         return at_least_one(items)
@@ -471,17 +474,18 @@ class ExactTrainer(_Trainer):
         return norm
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count the tokens of ranks that read the same ones once; the Trainer counts each rank (line 2585)."""
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        ranks = 1 if self.shared_axis.shards_tokens else self.shared_axis.ranks_of_a_sample
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks
+        """Count tokens once, padded as one process pads them; the Trainer counts each rank that reads them (2585)."""
+        if self.step_counting is not None and self.step_counting.tokens:
+            self.state.num_input_tokens_seen += self.step_counting.tokens.pop(0)
+        else:
+            super()._track_num_input_tokens(inputs)
 
     # Log and end of the run.
 
     def log(self, logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
         """Add the values of the axis: `on_log` runs after the values are stored (line 4029)."""
         if "loss" in logs:
+            logs = self.shared_axis.add_to_log(self, logs)
             for events in self._step_events:
                 logs = logs | events.log_values()
         super().log(logs, *arguments, **keywords)

@@ -112,7 +112,7 @@ def captured_attention(
         raise UsageError(ConfigError(where=where, rule=rule, fix="match hidden states instead"))
     if missing := sorted(set(layers) - set(captured)):
         rule = "these layers have no attention that can be captured"
-        fix = f"match hidden states instead; layers with attention: {', '.join(map(str, sorted(seen)))}"
+        fix = f"pair layers that have attention: {', '.join(map(str, sorted(seen)))}"
         raise UsageError(ConfigError(where=where, value=missing, rule=rule, fix=fix))
 
 

@@ -116,6 +116,8 @@ def outcome(case: TrainerCase, record: Mapping[str, Any], reference: Mapping[str
     norms = zip(record["grad_norms"], reference["grad_norms"], strict=False)
     if case.layout != "zero0" and any(abs(one - other) > NORM_TOLERANCE * abs(other) + 1e-6 for one, other in norms):
         said.append(f"gradient norms: {record['grad_norms']} instead of {reference['grad_norms']}")
+    if record["tokens"] != reference["tokens"]:
+        said.append(f"tokens: {record['tokens']} instead of {reference['tokens']}")
     if record["train_loss"] is not None and abs(record["train_loss"] - reference["train_loss"]) > tolerance:
         said.append(f"train_loss: {record['train_loss']} instead of {reference['train_loss']}")
     if case.options:

@@ -109,8 +109,10 @@ def test_losses_and_rewards_are_those_of_one_process(
     assert evaluations["before"] != evaluations["after"]
     files = {path.name for path in (inputs / f"{name}-{layout}").iterdir()}
     assert {"REPORT.md", "adapter_model.safetensors" if "lora" in name else "model.safetensors"} <= files
-    text = (inputs / f"{name}-{layout}" / "REPORT.md").read_text()
-    assert "held-out samples, by TRL's trainer" in text and "nats per token" not in text
+    text, page = ((inputs / f"{name}-{layout}" / file).read_text() for file in ("REPORT.md", "report.html"))
+    assert "held-out samples, by TRL's trainer" in text and "Loss by step" in page and "nats per token" not in text
+    if name == "dpo":
+        assert "| Win rate against the reference | 100.0 % (67.6 to 100.0) |" in text
     assert outcome.to_dict()["task"] == SETTINGS[name]["task"]
     # With another adapter in a checkpoint, the trained one is not resumed.
     assert "ref" not in files

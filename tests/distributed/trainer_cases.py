@@ -179,6 +179,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "long": {"max_steps": 2 * STEPS},
     "logged_seldom": {"logging_steps": 3, "max_steps": 2 * STEPS},
     "first_logged": {"logging_first_step": True, "logging_steps": 2, "max_steps": 2 * STEPS},
+    "tokens_counted": {"include_num_input_tokens_seen": "non_padding"},
 }
 """Keys of `TrainingArguments` by name; `_further_settings` makes the other changes of an option."""
 
@@ -341,6 +342,7 @@ def record(case: TrainerCase, output: Path) -> dict[str, Any]:
             "losses": logged(trainer),
             "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
             "eval_losses": logged(trainer, "eval_loss"),
+            "tokens": trainer.state.num_input_tokens_seen if "tokens_counted" in case.options else 0,
             "train_loss": trainer.state.log_history[-1].get("train_loss"),
         }
 

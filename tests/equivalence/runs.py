@@ -36,6 +36,13 @@ class Events(TrainerCallback):
 
     def __init__(self) -> None:
         self.counts = {"complete": 1}
+        self.routed: list[list[list[torch.Tensor]]] = []
+        """Logits of the routers for tokens that are no padding, of each micro-batch of each step in one process."""
+
+    def keep_routing(self, model: Any, arguments: Any, inputs: dict[str, Any], outputs: Any) -> None:
+        if model.training and outputs.get("router_logits") is not None:
+            seen = inputs["attention_mask"].flatten().bool()
+            self.routed[-1].append([each.detach()[seen] for each in outputs.router_logits])
 
     def _count(self, name: str, arguments: dict[str, Any]) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -44,12 +51,29 @@ class Events(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("step_begin", kwargs)
+        self.routed.append([])
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("substep_end", kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("step_end", kwargs)
+
+
+ROUTING = ("expert_load", "expert_load_max")
+
+
+def routing_of(routed: list[list[list[torch.Tensor]]]) -> dict[str, list[float]]:
+    """Return of each step the largest load of an expert over the mean load, in mean and maximum over layers."""
+    steps = [step for step in routed if step]
+    found: dict[str, list[float]] = {name: [] for name in ROUTING} if steps else {}
+    for step in steps:
+        layers = [torch.cat(parts) for parts in zip(*step, strict=True)]
+        counts = [torch.bincount(each.topk(2).indices.flatten(), minlength=each.shape[1]).double() for each in layers]
+        loads = [float(count.max() / count.mean()) for count in counts]
+        for name, value in zip(ROUTING, (sum(loads) / len(loads), max(loads)), strict=True):
+            found[name].append(value)
+    return found
 
 
 def measures(predictions: Any) -> dict[str, float]:
@@ -184,6 +208,8 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
     if run.exports:
         run.source = _saved(make_model(case.family, run.sizes), directory / "source")
     events = Events()
+    if layout.engine == "single":
+        model.register_forward_hook(events.keep_routing, with_kwargs=True)
     settings: dict[str, Any] = {
         "model": model,
         "args": arguments,
@@ -306,6 +332,8 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         "grad_norms": [float(norm) for norm in logged(trainer, "grad_norm")],
         "rates": logged(trainer, "learning_rate"),
         "eval_losses": logged(trainer, "eval_loss"),
+        "routing": {name: logged(trainer, name) for name in ROUTING},
+        "tokens": trainer.state.num_input_tokens_seen,
         "train_loss": trainer.state.log_history[-1].get("train_loss"),
         "best": [trainer.state.best_metric, trainer.state.best_global_step],
         "events": events.counts,
@@ -313,6 +341,8 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
         "held": sum(parameter.numel() for parameter in trainer.model.parameters()),
     }
     layout = case.full_layout
+    if layout.engine == "single":
+        record["routing"] = routing_of(events.routed)
     if layout.cp == 1:
         found = trainer.evaluate()
         names = ("loss", "samples", "labels", "width", "right")

@@ -386,10 +386,17 @@ def _pruned(share: float = 0.5, **options: Any) -> Change:
 
 
 def _distilled(**options: Any) -> Change:
-    """Distill with the options of `DistillationConfig`."""
+    """Distill with the options of `DistillationConfig`; terms are made from the keywords of their classes."""
 
     def change(run: Run) -> None:
-        run.distillation = {"alpha": 0.5, **options}
+        from shardwright.trainers import distillation
+
+        kinds = {"hidden_states": "HiddenStateTerm", "attention": "AttentionTerm"}
+        made = {
+            name: getattr(distillation, kinds[name])(**value) if name in kinds else value
+            for name, value in options.items()
+        }
+        run.distillation = {"alpha": 0.5, **made}
 
     return change
 
@@ -665,8 +672,8 @@ SETTINGS: dict[str, Change] = {
     "head_alone": _set(change_model=_frozen("lm_head")),
     "norms_frozen": _set(change_model=_frozen("proj|lm_head|layernorm")),
     "distillation": _distilled(temperature=2.0),
-    "distilled_features": _distilled(hidden_states=0.5),
-    "distilled_attention": _distilled(attention=0.5),
+    "distilled_features": _distilled(hidden_states={"weight": 0.5}),
+    "distilled_attention": _distilled(attention={"weight": 0.5}),
     "plain_distillation": _distilled(temperature=2.0, implementation="plain"),
     "reverse_distillation": _distilled(temperature=2.0, divergence="reverse_kl"),
     "own_term": _own_term,

@@ -32,6 +32,7 @@ CASES = [
     *_cases("zero1 zero2", "w8a8_static", "probe"),
     *_cases("ddp zero3 fsdp2", "w8a8_static", "gradient_checkpointing", "probe"),
     *_cases("zero3", "w2_learned", "from_directory", "probe"),
+    *_cases("ddp zero3 fsdp2", "w4", "probe", model="mixtral"),
     *_cases("zero3", "qat_inputs", "verified", "probe"),
     *_cases("zero3-offload", "w2_learned", "probe_adam"),
 ]
@@ -68,11 +69,17 @@ def _exported(case: Case, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _matrices(case: Case, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the matrices that are rounded by their names in the export."""
+    """Return the matrices that are rounded by their names in the export, experts apart."""
     found = {}
     for name, value in trained.items():
         if name.endswith("proj.weight"):
             found[name.removesuffix(".weight")] = value
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            prefix = name.rsplit(".", 1)[0].replace("mlp", "block_sparse_moe")
+            for index, expert in enumerate(value):
+                halves = zip(("w1", "w3"), expert.chunk(2), strict=True)
+                parts = (("w2", expert),) if name.endswith("down_proj") else halves
+                found |= {f"{prefix}.{index}.{part}": matrix for part, matrix in parts}
     return found
 
 
@@ -91,8 +98,8 @@ def test_export_contains_the_trained_codes(case: Case, records: dict[str, Record
     """Quantized once more from the weights that the engine's own gathering gives, by the functions of quantize."""
     assert "losses" in records[case.name], records[case.name]
     trained, exported, scheme = _trained(case, directory), _exported(case, directory), run_of(case, "").scheme
-    expected = _matrices(case, trained)
-    assert len(expected) == 2 * 7
+    expected, mixture = _matrices(case, trained), case.family == "mixtral"
+    assert len(expected) == 2 * (16 if mixture else 7)
     for name, weight in expected.items():
         stored = unpack_tensors(name, exported, scheme)
         if "w2_learned" in case.settings:
@@ -104,8 +111,8 @@ def test_export_contains_the_trained_codes(case: Case, records: dict[str, Record
         assert torch.equal(stored.codes, weight_levels(weight, scale, zero, scheme.weights).to(torch.int8)), name
     dense = {name for name in exported if name.endswith(("norm.weight", "embed_tokens.weight", "gate.weight"))}
     for name in dense:
-        assert torch.equal(exported[name], trained[name]), name
-    assert len(dense) == 2 * 2 + 2
+        assert torch.equal(exported[name], trained[name.replace("block_sparse_moe", "mlp")]), name
+    assert len(dense) == 2 * 2 + 2 + 2 * mixture
 
 
 @pytest.mark.parametrize("case", CASES, ids=_named)

@@ -1,9 +1,11 @@
-"""Counts of labels and samples with which a Trainer trains and evaluates as one process does.
+"""Counts of labels, samples and tokens with which a Trainer trains and evaluates as one process does.
 
 With transformers 5.17.0 and 5.23.0:
 
 - `evaluate` averages the means of batches, also over samples that Accelerate repeats, so `eval_loss` depends on the
   number of ranks and the batch size.
+- `num_input_tokens_seen` adds up all ranks, also those that read the same samples, and counts the padding that a
+  layout adds.
 - A step without any label divides by zero.
 - Losses that are means over their own batch are averaged over ranks and micro-batches, whatever these contain.
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, Trainer
 
+UNPADDED = "unpadded_tokens"
+"""Entry of a batch that a layout has padded: its number of tokens before that, and of those that are not padding."""
 _COUNT = "num_items_in_batch"
 
 
@@ -181,6 +185,7 @@ class Counting:
         self.weighs_means = self.own_loss is None and is_plain and returns_mean(trainer)
         """Whether the model's losses are means over the labels of their batch."""
         # Of the remaining micro-batches of a step:
+        self.tokens: list[int] = []
         self.weights: list[float] = []
         """`mean_weights`."""
         self._shares: list[tuple[float, float]] = []
@@ -260,6 +265,34 @@ class Counting:
         if self.kind is None:
             raise unknown_kind_error(trainer)
 
+    def count_tokens(self, batches: list[Any]) -> None:
+        """Count the tokens of each micro-batch over all ranks, padded as one process pads them."""
+        import torch
+
+        trainer, mode = self._trainer, self._trainer.args.include_num_input_tokens_seen
+        unpadded = [batch.pop(UNPADDED, None) if isinstance(batch, dict) else None for batch in batches]
+        name = getattr(trainer.model, "main_input_name", "input_ids")
+        self.tokens = []
+        if mode == "no" or not batches or any(name not in batch for batch in batches):
+            return
+        pad = getattr(trainer.processing_class, "pad_token_id", None)
+        # All ranks gather the same number of micro-batches, also if the data of one ends before the others'.
+        own = torch.zeros((1, max(len(batches), trainer.args.gradient_accumulation_steps), 3), dtype=torch.int64)
+        for index, (batch, before) in enumerate(zip(batches, unpadded, strict=True)):
+            inputs, rows, mask = batch[name], trained_rows(batch), batch.get("attention_mask")
+            if mode == "all":
+                counts = _padded_tokens(batch, name, before)
+            elif before is not None:
+                counts = (0, 0, before[1])
+            elif mask is not None:
+                counts = (0, 0, int(mask[:rows].sum()))
+            else:
+                counts = (0, 0, int(inputs[:rows].numel() if pad is None else (inputs[:rows] != pad).sum()))
+            own[0, index] = torch.tensor(counts)
+        gathered = trainer.accelerator.gather(own.to(trainer.args.device)).cpu()
+        tokens = gathered[..., 0].sum(0) * gathered[..., 1].amax(0) + gathered[..., 2].sum(0)
+        self.tokens = [int(count) // self._ranks_of_a_sample for count in tokens[: len(batches)]]
+
     def labels_in(self, batch: Any) -> int:
         """Return the number of labels that a model's loss is the mean over: of tokens, classes, or else samples."""
         labels = _labels(batch)
@@ -326,6 +359,22 @@ def _labels(batch: Any) -> torch.Tensor | None:
         if torch.is_tensor(labels):
             return None if labels.is_floating_point() else labels
     return None
+
+
+def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> tuple[int, int, int]:
+    """Return rows, the length of the longest, and the tokens of documents that are packed in one row."""
+    inputs = batch[name]
+    rows = len(inputs)
+    tokens = inputs.numel() if unpadded is None else unpadded[0]
+    if rows == 1 and "position_ids" in batch and "attention_mask" not in batch:
+        return 0, 0, tokens
+    trained, mask = trained_rows(batch), batch.get("attention_mask")
+    if trained is None or trained == rows:
+        return rows, tokens // rows, 0
+    if trained and mask is not None and mask.dim() == 2 and int(mask.sum(1).max()) == tokens // rows:
+        # One process pads the rows that count to the longest of them, unless its collator pads to a fixed length.
+        return trained, int(mask[:trained].sum(1).max()), 0
+    return trained, tokens // rows if trained else 0, 0
 
 
 def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -174,8 +174,18 @@ def distill(
         teacher: Hub id or directory; weights are read from safetensors.
         student: Hub id or directory, or a `config.json` for random weights.
         output_dir: Directory for the student, with plan and report.
-        resume, force: As in `train`, which also raises the same errors.
+        resume: Resume from the last checkpoint in `output_dir`.
+        force: Write into a directory that is not empty.
         settings: Fields of `DistillSettings`, which are the flags of `shardwright distill`.
+
+    Returns:
+        All measurements; `to_dict()` is what `--format json` prints.
+
+    Raises:
+        UsageError: all errors of the settings together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; names the rank and its error.
     """
     request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
     with redirect_stdout(sys.stderr):

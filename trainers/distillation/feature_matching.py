@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -29,22 +30,71 @@ _LEAST_POWER = 1e-12
 """Lower limit of the mean square of a teacher's vector, a divisor."""
 
 
-class FeatureMatching:
-    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers.
+@dataclass(frozen=True, kw_only=True)
+class HiddenStateTerm:
+    """Match hidden states; if widths differ, linear projectors map the student's to the teacher's width."""
 
-    Hidden states of every student layer are compared with those of the teacher layer of the nearest relative depth,
-    and attention of the last layers. A term with weight 0 is off.
-    """
+    weight: float = 1.0
+    """Weight of the mean distance, above 0."""
+    layers: Literal["uniform"] | LayerPairs = "uniform"
+    """Every student layer with the teacher layer of the nearest relative depth; or pairs of (student layer, teacher
+    layer), where 0 is the embedding and l the output of block l."""
+
+    def __post_init__(self) -> None:
+        """Raise a `UsageError` with all errors."""
+        errors = _term_errors("hidden_states", self, ("uniform",))
+        if errors:
+            raise UsageError(errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTerm:
+    """Match MiniLM's relations among queries, keys and values; both models keep their attention kernels."""
+
+    weight: float = 1.0
+    """Weight of the mean distance, above 0."""
+    layers: Literal["last", "uniform"] | LayerPairs = "last"
+    """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
+    (student layer, teacher layer), counted from 1."""
+
+    def __post_init__(self) -> None:
+        """Raise a `UsageError` with all errors."""
+        errors = _term_errors("attention", self, ("last", "uniform"))
+        if errors:
+            raise UsageError(errors)
+
+
+def _term_errors(name: str, term: HiddenStateTerm | AttentionTerm, layer_kinds: tuple[str, ...]) -> list[ConfigError]:
+    errors = []
+    if not 0 < term.weight < math.inf:
+        errors.append(ConfigError(where=f"{name}.weight", value=term.weight, rule="must be above 0"))
+    pairs: Any = term.layers
+    if isinstance(pairs, str):
+        if pairs not in layer_kinds:
+            rule = f"must be {', '.join(layer_kinds)}, or pairs of layers"
+            errors.append(ConfigError(where=f"{name}.layers", value=pairs, rule=rule))
+        return errors
+    # `type`, because `isinstance` accepts booleans as integers.
+    valid = isinstance(pairs, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair) for pair in pairs
+    )
+    if not valid or not pairs or len({*pairs}) < len(pairs):
+        rule = "must be a tuple of pairs (student layer, teacher layer), each once"
+        errors.append(ConfigError(where=f"{name}.layers", value=pairs, rule=rule))
+    return errors
+
+
+class FeatureMatching:
+    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers."""
 
     def __init__(
         self,
         student_config: PreTrainedConfig,
         teacher_config: PreTrainedConfig,
-        *,
-        hidden_states: float = 0.0,
-        attention: float = 0.0,
+        hidden_term: HiddenStateTerm | None,
+        attention_term: AttentionTerm | None,
     ) -> None:
-        self.hidden_weight, self.attention_weight = hidden_states, attention
+        self.hidden_term, self.attention_term = hidden_term, attention_term
         self.projectors: torch.nn.ModuleList | None = None
         """A projector for each match, or `None` if widths are equal."""
         depths, errors = [], []
@@ -60,17 +110,41 @@ class FeatureMatching:
                 errors.append(ConfigError(where=f"{side} {config.model_type}", rule=rule))
         if errors:
             raise UsageError(errors)
-        self._depths = depths
-        self._hidden_pairs = uniform_pairs(*depths)
-        own, taught = (config.get_text_config().hidden_size for config in (student_config, teacher_config))
-        if hidden_states and own != taught:
-            self.projectors = projectors(own, taught, len(self._hidden_pairs))
+        self._depths = student_depth, teacher_depth = depths[0], depths[1]
+        self._hidden_pairs: LayerPairs = ()
+        self._attention_pairs: LayerPairs = ()
+        uniform = uniform_pairs(student_depth, teacher_depth)
+        if attention_term is not None:
+            pairs = attention_term.layers
+            if pairs == "last":
+                pairs = ((student_depth, teacher_depth),)
+            elif pairs == "uniform":
+                pairs = tuple((student, max(1, teacher)) for student, teacher in uniform[1:])
+            errors += self._pair_errors("attention.layers", pairs, first=1)
+            self._attention_pairs = pairs
+        if hidden_term is not None:
+            self._hidden_pairs = uniform if hidden_term.layers == "uniform" else hidden_term.layers
+            errors += self._pair_errors("hidden_states.layers", self._hidden_pairs, first=0)
+            own, taught = (config.get_text_config().hidden_size for config in (student_config, teacher_config))
+            if own != taught:
+                self.projectors = projectors(own, taught, len(self._hidden_pairs))
+        if errors:
+            raise UsageError(errors)
+
+    def _pair_errors(self, where: str, pairs: LayerPairs, *, first: int) -> list[ConfigError]:
+        return [
+            ConfigError(where=where, value=pair, rule=f"{side} layers are {first} to {depth}")
+            for pair in pairs
+            for side, number, depth in zip(("student", "teacher"), pair, self._depths, strict=True)
+            if not first <= number <= depth
+        ]
 
     def capture(self, model: Any, *, is_student: bool) -> AbstractContextManager[Captured | None]:
-        """Record the attention of the last layer, of a student with its graph; `None` without an attention term."""
-        if not self.attention_weight:
+        """Record the attention of the matched layers, of a student with its graph; `None` without an attention term."""
+        if self.attention_term is None:
             return nullcontext()
-        return captured_attention(model, [self._depths[0 if is_student else 1]], with_graph=is_student)
+        layers = sorted({pair[0 if is_student else 1] for pair in self._attention_pairs})
+        return captured_attention(model, layers, with_graph=is_student)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor
@@ -79,6 +153,8 @@ class FeatureMatching:
 
         Takes the embedding and the output of each block of both models, [B, S, width].
         """
+        term = self.hidden_term
+        assert term is not None
         for side, states, depth in zip(("student", "teacher"), (student, teacher), self._depths, strict=True):
             if len(states) != depth + 1:
                 rule = f"its forward must return {depth + 1} hidden states"
@@ -101,15 +177,16 @@ class FeatureMatching:
 
         The attention mask and position ids in the models' `inputs` determine which positions are visible.
         """
-        own, taught = student[self._depths[0]], teacher[self._depths[1]]
-        shapes = [each.tensor("query").shape for each in (own, taught)]
-        _check_positions((shapes[0][0], shapes[0][2]), (shapes[1][0], shapes[1][2]))
-        windows = [each.window for each in (own, taught) if each.window is not None]
-        causal, window = own.causal or taught.causal, min(windows, default=None)
-        visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
-        distances = [
-            relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible) for name in RELATION_TENSORS
-        ]
+        distances = []
+        for layer, other in self._attention_pairs:
+            own, taught = student[layer], teacher[other]
+            shapes = [each.tensor("query").shape for each in (own, taught)]
+            _check_positions((shapes[0][0], shapes[0][2]), (shapes[1][0], shapes[1][2]))
+            windows = [each.window for each in (own, taught) if each.window is not None]
+            causal, window = own.causal or taught.causal, min(windows, default=None)
+            visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
+            for name in RELATION_TENSORS:
+                distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
         return torch.stack(distances).mean()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -15,6 +15,9 @@ from ...ds_configs.specs.settings import Settings
 from ...ds_configs.specs.synonyms import REMOVED
 from ..losses.token_objective import Divergence, TokenObjective
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
+
+if TYPE_CHECKING:
+    from .feature_matching import AttentionTerm, HiddenStateTerm
 
 Implementation = Literal["auto", "fused", "plain"]
 
@@ -34,10 +37,8 @@ class DistillationConfig(TokenObjective):
     implementation: Implementation = "auto"
     """`fused` never holds the logits of all tokens, `plain` does; both give the same numbers. `auto`: fused if the
     model has an output head and no caller needs its logits."""
-    hidden_states: float = 0.0
-    """Weight w_h of the distance of hidden states; 0: off."""
-    attention: float = 0.0
-    """Weight w_a of the distance of MiniLM's attention relations; 0: off."""
+    hidden_states: HiddenStateTerm | None = None
+    attention: AttentionTerm | None = None
     self_teacher: SelfTeacher | None = None
     """Use the student as its own teacher."""
 
@@ -57,10 +58,7 @@ class DistillationConfig(TokenObjective):
         rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
         check("mixture", self.mixture, 0 < self.mixture < 1, rule)
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
-        for name in ("hidden_states", "attention"):
-            weight = getattr(self, name)
-            check(name, weight, 0 <= weight < math.inf, "must be at least 0")
-        has_features = bool(self.hidden_states or self.attention)
+        has_features = self.hidden_states is not None or self.attention is not None
         if self.self_teacher is not None:
             check("self_teacher", self.self_teacher, not has_features, "cannot be combined with feature terms")
             rule, fix = "self_teacher computes both exits in place of the head", "use fused with self_teacher"
@@ -78,15 +76,15 @@ class DistillationConfig(TokenObjective):
         """Names of these settings in `legality/combinations.py`."""
         names = {
             "distillation": not self.is_plain_training,
-            "distilled_features": bool(self.hidden_states),
-            "distilled_attention": bool(self.attention),
+            "distilled_features": self.hidden_states is not None,
+            "distilled_attention": self.attention is not None,
         }
         return tuple(name for name, is_set in names.items() if is_set)
 
     @property
     def is_plain_training(self) -> bool:
         """Whether no term needs a teacher."""
-        return self.alpha == 0 and not self.hidden_states and not self.attention
+        return self.alpha == 0 and self.hidden_states is None and self.attention is None
 
 
 class ObjectiveSettings(Settings, TeacherFields):
@@ -121,7 +119,12 @@ class DistillSettings(ObjectiveSettings, LaunchedSettings):
 
     def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
         """Return the terms of the loss, those of features included."""
-        terms |= {"hidden_states": self.hidden_states, "attention": self.attention}
+        from .feature_matching import AttentionTerm, HiddenStateTerm
+
+        if self.hidden_states:
+            terms["hidden_states"] = HiddenStateTerm(weight=self.hidden_states)
+        if self.attention:
+            terms["attention"] = AttentionTerm(weight=self.attention)
         return super().distillation(vocab_size, **terms)
 
 

@@ -59,7 +59,8 @@ def check_arguments(
             reject("teacher", rule, "pass a teacher, or set self_teacher")
         if teacher is not None and distillation.self_teacher is not None:
             reject("teacher", "self_teacher makes the student its own teacher", "pass only one of the two")
-        if isinstance(teacher, TeacherCache) and (distillation.hidden_states or distillation.attention):
+        has_features = distillation.hidden_states is not None or distillation.attention is not None
+        if isinstance(teacher, TeacherCache) and has_features:
             reject("teacher", "a cache has no hidden states", "use a live teacher")
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
             student_ids = {id(parameter) for parameter in student.parameters()}
@@ -227,7 +228,7 @@ def run_teacher(
         UnknownLogitsError: with `fused` and `check_head`, if its logits are not those of its head.
     """
     inputs = whole_sequences(batch.model_inputs) if sequence_sharded else batch.model_inputs
-    wants_hidden_states = features is not None and bool(features.hidden_weight)
+    wants_hidden_states = features is not None and features.hidden_term is not None
     if wants_hidden_states:
         inputs = {**inputs, "output_hidden_states": True}
     own: Callable[[torch.Tensor], torch.Tensor] = own_shard if sequence_sharded else lambda tensor: tensor

@@ -137,10 +137,10 @@ class DistillationTrainer(Trainer):
             parallelism = getattr(self.accelerator, "parallelism_config", None)
             if parallelism is not None and parallelism.sp_enabled:
                 keep_own_attention(self.teacher.model)
-        terms = {name: getattr(self.distillation, name) for name in ("hidden_states", "attention")}
-        if any(terms.values()):
+        terms = self.distillation.hidden_states, self.distillation.attention
+        if terms != (None, None):
             assert self.teacher is not None, "feature terms are rejected without a model as teacher"
-            self._features = FeatureMatching(inner.config, self.teacher.model.config, **terms)
+            self._features = FeatureMatching(inner.config, self.teacher.model.config, *terms)
             if self._features.projectors is not None:
                 inner.add_module(PROJECTORS, self._features.projectors.to(self.args.device))
 
@@ -235,7 +235,7 @@ class DistillationTrainer(Trainer):
             They pass the wrappers around it, whose hooks gather the weights for the gradient of each. The loss is
             normalised here, because FSDP2 casts what a model returns, and its gradient, to 16 bit.
             """
-            if features is not None and features.hidden_weight:
+            if features is not None and features.hidden_term is not None:
                 kwargs["output_hidden_states"] = True
             with ExitStack() as stack:
                 head, attention = None, None
@@ -261,19 +261,19 @@ class DistillationTrainer(Trainer):
                     return {"loss": outputs.logits.sum()}
                 student = token_sums[-1]
             sums.update(student.sums | {WEIGHT: student.weight})
-            if features is not None and features.hidden_weight:
+            if features is not None and features.hidden_term is not None:
                 assert taught.hidden_states is not None, "the teacher returns them for this term"
                 distance = features.hidden_sum(
                     hidden_states_of(outputs), taught.hidden_states, batch.position_weights()
                 )
                 sums["hidden_states"] = distance.detach()
-                loss = loss + features.hidden_weight * distance
-            if features is not None and features.attention_weight:
+                loss = loss + features.hidden_term.weight * distance
+            if features is not None and features.attention_term is not None:
                 assert attention is not None and taught.attention is not None, "both are captured for this term"
                 weights_BS = batch.position_weights()
                 distance = features.attention_sum(attention, taught.attention, weights_BS, batch.model_inputs)
                 sums["attention"] = distance.detach()
-                loss = loss + features.attention_weight * distance
+                loss = loss + features.attention_term.weight * distance
             loss = self._normalised(loss, student.weight, num_items_in_batch)
             aux_loss = getattr(outputs, "aux_loss", None)
             coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)

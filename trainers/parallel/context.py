@@ -13,6 +13,7 @@ from ...ds_configs.specs.layout import Engine, Layout
 from ...plugins.accelerate import enable_cpu_ring_attention, engine_from_environment
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.training_arguments import own_class, trainer_errors
+from ..counting.counts import UNPADDED
 from ..exact import Axis, ExactTrainer, count_as_one_process
 from .sequence import (
     ATTENTION_MASK,
@@ -137,7 +138,8 @@ class ContextAxis(Axis):
 class ContextParallelCollator:
     """Data collator that pads batches on the right to a multiple of twice the number of ranks of a sequence.
 
-    The mask is dropped: attention is causal, and padding on the right comes after every token.
+    The mask is dropped: attention is causal, and padding on the right comes after every token. A batch also holds its
+    number of tokens before padding (`counts.UNPADDED`), which the Trainer counts.
     """
 
     def __init__(self, collator: Callable[[Any], Any], context_parallel_size: int) -> None:
@@ -163,6 +165,7 @@ class ContextParallelCollator:
                 rule = "must count the tokens of a row from 0: context parallelism does not support other positions"
                 shape = list(positions.shape)
                 raise UsageError(ConfigError(where=POSITION_IDS, value=shape, rule=rule, fix="omit them"))
+        batch[UNPADDED] = (samples * tokens, samples * tokens if mask is None else int(mask.sum()))
         extra = -tokens % (2 * self.context_parallel_size)
         for name, value in batch.items():
             if torch.is_tensor(value) and value.shape == (samples, tokens):

@@ -13,7 +13,7 @@ from ...plugins import patches
 from ...plugins.deepspeed import auto_ep
 from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
 from ..exact import Axis, ExactTrainer, check_attached, count_as_one_process
-from .balance_loss import BalanceOverRanks, RoutedTokens
+from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, sum_over_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,6 +141,8 @@ class ExpertAxis(Axis):
         self._returned = 0
         """How many of them `new_records` has seen."""
         self._logits: Tensor | None = None
+        self._assigned_LE: Tensor | None = None
+        """Assignments since the last log, in fp64, which keeps counts between two distant logs exact."""
 
     def watch(self, layers: Mapping[str, Any]) -> None:
         """Record the routing of AutoEP's layers, in order, instead of those of an earlier engine."""
@@ -180,10 +182,30 @@ class ExpertAxis(Axis):
 
     @contextmanager
     def computing_loss(self, trainer: ExactTrainer, model: Any, inputs: Any) -> Iterator[None]:
-        """Record the routing of a micro-batch."""
+        """Record the routing of a micro-batch, and add it to the sums for the log without waiting for the device."""
+        import torch
+
+        mask = inputs.get("attention_mask") if hasattr(inputs, "get") else None
+        mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
         # Before training begins, no router is watched.
         self._records, self._returned = [] if self._handles else None, 0
         try:
             yield
+            if model.training and (records := self._latest()):
+                tokens = len(records[0].logits_TE)
+                # A loss may have rearranged the batch.
+                mask_T = mask_T if mask_T is not None and len(mask_T) == tokens else None
+                mask_T = trainer.rank_balance.without_repeated(mask_T, records[0].logits_TE)
+                assigned_LE = torch.stack([assigned_to(routed, mask_T) for routed in records]).double()
+                self._assigned_LE = assigned_LE if self._assigned_LE is None else self._assigned_LE + assigned_LE
         finally:
             self._records, self._logits = None, None
+
+    def add_to_log(self, trainer: ExactTrainer, logs: dict[str, float]) -> dict[str, float]:
+        """Add the load of a layer's fullest expert over the mean load, since the last log: the mean and the maximum."""
+        if self._assigned_LE is None:
+            return logs
+        assigned_LE, self._assigned_LE = self._assigned_LE, None
+        sum_over_ranks(assigned_LE)
+        load_L = assigned_LE.max(-1).values / assigned_LE.mean(-1).clamp_min(1e-9)
+        return logs | {"expert_load": load_L.mean().item(), "expert_load_max": load_L.max().item()}

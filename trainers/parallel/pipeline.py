@@ -359,6 +359,9 @@ def check_pipeline(
     )
     named = [name for name, value in settings.items() if value is not None and value != (None, None)]
     errors += parameter_errors(named, ("pp",))
+    if settings.get("dual_pipe"):
+        rule = "is removed: stages run the 1F1B schedule"
+        errors.append(ConfigError(where="dual_pipe", rule=rule, fix="omit it"))
     if stages == 1:
         rule = "a pipeline needs at least two stages"
         errors.append(ConfigError(where="pp", value=1, rule=rule, fix="use the Trainer"))

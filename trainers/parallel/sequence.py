@@ -173,8 +173,6 @@ class SequenceParallelCallback(TrainerCallback):
 class SequenceAxis(Axis):
     """All ranks of a sequence read the same batches, and each computes its own shard."""
 
-    shards_tokens = True
-
     def __init__(
         self,
         shared: SharedSequence,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +79,26 @@ def _reward_model(name: str, arguments: Any) -> Any:
         return load_causal_lm(name, score_head="stored", dtype=_compute_type(arguments))
 
 
+def limited_reward(name: str | None, seconds: float | None) -> Any:
+    """Return a reward function that fails when a call takes too long for a run that ends after `seconds` of silence.
+
+    The names of reward models, and `None`, are returned unchanged.
+    """
+    if name is None or not is_reward_function(name):
+        return name
+    function = reward_function(name)
+    if seconds is None or inspect.iscoroutinefunction(function):
+        return function
+
+    @functools.wraps(function)
+    def limited(*arguments: Any, **columns: Any) -> Any:
+        # Before the guard ends this rank, and the others that wait for it, without the name of the function.
+        with _limited(_SHARE_OF_HANG * seconds, "raise --hang-timeout, or return None for such completions"):
+            return function(*arguments, **columns)
+
+    return limited
+
+
 def ending_texts(tokenizer: Any) -> Callable[..., Any]:
     """Return what encodes texts as the tokenizer of a reward model does, each with its end-of-sequence token.
 
@@ -108,7 +132,8 @@ def reward_function(name: str) -> Callable[..., Any]:
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with _limited(IMPORT_SECONDS, "move slow work into the function"):
+            spec.loader.exec_module(module)
     except Exception as failure:
         rule = f"fails when it is imported ({type(failure).__name__}: {' '.join(str(failure).split())[:200]})"
         raise UsageError(ConfigError(where="reward", value=name, rule=rule)) from failure
@@ -129,8 +154,32 @@ def reward_function(name: str) -> Callable[..., Any]:
     return function
 
 
+IMPORT_SECONDS = 120.0
+"""Longest import of a file with a reward function."""
+_SHARE_OF_HANG = 0.8
+"""Longest call of a reward function, over the time without progress that ends a run."""
 _COLUMNS = ("prompts", "completions", "completion_ids")
 """What every reward function gets, besides the columns of the dataset."""
+
+
+@contextmanager
+def _limited(seconds: float, fix: str) -> Iterator[None]:
+    """Raise a TimeoutError in the block after some seconds."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        # Only the main thread gets signals, and Windows has no alarm.
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s; {fix}")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 _OF_SPEED = ("runtime", "per_second", "num_tokens", "step_time")

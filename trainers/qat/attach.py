@@ -1,8 +1,8 @@
-"""Adds fake quantization to a model: changes the class of its linear layers."""
+"""Adds fake quantization to a model: changes the class of its linear layers and experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,10 @@ from ...ds_configs.legality.model_classes import model_class_errors
 from ...ds_configs.quantization.layers import (
     DEFAULT_IGNORE,
     LinearLayer,
+    expert_scheme,
     scheme_errors,
     selected_layers,
+    unloadable_expert_errors,
     with_default_ignore,
 )
 from ...ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization
@@ -22,6 +24,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.compressed_tensors import code_range, sharing, weight_scale_and_zero_point
 from ...plugins.transformers.meta_model import linear_layer, router_names
+from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
     LEARNED,
     FakeQuantizedLinear,
@@ -58,7 +61,7 @@ class Attachment:
     def quantizers(self) -> Iterator[LayerQuantizer]:
         """Yield the quantizer of each matrix."""
         for module in self.modules.values():
-            yield module.quantizer
+            yield from module.quantizers.values()
 
     @property
     def ranges(self) -> dict[str, InputRange]:
@@ -99,13 +102,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if hasattr(model, "peft_config"):
         rule, fix = "has PEFT adapters", "merge them first, with shardwright merge or model.merge_and_unload()"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
-    modules = dict(model.named_modules())
-    candidates = {
-        name: linear_layer(model, checkpoint_name(name), module)
-        for name, module in modules.items()
-        if type(module) is torch.nn.Linear
-    }
-    layers = tuple(candidates.values())
+    # Modules that can round, each with its matrices.
+    candidates: dict[str, tuple[LinearLayer, ...]] = {}
+    for name, module in model.named_modules():
+        if is_fused_experts(module):
+            candidates[name] = expert_linear_layers(model, name)
+        elif type(module) is torch.nn.Linear:
+            candidates[name] = (linear_layer(model, checkpoint_name(name), module),)
+    layers = tuple(layer for layers in candidates.values() for layer in layers)
     if errors := list(config.errors()):
         raise UsageError(errors)
     scheme = config.rounded_scheme
@@ -114,7 +118,7 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         heads = [layer.name for layer in layers if layer.is_head]
         scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))), layers)
     selected = selected_layers(scheme, layers)
-    if errors := _model_errors(scheme, selected, layers, model):
+    if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)
     if config.stored_dtype is not None:
         stored_dtype = getattr(torch, config.stored_dtype)
@@ -127,18 +131,23 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         modules={},
         layers=selected,
     )
-    names = {layer.name for layer in selected}
+    names, modules = {layer.name for layer in selected}, dict(model.named_modules())
     common: dict[str, Any] = {
         "scheme": attachment.scheme,
         "stored_dtype": attachment.stored_dtype,
         "state": attachment.state,
     }
-    for module_name, layer in candidates.items():
-        if layer.name not in names:
+    for module_name, matrices in candidates.items():
+        quantizers = {each.name: LayerQuantizer(name=each.name, **common) for each in matrices if each.name in names}
+        if not quantizers:
             continue
         module = modules[module_name]
         attachment.modules[module_name] = module
-        quantizer = LayerQuantizer(name=layer.name, **common)
+        if is_fused_experts(module):
+            # Loaders round no inputs of experts by stored ranges.
+            fake_quantize_experts(module, module_name, quantizers)
+            continue
+        (quantizer,) = quantizers.values()
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
             quantizer.input_range = InputRange(
@@ -155,12 +164,12 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     return attachment
 
 
-_FUSED_EXPERTS = ("is_transposed", "is_concatenated", "has_gate", "_apply_gate")
-"""Attributes of modules with the experts of a layer in parameters of three dimensions (transformers 5.17)."""
-
-
 def _model_errors(
-    scheme: QuantizationScheme, selected: tuple[LinearLayer, ...], layers: tuple[LinearLayer, ...], model: Any
+    config: QATConfig,
+    scheme: QuantizationScheme,
+    selected: tuple[LinearLayer, ...],
+    candidates: Mapping[str, tuple[LinearLayer, ...]],
+    model: Any,
 ) -> list[ConfigError]:
     from transformers.pytorch_utils import Conv1D
 
@@ -176,15 +185,16 @@ def _model_errors(
     )
     if class_errors:
         return class_errors
+    layers = [layer for layers in candidates.values() for layer in layers]
     if not layers:
         rule = "has no linear layers (quantized layers cannot be trained)"
         return [ConfigError(where="model", value=type(model).__name__, rule=rule)]
     errors = scheme_errors(scheme, layers, selected)
-    fused = {type(each).__name__ for each in modules.values() if all(hasattr(each, name) for name in _FUSED_EXPERTS)}
-    fix = "train without rounding, and quantize the result"
-    rule = "are experts in one module, and only linear layers are rounded"
-    errors += [ConfigError(where="model", value=name, rule=rule, fix=fix) for name in sorted(fused)]
-    return errors
+    errors += unloadable_expert_errors(expert_scheme(scheme), selected, layers)
+    if config.learns_scales and any(layer.is_expert for layer in selected):
+        rule = "scales of fused experts cannot be learned"
+        errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix="use minmax"))
+    return errors + experts_errors(model)
 
 
 def _add_learned_scales(module: Any, weight: Tensor, quantization: WeightQuantization) -> None:

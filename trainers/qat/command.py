@@ -232,8 +232,18 @@ def qat(
     Args:
         model: Hub id or directory; weights are read from safetensors.
         output_dir: Directory of the checkpoint, with plan and report.
-        resume, force: As in `train`, which also raises the same errors.
+        resume: Continue from the last checkpoint in `output_dir`.
+        force: Write into a directory that contains other files.
         settings: Fields of `QATSettings`, which are the flags of `shardwright qat`.
+
+    Returns:
+        All measurements; `to_dict()` is the output of `--format json`.
+
+    Raises:
+        UsageError: all errors in the settings.
+        RefusedInputError: files of a model are corrupt, unsafe or already quantized.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; the message names it and the cause.
     """
     request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
     with redirect_stdout(sys.stderr):

@@ -37,6 +37,7 @@ from ...plugins.transformers.loading import (
 from ..data.models import copy_companions
 from ..verify import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from .attach import Attachment, checkpoint_name
+from .experts import fake_quantize_experts, is_fused_experts
 from .layers import LEARNED, FakeQuantizedLinear, some_names
 from .rounding import round_weight
 
@@ -234,18 +235,19 @@ class Collected:
                 self.not_finite += infinite
                 continue
             # Learned scales in the dtype of the forward pass: 3.4999 rounds to 3, but in bf16 to 4.
-            dtype = module.quantizer.forward_dtype
+            dtype = next(iter(module.quantizers.values())).forward_dtype
             if dtype is not None:
                 parameters = {key: value.to(dtype) if key in LEARNED else value for key, value in parameters.items()}
             placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
-            layer, quantizer = module.stored_layer(placed), module.quantizer
-            stored_name = names[quantizer.name]
-            scales = {"weight_scale": layer.scale, "input_scale": layer.input_scale}
-            infinite = [f"{stored_name}.{part}" for part, scale in scales.items() if not _finite(scale)]
-            self.not_finite += infinite
-            if not infinite:
-                packed = pack_tensors(stored_name, layer, quantizer.scheme)
-                self.packed |= {part: tensor.cpu() for part, tensor in packed.items()}
+            for key, layer in module.stored_layers(placed).items():
+                quantizer = module.quantizers[key]
+                stored_name = names[quantizer.name]
+                scales = {"weight_scale": layer.scale, "input_scale": layer.input_scale}
+                infinite = [f"{stored_name}.{part}" for part, scale in scales.items() if not _finite(scale)]
+                self.not_finite += infinite
+                if not infinite:
+                    packed = pack_tensors(stored_name, layer, quantizer.scheme)
+                    self.packed |= {part: tensor.cpu() for part, tensor in packed.items()}
             if self.keep_trained:
                 self.trained[rounded[id(module)]] = parameters
         if missing:
@@ -280,8 +282,10 @@ class Collected:
 
 
 def module_names(attachment: Attachment, root: PreTrainedModel) -> dict[str, str]:
-    """Return the checkpoint names of packed matrices by their quantizers' names."""
-    return checkpoint_module_names(root, [layer.name for layer in attachment.layers])
+    """Return the checkpoint names of packed matrices by their quantizers' names, which are equal for experts."""
+    experts = {layer.name for layer in attachment.layers if layer.is_expert}
+    linear = [layer.name for layer in attachment.layers if layer.name not in experts]
+    return checkpoint_module_names(root, linear) | {name: name for name in experts}
 
 
 def _finite(tensor: Tensor | None) -> bool:
@@ -347,8 +351,14 @@ def _reference(collected: Collected, directory: Path) -> Any:
     state = replace(attachment.state, enabled=True)
     for name, parameters in collected.trained.items():
         module, target = attachment.modules[name], model.get_submodule(checkpoint_name(name))
+        copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
+        if is_fused_experts(module):
+            for relative, tensor in parameters.items():
+                setattr(target, relative, torch.nn.Parameter(tensor))
+            fake_quantize_experts(target, name, copies)
+            continue
         patches.swap_class("qat-linear", target, FakeQuantizedLinear)
-        target.quantizer = replace(module.quantizer, state=state)
+        (target.quantizer,) = copies.values()
         target.weight = torch.nn.Parameter(module.forward_weight(parameters).cpu())
         for learned in LEARNED:
             if learned in parameters:
@@ -360,7 +370,7 @@ def _reference(collected: Collected, directory: Path) -> Any:
 
 
 def largest_weight_difference(collected: Collected, directory: Path) -> float:
-    """Return max |ΔW| over all packed matrices, between the written files and a forward pass."""
+    """Return max |ΔW| over all packed matrices, between the written files and a forward pass, or stored experts."""
     import torch
 
     names = module_names(collected.attachment, collected.root)
@@ -371,12 +381,15 @@ def largest_weight_difference(collected: Collected, directory: Path) -> float:
     for name, parameters in collected.trained.items():
         module = collected.attachment.modules[name]
         placed = {relative: tensor.to(collected.device) for relative, tensor in parameters.items()}
-        quantizer = module.quantizer
-        layer, rounding = names[quantizer.name], quantizer.rounding()
-        written = unpack_tensors(layer, dict(each_tensor(stored_tensors.get(layer, {}))), quantizer.scheme)
-        trained = round_weight(module.forward_weight(placed), rounding, *(placed.get(name) for name in LEARNED))
-        pair = [each.value(rounding.quantization).cpu() for each in (written, trained)]
-        largest.append((pair[0] - pair[1]).abs().max().float())
+        for key, trained in module.stored_layers(placed).items():
+            quantizer = module.quantizers[key]
+            layer, rounding = names[quantizer.name], quantizer.rounding()
+            written = unpack_tensors(layer, dict(each_tensor(stored_tensors.get(layer, {}))), quantizer.scheme)
+            if not is_fused_experts(module):
+                learned = (placed.get(name) for name in LEARNED)
+                trained = round_weight(module.forward_weight(placed), rounding, *learned)
+            pair = [each.value(rounding.quantization).cpu() for each in (written, trained)]
+            largest.append((pair[0] - pair[1]).abs().max().float())
     # Python's max would ignore a NaN that is not the first.
     return float(torch.stack(largest).max())
 

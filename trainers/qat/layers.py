@@ -331,6 +331,11 @@ class FakeQuantizedLinear(torch.nn.Linear):
     quantizer: LayerQuantizer
 
     @property
+    def quantizers(self) -> dict[str, LayerQuantizer]:
+        """The quantizer of the only matrix, by its relative name."""
+        return {"": self.quantizer}
+
+    @property
     def consumed(self) -> tuple[str, ...]:
         """Parameters that the packed form replaces."""
         return ("weight", *(name for name in LEARNED if name in self._parameters))
@@ -342,9 +347,9 @@ class FakeQuantizedLinear(torch.nn.Linear):
             return super().forward(input)
         return self.quantizer.linear(self, input, self.weight, self.bias)
 
-    def stored_layer(self, parameters: Mapping[str, Tensor]) -> RoundedWeight:
+    def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
         """Return the stored form of the matrix, given the full parameters of this module."""
-        return self.quantizer.stored_layer(self.forward_weight(parameters), parameters)
+        return {"": self.quantizer.stored_layer(self.forward_weight(parameters), parameters)}
 
     def forward_weight(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Return the matrix [O, I] of a forward pass before rounding, which an FSDP2 policy may cast."""

@@ -147,6 +147,15 @@ _LOSSES = {
     "kl_per_token": "KL(teacher | trained model)",
 }
 """Labels of losses and measures in nats per token, by name in the log."""
+_ACCURACIES = {
+    "dpo": (
+        "rewards/accuracies",
+        "Win rate against the reference",
+        "held-out pairs whose preferred answer gained more log-probability over the reference than the rejected one",
+    ),
+    "reward": ("accuracy", "Accuracy on held-out pairs", "held-out pairs whose preferred answer has the higher score"),
+}
+"""Name in an evaluation, label, and meaning of the share of pairs that a task ranks correctly."""
 _TEACHER_SETTINGS = ("alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
@@ -217,6 +226,12 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
             f"{data['seconds']:,.0f} s total",
         ),
     ]
+    name, label, meaning = _ACCURACIES.get(data.get("task", ""), ("", "", ""))
+    if evaluations and name in evaluations["after"]:
+        share, pairs = evaluations["after"][name], data["dataset"]["evaluation_samples"]
+        low, high = _wilson_interval(share, pairs)
+        value = f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+        speeds.insert(0, (label, value, f"{meaning}; {pairs:,} pairs, with the 95 % interval"))
     logged = {label: values for key, label in _LOSSES.items() if (values := points(metrics, key))}
     if end := ", ".join(f"{label} {values[-1][1]:.4f}" for label, values in logged.items()):
         speeds.append(("Logged at the end", end, f"means over {data['settings'].get('logging_steps')} steps"))
@@ -230,6 +245,17 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         versions=data["versions"],
         files=("report.json", "metrics.jsonl", "plan/plan.json"),
     )
+
+
+def _wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share of independent cases (Wilson 1927).
+
+    >>> [round(bound, 3) for bound in _wilson_interval(1.0, 8)]
+    [0.676, 1.0]
+    """
+    z2 = 1.96**2
+    middle, half = share + z2 / (2 * count), math.sqrt(z2 * share * (1 - share) / count + (z2 / (2 * count)) ** 2)
+    return max(0.0, (middle - half) / (1 + z2 / count)), min(1.0, (middle + half) / (1 + z2 / count))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, ROLES, TrainingJob
 from ...plugins.planning import LoadedModel, load_model_spec, read_hardware
 from ...plugins.transformers.loading import refuse_other_formats
-from ..checkpoints import Selection, compared, finished, newest_whole
+from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
 from ..data.samples import Samples, stated_samples
 from ..data.sources import parse_source
 from .settings import LaunchedSettings, RunRequest
@@ -149,20 +149,31 @@ CHECKPOINTS = "checkpoints"
 
 
 def last_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint; raises as `newest_whole`."""
-    newest = newest_whole(output_dir / CHECKPOINTS)
+    """Return the newest checkpoint by names and sizes, as ranks read every byte; raises as `newest_whole`."""
+    newest = newest_whole(output_dir / CHECKPOINTS, read_complete)
     return None if newest is None else newest.path
 
 
 def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -> Selection | None:
     """Return the newest checkpoint if the run is complete, and reject incompatible settings before ranks start."""
 
-    newest = newest_whole(directory)
-    if newest is None:
-        return None
-    is_done, errors = finished(newest, facts, steps)
-    if errors := compared(newest.record.facts, facts)[0] + errors:
-        raise UsageError(errors)
+    def judged(read: Reader) -> tuple[Selection | None, bool, list[ConfigError]]:
+        newest = newest_whole(directory, read)
+        if newest is None:
+            return None, False, []
+        is_done, errors = finished(newest, facts, steps)
+        return newest, is_done, compared(newest.record.facts, facts)[0] + errors
+
+    # Read every byte only before rejecting the run: ranks would skip a corrupt checkpoint.
+    try:
+        newest, is_done, errors = judged(read_complete)
+        is_rejected = bool(errors)
+    except (OSError, ValueError):
+        is_rejected = True
+    if is_rejected:
+        newest, is_done, errors = judged(read_whole)
+        if errors:
+            raise UsageError(errors)
     return newest if is_done else None
 
 

@@ -36,7 +36,7 @@ from ..parallel.planned import (
     check_learned_positions,
     planned_parallelism,
 )
-from ..preferences.trainer import evaluated, is_reward_function, reward_function, task_trainer
+from ..preferences.trainer import evaluated, limited_reward, task_trainer
 from ..runs.plan_callback import PlanCallback, keep_planned_memory, memory_errors
 from ..runs.ranks import (
     RankContext,
@@ -70,16 +70,13 @@ class TrainTask(TrainJob, TrainingTask):
             )
         else:
             train_dataset, eval_dataset = context.samples
-            reward: Any = self.settings.reward
-            if reward is not None and is_reward_function(reward):
-                reward = reward_function(reward)
             trainer = task_trainer(
                 plan,
                 context.arguments,
                 context.engine,
                 name=self.model,
                 revision=self.settings.revision,
-                reward=reward,
+                reward=limited_reward(self.settings.reward, self.settings.hang_seconds),
                 model=trained_model(self.model, self.settings, context, score_head=plan.job.task == "reward"),
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,

@@ -11,7 +11,7 @@ import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.trainers import checkpoint_callback as module
 from shardwright.trainers.checkpoint_callback import CheckpointCallback
-from shardwright.trainers.checkpoints import RECORD, read_complete
+from shardwright.trainers.checkpoints import RECORD, read_whole
 
 
 class Run:
@@ -38,13 +38,13 @@ class Run:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Blocks the flushing of files until it is set."""
     opened = threading.Event()
-    flush = module.flushed_sizes
+    flush = module.flushed_records
 
     def held(directory: Path) -> Any:
         assert opened.wait(30)
         return flush(directory)
 
-    monkeypatch.setattr(module, "flushed_sizes", held)
+    monkeypatch.setattr(module, "flushed_records", held)
     return opened
 
 
@@ -56,14 +56,14 @@ def test_steps_continue_before_the_record_is_written(tmp_path, gate):
     assert not (directory / RECORD).exists()
     gate.set()
     run.step(should_save=True)
-    assert read_complete(directory).step == 2
+    assert read_whole(directory).step == 2
 
 
 def test_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     def fail(directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "flushed_sizes", fail)
+    monkeypatch.setattr(module, "flushed_records", fail)
     run = Run(tmp_path)
     directory = run.save(2)
     with pytest.raises(ShardwrightError, match=r"checkpoint-2 could not be finished: .*No space left"):
@@ -77,7 +77,7 @@ def test_exception_in_training_waits_for_the_record(tmp_path, gate):
         run.save(2)
         threading.Timer(0.05, gate.set).start()
         raise RuntimeError("a step failed")
-    assert read_complete(tmp_path / "checkpoint-2").step == 2
+    assert read_whole(tmp_path / "checkpoint-2").step == 2
 
 
 def test_checkpoint_is_marked_complete_after_all_nodes(tmp_path, monkeypatch):
@@ -87,4 +87,4 @@ def test_checkpoint_is_marked_complete_after_all_nodes(tmp_path, monkeypatch):
     assert run.callback._finish.ended(30)
     assert not (directory / RECORD).exists()
     run.step()
-    assert read_complete(directory).step == 2
+    assert read_whole(directory).step == 2

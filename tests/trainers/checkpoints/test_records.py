@@ -13,10 +13,10 @@ from shardwright.trainers import checkpoints
 from shardwright.trainers.checkpoints import (
     RECORD,
     NotWholeError,
-    flushed_sizes,
+    flushed_records,
     named_checkpoint,
     newest_whole,
-    read_complete,
+    read_whole,
     rotate,
     set_aside,
     write_record,
@@ -31,7 +31,7 @@ def checkpoint(output_dir: Path, step: int, *, complete: bool = True) -> Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     if complete:
-        write_record(directory, step=step, files=flushed_sizes(directory), facts={"engine": "ddp"})
+        write_record(directory, step=step, files=flushed_records(directory), facts={"engine": "ddp"})
     return directory
 
 
@@ -47,18 +47,24 @@ def damage_grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
+def damage_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def damage_replace(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [damage_drop, damage_truncate, damage_grow, damage_replace])
-def test_missing_and_incomplete_files_are_reported(tmp_path, name, damage):
+@pytest.mark.parametrize("damage", [damage_drop, damage_truncate, damage_grow, damage_flip, damage_replace])
+def test_every_damage_of_every_file_is_reported(tmp_path, name, damage):
     directory = checkpoint(tmp_path, 4)
     damage(directory / name)
     with pytest.raises(NotWholeError, match=name):
-        read_complete(directory)
+        read_whole(directory)
 
 
 @given(st.binary(max_size=200))
@@ -67,17 +73,17 @@ def test_record_of_random_bytes_means_an_incomplete_checkpoint(tmp_path_factory,
     directory = tmp_path_factory.mktemp("record")
     (directory / RECORD).write_bytes(content)
     with pytest.raises(NotWholeError):
-        read_complete(directory)
+        read_whole(directory)
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
 def test_record_with_paths_outside_the_checkpoint_is_damaged(tmp_path, name):
     directory = checkpoint(tmp_path, 4)
     content = json.loads((directory / RECORD).read_text())
-    content["files"][name] = {"size_bytes": 1}
+    content["files"][name] = {"size_bytes": 1, "xxh3_128": "0"}
     (directory / RECORD).write_text(json.dumps(content))
     with pytest.raises(NotWholeError, match="damaged"):
-        read_complete(directory)
+        read_whole(directory)
 
 
 def test_newest_complete_checkpoint_is_selected_and_skipped_ones_are_listed(tmp_path):

@@ -15,7 +15,9 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.attention import captured_attention, hidden_states_of
 from shardwright.trainers.distillation import feature_matching
 from shardwright.trainers.distillation.feature_matching import (
+    AttentionTerm,
     FeatureMatching,
+    HiddenStateTerm,
     hidden_state_sum,
     relation_sum,
     uniform_pairs,
@@ -222,7 +224,7 @@ def test_capture_is_undone_after_errors() -> None:
         raise RuntimeError("broken")
     assert AttentionInterface.get_interface is original
     ids = torch.ones(1, 3, dtype=torch.long)
-    rule = r"= \[7\]: .*layers with attention: 1, 2"
+    rule = r"= \[7\]: .*pair layers that have attention: 1, 2"
     with pytest.raises(UsageError, match=rule), captured_attention(student, [1, 7]):
         student(ids)
     mamba = MambaForCausalLM(
@@ -254,9 +256,9 @@ def terms(student: Any, teacher: Any, matching: FeatureMatching, inputs: dict[st
     with matching.capture(student, is_student=True) as own:
         learned = student(**asked)
     total = torch.zeros(())
-    if matching.hidden_weight:
+    if matching.hidden_term is not None:
         total = total + matching.hidden_sum(hidden_states_of(learned), hidden_states_of(known), w)
-    if matching.attention_weight:
+    if matching.attention_term is not None:
         assert own is not None
         assert taught is not None
         total = total + matching.attention_sum(own, taught, w, inputs)
@@ -269,7 +271,8 @@ def pair(kind: str = "llama") -> tuple[Any, Any]:
 
 def test_matched_layers_are_averaged_over_common_visible_positions() -> None:
     student, teacher = tiny("gemma2", sliding_window=4), pair()[1]
-    matching = FeatureMatching(student.config, teacher.config, hidden_states=1.0, attention=1.0)
+    hidden, attention = HiddenStateTerm(layers=((1, 1), (2, 3))), AttentionTerm(layers="uniform")
+    matching = FeatureMatching(student.config, teacher.config, hidden, attention)
     batch = collate(rows("llama", 4))
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     w = batch["attention_mask"].float()
@@ -282,20 +285,23 @@ def test_matched_layers_are_averaged_over_common_visible_positions() -> None:
         assert own is not None
         assert taught is not None
         size = w.shape[1]
-        view = visibility(inputs, size, causal=True)
-        names = ("query", "key", "value")
-        distances = [relation_sum(own[2].tensor(name), taught[3].tensor(name), w, view) for name in names]
+        views = {number: visibility(inputs, size, causal=True, window=window) for number, window in ((1, 4), (2, None))}
+        distances = [
+            relation_sum(own[a].tensor(name), taught[b].tensor(name), w, views[a])
+            for a, b in ((1, 2), (2, 3))
+            for name in ("query", "key", "value")
+        ]
         found = matching.attention_sum(own, taught, w, inputs)
-        assert float(found) == pytest.approx(float(sum(distances)) / 3, rel=1e-6)
-        projected = [matching.projectors[index](learned[layer]) for index, layer in enumerate((0, 1, 2))]
-        compared = zip(projected, (known[0], known[2], known[3]), strict=True)
+        assert float(found) == pytest.approx(float(sum(distances)) / 6, rel=1e-6)
+        projected = [matching.projectors[index](learned[layer]) for index, layer in enumerate((1, 2))]
+        compared = zip(projected, (known[1], known[3]), strict=True)
         sums = [hidden_state_sum(a.flatten(0, 1), b.flatten(0, 1), w.flatten()) for a, b in compared]
-        assert float(matching.hidden_sum(learned, known, w)) == pytest.approx(float(sum(sums)) / 3, rel=1e-6)
+        assert float(matching.hidden_sum(learned, known, w)) == pytest.approx(float(sum(sums)) / 2, rel=1e-6)
 
 
 def test_packed_documents_are_matched_separately() -> None:
     student, teacher = pair()
-    matching = FeatureMatching(student.config, teacher.config, attention=1.0)
+    matching = FeatureMatching(student.config, teacher.config, None, AttentionTerm())
     documents = [torch.tensor([sample["input_ids"]]) for sample in rows("llama", 3)]
     alone = sum(
         terms(student, teacher, matching, {"input_ids": ids}, torch.ones(ids.shape)).detach() for ids in documents
@@ -311,7 +317,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kind: str) -> None:
     off = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if kind == "gpt2" else ()
     changes = dict.fromkeys(off, 0.0)
     student, teacher = tiny(kind, **changes).train(), tiny(kind, hidden=48, layers=3, seed=1, **changes)
-    matching = FeatureMatching(student.config, teacher.config, hidden_states=1.0, attention=1.0)
+    matching = FeatureMatching(student.config, teacher.config, HiddenStateTerm(), AttentionTerm(layers="uniform"))
     batch = collate(rows("llama", 3))
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     found = []
@@ -331,9 +337,17 @@ def test_models_that_cannot_be_matched_are_rejected() -> None:
 
     llama, t5 = LlamaConfig(num_hidden_layers=2), T5Config()
     with pytest.raises(UsageError) as caught:
-        FeatureMatching(t5, t5, hidden_states=1.0)
+        FeatureMatching(t5, t5, HiddenStateTerm(), None)
     assert [error.where for error in caught.value.errors] == ["student", "teacher"]
-    matching = FeatureMatching(llama, llama, hidden_states=1.0)
+    with pytest.raises(UsageError) as caught:
+        FeatureMatching(llama, llama, HiddenStateTerm(layers=((3, 9), (-1, 2))), AttentionTerm(layers=((0, 1),)))
+    assert [str(error) for error in caught.value.errors] == [
+        "attention.layers = (0, 1): student layers are 1 to 2",
+        "hidden_states.layers = (3, 9): student layers are 0 to 2",
+        "hidden_states.layers = (3, 9): teacher layers are 0 to 2",
+        "hidden_states.layers = (-1, 2): student layers are 0 to 2",
+    ]
+    matching = FeatureMatching(llama, llama, HiddenStateTerm(), None)
     states = [torch.zeros(1, 4, 8)] * 3
     with pytest.raises(UsageError, match="hidden states of the teacher = 2: its forward must return 3"):
         matching.hidden_sum(states, states[:2], torch.ones(1, 4))
@@ -348,14 +362,16 @@ def test_trainer_adds_feature_terms_and_saves_only_the_student(tmp_path: Path) -
 
     student, teacher = pair()
     before = {name: value.detach().clone() for name, value in student.named_parameters()}
-    config = DistillationConfig(alpha=0.0, hidden_states=0.5, attention=2.0)
+    config = DistillationConfig(
+        alpha=0.0, hidden_states=HiddenStateTerm(weight=0.5), attention=AttentionTerm(weight=2.0)
+    )
     batch = collate(rows("llama", 4))
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     w = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1)).float()
     count, reference = float(w.sum()), copy.deepcopy(student)
     hidden, attention = (
-        terms(reference, teacher, FeatureMatching(student.config, teacher.config, **own), inputs, w) / count
-        for own in ({"hidden_states": 0.5}, {"attention": 2.0})
+        terms(reference, teacher, FeatureMatching(student.config, teacher.config, *own), inputs, w) / count
+        for own in ((config.hidden_states, None), (None, config.attention))
     )
     logits = reference(**inputs).logits[:, :-1].flatten(0, 1)
     task = torch.nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten())

@@ -15,6 +15,7 @@ from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation import (
     DistillationConfig,
     DistillationTrainer,
+    HiddenStateTerm,
     SelfTeacher,
 )
 from shardwright.trainers.distillation.teacher import split_batch, with_decoder_inputs
@@ -256,7 +257,7 @@ def test_projectors_are_restored_but_not_exported(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    config = DistillationConfig(alpha=0.5, hidden_states=0.5)
+    config = DistillationConfig(alpha=0.5, hidden_states=HiddenStateTerm(weight=0.5))
 
     def run(resume: str | None, where: Path) -> DistillationTrainer:
         saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}

@@ -11,6 +11,7 @@ from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import context_parallel_errors, sample_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins import accelerate as cpu_ranks
+from shardwright.trainers.counting.counts import UNPADDED
 from shardwright.trainers.parallel.context import ContextParallelCollator, ContextParallelism
 from shared_sequences import arguments, sizes_of, tiny
 
@@ -69,6 +70,7 @@ def test_collator_pads_batches_to_a_multiple_of_twice_cp() -> None:
     batch = ContextParallelCollator(collate, 2)([[1, 2, 3, 4, 5]])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]]
+    assert batch.pop(UNPADDED) == (5, 5)
     assert batch.keys() == {"input_ids", "labels", "scale"}
     masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
     with pytest.raises(UsageError, match="left padding"):
@@ -82,7 +84,7 @@ def test_collator_rejects_positions_that_do_not_count_tokens() -> None:
         return ContextParallelCollator(lambda _: batch, 2)([])
 
     assert "position_ids" not in collated([0, 1, 2])
-    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids"}
+    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids", UNPADDED}
     with pytest.raises(UsageError, match="count the tokens of a row from 0"):
         collated([3, 4, 5])
 

@@ -223,8 +223,9 @@ def test_dropout_in_tiles_draws_the_same_numbers_again() -> None:
     assert torch.allclose(x.grad, expected, atol=1e-6)
 
 
-def test_quantized_layers_round_alike_in_tiles() -> None:
-    model = model_of("Llama")
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_quantized_layers_round_alike_in_tiles(family: str) -> None:
+    model = model_of(family)
     # QAT changes classes of modules whose forward is tiled already.
     tile_mlps(model, 5)
     TiledLoss(model, 4)
@@ -233,7 +234,7 @@ def test_quantized_layers_round_alike_in_tiles() -> None:
     tiled = gradients(model, batch())
     untile_mlps(model)
     check_equal(gradients(model, batch()), tiled, tolerance=4e-6)
-    assert (tiled["loss"] - model_of("Llama")(**batch()).loss).abs() > 1e-3
+    assert (tiled["loss"] - model_of(family)(**batch()).loss).abs() > 1e-3
 
 
 def test_unsupported_runs_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

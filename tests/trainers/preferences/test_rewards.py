@@ -84,6 +84,15 @@ def test_a_reward_accepts_what_every_reward_gets(tmp_path: Path) -> None:
     assert reward_function(f"{file}:one")
 
 
+def test_a_reward_that_never_returns_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("import time\ndef waits(completions, **others):\n    while True:\n        time.sleep(0.01)\n")
+    reward = preferences.limited_reward(f"{file}:waits", 0.5)
+    assert reward.__name__ == "waits"
+    with pytest.raises(TimeoutError, match=r"not done after 0.4 s; raise --hang-timeout, or return None"):
+        reward(completions=["a"])
+
+
 def test_a_reward_model_scores_texts_with_the_end_that_it_was_trained_with() -> None:
     """TRL's GRPOTrainer calls the tokenizer of a reward model like this."""
     tokenizer: Any = byte_tokenizer(300)
@@ -99,6 +108,16 @@ def test_numbers_of_an_evaluation_leave_out_speed_and_missing_values() -> None:
     trainer: Any = SimpleNamespace(state=SimpleNamespace(log_history=log))
     assert preferences.evaluated(trainer, first=True) == {"loss": 1.0}
     assert preferences.evaluated(trainer, first=False) == {"loss": 0.5}
+
+
+def test_an_import_that_never_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preferences, "IMPORT_SECONDS", 0.5)
+    file = tmp_path / "rewards.py"
+    file.write_text("import time\nwhile True:\n    time.sleep(0.01)\n")
+    with pytest.raises(UsageError, match=r"TimeoutError: not done after 0.5 s; move slow work into the function"):
+        reward_function(f"{file}:one")
+    file.write_text("def one(completions, **others):\n    return [1.0]\n")
+    assert reward_function(f"{file}:one")(completions=["a"]) == [1.0], "the limit ends with the import"
 
 
 def test_second_models_fit_the_task_and_its_tokenizer(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from rounding_reference import GROUP
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.trainers.qat.attach import attach
 from shardwright.trainers.qat.layers import (
     FakeQuantizedLinear,
@@ -187,16 +186,7 @@ def test_stored_weight_equals_weight_of_forward_pass(scheme, rule, base, stored)
         columns = module.in_features
         with torch.no_grad():
             seen = module(torch.eye(columns, dtype=base))
-        layer = module.stored_layer(dict(module.named_parameters()))
+        (layer,) = module.stored_layers(dict(module.named_parameters())).values()
         assert layer.codes.dtype == torch.int8 and layer.scale.dtype == getattr(torch, stored)
         loaded = layer.value(attachment.scheme.weights)
         assert torch.equal(seen.t(), loaded.to(base)), name
-
-
-def test_fused_experts_are_rejected():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=2, **sizes))
-    with pytest.raises(UsageError, match="'MixtralExperts': are experts in one module, and only linear layers"):
-        attach(model, QATConfig(scheme=of_groups("W4A16")))

@@ -12,7 +12,7 @@ from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.trainers.checkpoints import flushed_sizes, planned_facts, write_record
+from shardwright.trainers.checkpoints import flushed_records, planned_facts, write_record
 from shardwright.trainers.runs.inputs import check_resumption
 from shardwright.trainers.runs.ranks import trained_tokens
 
@@ -24,7 +24,7 @@ def saved(directory: Path, step: int) -> Path:
     file = directory / f"checkpoint-{step}" / "trainer_state.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"max_steps": 6}))
-    write_record(file.parent, step=step, files=flushed_sizes(file.parent), facts=FACTS)
+    write_record(file.parent, step=step, files=flushed_records(file.parent), facts=FACTS)
     return file
 
 
