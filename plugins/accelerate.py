@@ -304,7 +304,11 @@ def hide_files(dataset: Any) -> None:
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
-    """Check that all ranks have read the same rows of a stream; every rank calls it once for each step."""
+    """Check that all ranks have read the same rows of a stream; every rank calls it once for each step.
+
+    Raises:
+        UsageError: the ranks have read different rows, or one rank has no rows left while another has.
+    """
     import torch
     from torch.utils.data import IterableDataset
 

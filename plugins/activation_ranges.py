@@ -53,7 +53,11 @@ class ActivationHistogram:
         return 0.0 if self.exponent is None else math.ldexp(1.0, self.exponent)
 
     def add(self, values: Tensor) -> None:
-        """Count every element of `values`, of any shape."""
+        """Count every element of `values`, of any shape.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
         import torch
 
         if values.numel() == 0:
@@ -82,7 +86,11 @@ class ActivationHistogram:
                 self._counts += torch.bincount(numbers, minlength=self.bins).to(self._counts.device)
 
     def occupied(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return bin numbers k, centres, and counts of the bins that hold anything, on the CPU; fp64 centres, int64."""
+        """Return bin numbers k, centres, and counts of the bins that hold anything, on the CPU; fp64 centres, int64.
+
+        Raises:
+            ValueError: nothing was added.
+        """
         import torch
 
         if self._counts is None:
@@ -132,6 +140,9 @@ def percentile_range(histogram: ActivationHistogram, *, percentile: float, symme
 
     Symmetric: (-t, t) with `t` the percentile of |x|. Asymmetric: the same share is cut from either end. Inside a bin
     values count as spread evenly (as `numpy.percentile` with `method="linear"`, up to one bin).
+
+    Raises:
+        ValueError: the percentile is not in (0, 100].
     """
     import torch
 

@@ -81,6 +81,11 @@ def quantize_with_bitsandbytes(
 
     `scheme` is `NF4` or `BNB_INT8`; it selects the `quantized` linear layers, and all others are `dense`. Dense layers
     and computations have the `dtype`.
+
+    Raises:
+        UsageError: there are layers that bitsandbytes does not replace.
+        RefusedInputError: weights are not finite.
+        ShardwrightError: Transformers cannot load the model with bitsandbytes.
     """
     # Quantized weights hide NaN.
     fix = "train it again, or download a valid copy"

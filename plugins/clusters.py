@@ -56,7 +56,12 @@ class Hosts:
 
 
 def read_hostfile(file: Path, hardware: HardwareSpec) -> tuple[str, ...]:
-    """Return the machines of a file, whose slots must be those of the hardware if a line has some."""
+    """Return the machines of a file, whose slots must be those of the hardware if a line has some.
+
+    Raises:
+        UsageError: it cannot be read, has invalid lines, lists a machine twice or none, still has the placeholders that
+            `plan` wrote, or has other counts than the hardware.
+    """
     where = str(file)
     try:
         lines = [line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
@@ -105,7 +110,12 @@ def node_launches(command: NodeCommand, hosts: Hosts, *, port: int, directory: P
 
 
 def run_over_ssh(command: NodeCommand, hosts: Hosts, *, port: int, on_line: Callable[[str], None]) -> None:
-    """Run the command of a plan on hosts, whose ranks connect to a port of the first one, and wait for it."""
+    """Run the command of a plan on hosts, whose ranks connect to a port of the first one, and wait for it.
+
+    Raises:
+        UsageError: ssh is not installed.
+        ShardwrightError: a host does not answer, or the run failed.
+    """
     if errors := program_errors("ssh", "ssh"):
         raise UsageError(errors)
     probes = [
@@ -156,7 +166,12 @@ def _output(command: Sequence[str], *, text: str | None = None) -> str:
 
 
 def submit(script: str, hardware: HardwareSpec, settings: Sequence[str]) -> str:
-    """Submit a script to SLURM and return the job id; `settings` are options of `sbatch` that it has."""
+    """Submit a script to SLURM and return the job id; `settings` are options of `sbatch` that it has.
+
+    Raises:
+        UsageError: SLURM is not installed, or the cluster has too few nodes.
+        ShardwrightError: SLURM rejects the script; contains its message.
+    """
     if errors := program_errors("slurm", "sbatch"):
         raise UsageError(errors)
     partitions = [setting for setting in settings if setting.startswith("--partition=")]

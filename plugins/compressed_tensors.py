@@ -180,7 +180,11 @@ def pack_tensors(layer_name: str, matrix: RoundedWeight, scheme: QuantizationSch
 
 
 def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: QuantizationScheme) -> RoundedWeight:
-    """Return codes, scales and zero points of one layer from the tensors of a checkpoint."""
+    """Return codes, scales and zero points of one layer from the tensors of a checkpoint.
+
+    Raises:
+        KeyError: a tensor that the scheme demands is not there.
+    """
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 

@@ -113,7 +113,13 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
 
 
 def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
-    """Return the configuration of a Hub id; ignore local paths of that name."""
+    """Return the configuration of a Hub id; ignore local paths of that name.
+
+    Raises:
+        UsageError: it is not a Hub id, or the model does not exist.
+        RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
+        ShardwrightError: the Hub cannot be reached or denies access.
+    """
     if not HUB_ID.fullmatch(model):
         raise UsageError(ConfigError(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
     return _read_hub(model, revision)
@@ -124,6 +130,9 @@ def split_revision(model: str, revision: str | None = None) -> tuple[str, str | 
 
     >>> split_revision("org/name@v1"), split_revision("org/name", "main")
     (('org/name', 'v1'), ('org/name', 'main'))
+
+    Raises:
+        UsageError: `revision` is another one.
     """
     name, sign, named = model.partition("@")
     if not sign or not named or not HUB_ID.fullmatch(name) or Path(model).exists():
@@ -145,7 +154,12 @@ def refuse_no_hub_id(model: str) -> None:
 
 
 def read_config(file: Path, *, source: str) -> dict[str, Any]:
-    """Return a `config.json`."""
+    """Return a `config.json`.
+
+    Raises:
+        UsageError: it cannot be read.
+        RefusedInputError: it is not a configuration.
+    """
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_CONFIG_BYTES + 1)
@@ -184,7 +198,12 @@ def commit_of(cached: Path) -> str | None:
 
 
 def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
-    """Return the tensors of a Hub repository from its safetensors headers; empty without such files, or offline."""
+    """Return the tensors of a Hub repository from its safetensors headers; empty without such files, or offline.
+
+    Raises:
+        RefusedInputError: a header is corrupt.
+        ShardwrightError: the Hub does not answer.
+    """
     from huggingface_hub import is_offline_mode
 
     if is_offline_mode():
@@ -326,6 +345,10 @@ def model_directory(model: str, *, revision: str | None = None, weights: bool = 
     """Return a local path, or the cache directory of a Hub model's files; download files that are not in the cache.
 
     A cached commit needs no request. Without `weights`, only configuration and tokenizer are downloaded.
+
+    Raises:
+        UsageError: there is no such path, repository or revision.
+        ShardwrightError: the Hub does not send the files, or not in time.
     """
     if (local := Path(model).expanduser()).exists():
         return local

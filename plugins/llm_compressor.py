@@ -236,7 +236,11 @@ _WITHOUT_EFFECT = ("requires_calibration_data", "num_calibration_steps", "calibr
 
 
 def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any]) -> list[Any]:
-    """Return the modifiers of a method, which log their progress."""
+    """Return the modifiers of a method, which log their progress.
+
+    Raises:
+        UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
+    """
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.quantization.quantization import QuantizationMixin
@@ -320,6 +324,9 @@ def quantize_with_llm_compressor(
 
     RTN without static activations needs no `calibration`. The samples of one batch have equal length. `stored_names`
     are the tensor names of the original checkpoint, to restore the names of experts.
+
+    Raises:
+        UsageError: options that the method does not have, missing samples, or layers that it does not support.
     """
     import torch
 
@@ -451,7 +458,12 @@ def calibration_loader(calibration: Sequence[Mapping[str, Sequence[int]]], batch
 
 
 def load_for_quantization(source: QuantizationSource) -> Any:
-    """Load the weights and return the model, with the experts of mixtures as linear layers."""
+    """Load the weights and return the model, with the experts of mixtures as linear layers.
+
+    Raises:
+        RefusedInputError: tensors are missing, of another shape, or hold NaN or infinity.
+        ShardwrightError: Transformers cannot load it.
+    """
     from transformers import AutoConfig
 
     if not any(layer.is_expert for layer in source.layers):

@@ -714,7 +714,11 @@ def applied(
 
 
 def assign(name: str, value: object, *, on: object = None) -> None:
-    """Set the target of a registered patch permanently, without keeping its old value."""
+    """Set the target of a registered patch permanently, without keeping its old value.
+
+    Raises:
+        UsageError: as `apply`.
+    """
     _, patch = _entry(name)
     if needed(patch):
         owner, attribute = _checked(patch)
@@ -722,7 +726,11 @@ def assign(name: str, value: object, *, on: object = None) -> None:
 
 
 def swap_class(name: str, instance: object, kind: type) -> None:
-    """Change the class of an object to `kind`, a subclass of the target class."""
+    """Change the class of an object to `kind`, a subclass of the target class.
+
+    Raises:
+        UsageError: as `apply`.
+    """
     _, patch = _entry(name)
     if needed(patch):
         _checked(patch)

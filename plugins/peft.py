@@ -193,7 +193,12 @@ class LoraAdapter:
 
 
 def read_adapter(directory: Path) -> LoraAdapter:
-    """Read the configuration of a LoRA adapter, and the header of its weights."""
+    """Read the configuration of a LoRA adapter, and the header of its weights.
+
+    Raises:
+        UsageError: the directory is not an adapter, or one of another type.
+        RefusedInputError: its files are missing, truncated or damaged.
+    """
     where, again = str(directory), "download or save the adapter again"
     if not (directory / CONFIG).is_file():
         rule, fix = f"has no {CONFIG}", "pass the directory of a LoRA adapter"
@@ -223,6 +228,9 @@ def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str, *
     """Check that an adapter has exactly the tensors that its base needs, by name and shape.
 
     `meta` is the base model on the meta device; adapters are added to it. `fix` says how to select another base.
+
+    Raises:
+        RefusedInputError: the adapter is of another base, or lacks tensors.
     """
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 

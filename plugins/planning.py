@@ -179,7 +179,11 @@ def plan(
 
 
 def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
-    """Return `job`, or the job with these fields, of which second models may be names."""
+    """Return `job`, or the job with these fields, of which second models may be names.
+
+    Raises:
+        UsageError: A field is unknown, invalid, combined with a job, or requires another field.
+    """
     errors: list[ConfigError] = []
     if job is not None:
         rule, fix = "cannot be combined with a TrainingJob", "set it in the TrainingJob, or omit the job"
@@ -272,6 +276,10 @@ def detect_hardware(
     Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
     from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, the machine has
     `cpu_ranks` CPU ranks, at most one per core: half of its memory is for their tensors, half is host memory.
+
+    Raises:
+        UsageError: No accelerator is visible and `cpu_ranks` is `None` or more than the machine has cores, or it is
+            not in the catalog.
     """
     if installed_version("torch") is None:
         rule, fix = "needs torch, which sees the accelerators", f"{INSTALL_TRAIN}, or name the hardware: 8xA100-80GB"
@@ -524,6 +532,9 @@ class CalibrationStore:
         """Remove one run by a prefix of its identifier, or `all`; return the number of removed runs.
 
         A run may have memory peaks, a step time, or both.
+
+        Raises:
+            UsageError: No run, or several runs, have this prefix.
         """
         stored = self._measurements()
         runs = sorted({each.identifier for each in stored})

@@ -66,7 +66,11 @@ def processor_flags(processor: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def become_server(line: Sequence[str]) -> None:
-    """Replace this process by the engine, so that signals, output and exit code are the engine's."""
+    """Replace this process by the engine, so that signals, output and exit code are the engine's.
+
+    Raises:
+        UsageError: the program cannot be started.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -78,7 +82,13 @@ def become_server(line: Sequence[str]) -> None:
 
 
 def read_served_model(model: str, *, revision: str | None = None) -> ServedModel:
-    """Return a checkpoint as an engine will find it."""
+    """Return a checkpoint as an engine will find it.
+
+    Raises:
+        UsageError: nothing of that name exists.
+        RefusedInputError: its configuration or a safetensors header is corrupt or unsafe.
+        ShardwrightError: the Hub cannot be reached or denies access.
+    """
     loaded = load_model_spec(model, revision=revision)
     path, tensors = Path(model).expanduser(), dict[str, StoredTensor]()
     if not path.exists():

@@ -416,7 +416,12 @@ def newest_whole(output_dir: Path, read: Reader = read_whole) -> Selection | Non
 
 
 def named_checkpoint(path: Path) -> Selection:
-    """Return the checkpoint at a path."""
+    """Return the checkpoint at a path.
+
+    Raises:
+        UsageError: it is not a directory.
+        RefusedInputError: it is incomplete.
+    """
     if not path.is_dir():
         raise UsageError(ConfigError(where="resume_from_checkpoint", value=str(path), rule="is not a directory"))
     try:
@@ -630,7 +635,11 @@ def new_run(path: Path, names: Collection[str]) -> str:
 
 
 def checked_checkpoint(trainer: Any, resume: Any) -> str:
-    """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it."""
+    """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it.
+
+    Raises:
+        UsageError: it is not a checkpoint of a Trainer, or this run cannot load its states.
+    """
     now = layout_facts(trainer)
     axes = now.get("axes", {})
     now["states"] = "complete"

@@ -652,7 +652,11 @@ def make_exact(trainer: Any) -> ExactTrainer:
 
 
 def check_attached(callback: Any, trainer: Any) -> None:
-    """Check that a callback has the Trainer that its `attach` stores."""
+    """Check that a callback has the Trainer that its `attach` stores.
+
+    Raises:
+        UsageError: it was passed to a Trainer without `attach`.
+    """
     if trainer is None:
         name = type(callback).__name__
         fix = f"call {name}.attach(trainer) right after the Trainer is created, instead of callbacks=[{name}(...)]"

@@ -112,7 +112,14 @@ def prepare(
     device: str | None = None,
     force: bool = False,
 ) -> Prepared:
-    """Check settings, model and dataset, and estimate memory; warnings are logged."""
+    """Check settings, model and dataset, and estimate memory; warnings are logged.
+
+    Raises:
+        UsageError: invalid or contradictory settings, unsuitable shapes or text; all errors together.
+        RefusedInputError: files of the model are corrupt, unsafe or already quantized.
+        DoesNotFitError: not enough memory or disk.
+        ShardwrightError: the Hub cannot be reached.
+    """
     import psutil
     import torch
 
@@ -279,6 +286,10 @@ def quantize_to_small_format(
 
     SpQR takes bits and group size from the scheme, but not the group size 128, which is too large for SpQR. Low-rank
     correction uses all weight settings of the scheme.
+
+    Raises:
+        UsageError: unknown options, values out of range, or no samples.
+        RefusedInputError: weights or inputs contain NaN or infinity.
     """
     from ..plugins.llm_compressor import visit_layers
 
@@ -369,7 +380,11 @@ QUANTIZATION_FILES = (REPORT_FILE, RESULT_FILE, HTML_FILE)
 
 
 def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
-    """Load the model and quantize it by the selected method."""
+    """Load the model and quantize it by the selected method.
+
+    Raises:
+        ShardwrightError: the model cannot be loaded, or the engine rejects it.
+    """
     settings, source, scheme, method = prepared.settings, prepared.source, prepared.scheme, prepared.resolved.method
     engine = METHODS[method].engine
     if engine == "bitsandbytes":

@@ -244,7 +244,11 @@ def smallest_weights(weight_OI: Tensor, count: int, pattern: Pattern = "unstruct
 def target_layers(
     model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> dict[str, Any]:
-    """Return linear layers by their names in the checkpoint, without adapters and a tied output head."""
+    """Return linear layers by their names in the checkpoint, without adapters and a tied output head.
+
+    Raises:
+        UsageError: a target or an entry of `ignore` matches no layer, or no layer is left; all errors together.
+    """
     import torch
 
     layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}

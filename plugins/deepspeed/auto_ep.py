@@ -138,7 +138,11 @@ def accept_class_names_of_recorders() -> None:
 
 
 def mark_expert_groups(optimizer: torch.optim.Optimizer, model: PreTrainedModel, ep: int) -> None:
-    """Move experts to separate groups of a torch optimizer; DeepSpeed does this only for its own optimizers."""
+    """Move experts to separate groups of a torch optimizer; DeepSpeed does this only for its own optimizers.
+
+    Raises:
+        UsageError: AutoEP cannot shard the model; see `expert_model_errors`.
+    """
     if errors := expert_model_errors(model):
         raise UsageError(errors)
     experts = {id(parameter) for parameter in _expert_parameters(model).values()}

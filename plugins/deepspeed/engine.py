@@ -120,7 +120,11 @@ def _restore_nvme_states(zero: Any, saved: Any) -> None:
 
 
 def refuse_run_effects(arguments: TrainingArguments) -> None:
-    """Reject a DeepSpeed configuration that would end the run early or cannot run under a Trainer."""
+    """Reject a DeepSpeed configuration that would end the run early or cannot run under a Trainer.
+
+    Raises:
+        UsageError: all errors of `ds_configs.check.effect_errors`.
+    """
     if errors := effect_errors(deepspeed_configuration(arguments) or {}):
         raise UsageError(errors)
 
@@ -164,6 +168,9 @@ def prepare_nvme_offload(arguments: TrainingArguments) -> None:
     """Check that this host can build `async_io` if NVMe offload needs it, and let such a run resume with its states.
 
     DeepSpeed compiles it at first use, minutes into a run. Ranks also remove operator locks left by killed ranks.
+
+    Raises:
+        UsageError: NVMe offload is requested, and libaio's header is missing.
     """
     configuration = deepspeed_configuration(arguments) or {}
     if configuration:

@@ -111,7 +111,11 @@ class SharedSequence:
             chosen.sequences[module] = self
 
     def check_exchanges(self, model: PreTrainedModel) -> None:
-        """Check, after a first forward pass on shards, that attention exchanged heads in every layer."""
+        """Check, after a first forward pass on shards, that attention exchanged heads in every layer.
+
+        Raises:
+            UsageError: some layers do not use attention of Transformers' registry.
+        """
         layers = model.config.get_text_config().num_hidden_layers
         if self.exchanges < layers:
             rule = f"exchanged heads in {self.exchanges} of {layers} layers: the others attend only within a shard"
@@ -212,7 +216,11 @@ _SUFFIX = "_whole_sequence"
 
 
 def keep_own_attention(model: PreTrainedModel) -> None:
-    """Register a model's attention function under another name, so that later replacements do not affect it."""
+    """Register a model's attention function under another name, so that later replacements do not affect it.
+
+    Raises:
+        UsageError: the model uses eager attention, which has no entry in the registry.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

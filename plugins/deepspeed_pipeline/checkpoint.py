@@ -45,6 +45,9 @@ def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, 
 
     Existing weights in the directory are replaced, and kept if a rank could not write; other files are kept. `config`
     is written instead of the model's own.
+
+    Raises:
+        ShardwrightError: A rank could not write. Old weights are kept unless files were already being moved.
     """
     from torch import distributed
 
@@ -89,6 +92,10 @@ def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parall
     """Check that a checkpoint has the same stages as this run: DeepSpeed saves tensors and states per rank.
 
     A checkpoint without recorded stages is accepted.
+
+    Raises:
+        UsageError: it has other stages; the errors name the differences.
+        RefusedInputError: the file with the stages is not a JSON object.
     """
     path = directory / CUT
     if not path.exists():

@@ -114,6 +114,9 @@ def build_pipeline_module(
     Args:
         model: As for `StageParts`; the stage uses a model's own modules, and a checkpoint's parts are read by each
         rank. stages: Contiguous stages that cover the model, one per rank.
+
+    Raises:
+        UsageError: The model, the stages or the ranks do not support a pipeline; lists all errors.
     """
     parts = (
         model

@@ -67,7 +67,11 @@ assert tuple(_FAMILIES) == PIPELINE_MODEL_TYPES
 
 
 def pipeline_family(model: PreTrainedModel) -> PipelineFamily:
-    """Return the family of a Transformers model."""
+    """Return the family of a Transformers model.
+
+    Raises:
+        UsageError: The model is of another family or task, has cross-attention, or is wrapped or quantized.
+    """
     name, config = type(model).__name__, getattr(model, "config", None)
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         rule, fix = "pipelines train full models, not adapters", "merge the adapter, or train it with ZeRO"
@@ -129,6 +133,10 @@ class StageParts:
 
     Parts on the meta device get random weights, which depend on the process's seed and the part's name, not on the
     stages. Weights of a checkpoint are cast to `dtype`, by default that of its config.
+
+    Raises:
+        UsageError: The model does not support pipelines.
+        RefusedInputError: The checkpoint has no safetensors, or damaged ones.
     """
 
     def __init__(

@@ -179,7 +179,11 @@ def main_address(command: Sequence[str]) -> str | None:
 
 
 def meet(main: str | None) -> None:
-    """Make this launcher and its ranks listen on the interface to the other nodes; call it before they start."""
+    """Make this launcher and its ranks listen on the interface to the other nodes; call it before they start.
+
+    Raises:
+        UsageError: the main node's name cannot be resolved, or there is no route to it.
+    """
     if main is None:
         # torchrun's `--local-addr`, where ranks connect.
         os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
@@ -195,7 +199,11 @@ def meet(main: str | None) -> None:
 
 
 def own_address(main: str) -> str:
-    """Return this node's address on the route to another."""
+    """Return this node's address on the route to another.
+
+    Raises:
+        UsageError: the other node's name cannot be resolved, or there is no route to it.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(main, 9, type=socket.SOCK_DGRAM)[0]
         # Connecting a datagram socket only reads the routing table; nothing is sent.

@@ -117,7 +117,11 @@ def captured_attention(
 
 
 def hidden_states_of(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return the embedding and the output of each block, [B, S, H] each."""
+    """Return the embedding and the output of each block, [B, S, H] each.
+
+    Raises:
+        UsageError: the model returned none.
+    """
     states = getattr(outputs, "hidden_states", None)
     if not states or any(state is None for state in states):
         rule = "the model returned no hidden states although output_hidden_states was set"

@@ -37,6 +37,9 @@ def checkpoint_first_layers(model: nn.Module, count: int) -> int:
 
     Call it after `gradient_checkpointing_enable`. It changes the longest stack of layers, or the last of equally long
     ones, which is the decoder. On a pipeline stage these are the stage's layers.
+
+    Raises:
+        UsageError: the model has no layers that Transformers can recompute, or checkpointing is off.
     """
     layers = decoder_layers(model)
     if not layers:
@@ -131,6 +134,9 @@ def offload_checkpoints(model: nn.Module, count: int) -> None:
     """Move the inputs of the first `count` recomputed layers to host memory; 0 undoes it.
 
     Call it after `gradient_checkpointing_enable` and after other code that replaces a layer's checkpoint function.
+
+    Raises:
+        UsageError: the model has fewer recomputed layers.
     """
     layers = decoder_layers(model)
     recomputed = [layer for layer in layers if layer.gradient_checkpointing]

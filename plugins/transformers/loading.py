@@ -95,7 +95,11 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def refuse_nonfinite_weights(model: PreTrainedModel, *, what: str, allowed: bool = False) -> None:
-    """Reject a model with NaN or infinite weights, on all ranks if one rank has some; every rank must call it."""
+    """Reject a model with NaN or infinite weights, on all ranks if one rank has some; every rank must call it.
+
+    Raises:
+        RefusedInputError: names up to three weights, and the ranks that hold them.
+    """
     if allowed:
         return
     names_by_rank = {rank: names for rank, names in enumerate(gathered(nonfinite_weights(model))) if names}
@@ -134,7 +138,12 @@ _DOWNLOAD = "download it again, or save it again with save_pretrained"
 
 
 def check_config(model: str) -> dict[str, Any]:
-    """Return the configuration of a local model, which must be valid and name no code; empty without a local file."""
+    """Return the configuration of a local model, which must be valid and name no code; empty without a local file.
+
+    Raises:
+        UsageError: it cannot be read.
+        RefusedInputError: fields break a rule; names all of them.
+    """
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -145,13 +154,21 @@ def check_config(model: str) -> dict[str, Any]:
 
 
 def refuse_code(config: Mapping[str, Any], source: str) -> None:
-    """Check that a configuration names no kernel of the Hub, which the model would run."""
+    """Check that a configuration names no kernel of the Hub, which the model would run.
+
+    Raises:
+        RefusedInputError: names the fields.
+    """
     if errors := code_errors(config, source):
         raise RefusedInputError(errors)
 
 
 def refuse_other_formats(directory: Path, *, where: str, fix: str = "convert them to safetensors") -> None:
-    """Reject a directory whose only weights are in formats that can run code when they are loaded."""
+    """Reject a directory whose only weights are in formats that can run code when they are loaded.
+
+    Raises:
+        RefusedInputError: names up to three of the files.
+    """
     if any(directory.glob("*.safetensors")):
         return
     files = sorted(path.name for suffix in _OTHER_FORMATS for path in directory.glob(f"*{suffix}"))
@@ -166,6 +183,9 @@ def check_weights(directory: Path, *, quantized: bool = False) -> None:
     """Check that weight files are complete, inside the directory, and of a dtype that weights can have.
 
     A `quantized` model, whose configuration has a `quantization_config`, may have integer weights.
+
+    Raises:
+        RefusedInputError: names file and tensor.
     """
     errors = []
     for name, tensor in read_checkpoint(directory).items():

@@ -40,7 +40,11 @@ _SIZES = frozenset({"hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_
 
 
 def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
-    """Return the model that `config` describes, on the meta device, without running any code but transformers'."""
+    """Return the model that `config` describes, on the meta device, without running any code but transformers'.
+
+    Raises:
+        RefusedInputError: transformers does not know the model type, or cannot build it from these values.
+    """
     import torch
     import transformers
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -120,7 +124,11 @@ def _counted_modules() -> Iterator[None]:
 
 
 def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str | None = None) -> ModelSpec:
-    """Return the exact `ModelSpec` of a `config.json` by building the model on the meta device."""
+    """Return the exact `ModelSpec` of a `config.json` by building the model on the meta device.
+
+    Raises:
+        RefusedInputError: transformers cannot build it.
+    """
     import transformers
 
     model = build_meta_model(config, source=name)
@@ -288,7 +296,13 @@ class QuantizationSource:
 
 
 def open_source(model: str, *, revision: str | None = None) -> QuantizationSource:
-    """Check a model's files and list its layers; a Hub repository is downloaded first."""
+    """Check a model's files and list its layers; a Hub repository is downloaded first.
+
+    Raises:
+        UsageError: the model does not exist, or has no weights.
+        RefusedInputError: it is already quantized, needs custom code, or files are corrupt, missing or unsafe.
+        ShardwrightError: the Hub cannot be reached.
+    """
     import torch
     from transformers.core_model_loading import build_glob_alternation
 
@@ -360,7 +374,11 @@ def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[Confi
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorShape]:
-    """Return shape and dtype of every tensor of a checkpoint, from its headers."""
+    """Return shape and dtype of every tensor of a checkpoint, from its headers.
+
+    Raises:
+        RefusedInputError: a shard is missing, damaged, or outside the directory.
+    """
     from safetensors.torch import _TYPES
 
     return {

@@ -58,7 +58,11 @@ def shaped_logits(product_NV: torch.Tensor, scale: float, soft_cap: float | None
 
 
 def head_module(model: PreTrainedModel) -> Any:
-    """Return the module that turns hidden states into logits."""
+    """Return the module that turns hidden states into logits.
+
+    Raises:
+        UsageError: the model has none.
+    """
     module = model.get_output_embeddings()
     if module is None:
         rule = "has no output embeddings, which a fused loss needs"
@@ -81,7 +85,11 @@ def logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def output_head(model: PreTrainedModel) -> OutputHead:
-    """Return the output head of a Transformers model; its tensors are the model's own."""
+    """Return the output head of a Transformers model; its tensors are the model's own.
+
+    Raises:
+        UsageError: the model has no head, or one that is not a product with a floating-point matrix.
+    """
     weight_VH, bias_V = head_tensors(head_module(model))
     return shaped_head(model, weight_VH, bias_V)
 
@@ -103,7 +111,11 @@ def further_bias(model: PreTrainedModel) -> torch.Tensor | None:
 
 
 def head_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias of a head, including its PEFT adapters."""
+    """Return weight and bias of a head, including its PEFT adapters.
+
+    Raises:
+        UsageError: the weight is quantized, or the module is not a linear layer.
+    """
     import torch
 
     if hasattr(module, "modules_to_save"):

@@ -121,7 +121,11 @@ def first_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Itera
 
 @contextmanager
 def later_preparation(trainer: Any, resume_from_checkpoint: str | None) -> Iterator[None]:
-    """Make `_prepare_for_training` keep model and optimizer in the block, and create a new schedule."""
+    """Make `_prepare_for_training` keep model and optimizer in the block, and create a new schedule.
+
+    Raises:
+        UsageError: the run resumes from a checkpoint under expert parallelism.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     if resume_from_checkpoint is not None and getattr(trainer.model_wrapped, "has_moe_layers", False):

@@ -88,6 +88,9 @@ def load_second_model(
     Under DeepSpeed or DDP on several ranks, a sharded or offloaded model is partitioned while it loads, with its own
     DeepSpeed configuration, so that no rank ever holds all of it. The trained model's configuration, which Transformers
     keeps for the process, is restored afterwards.
+
+    Raises:
+        RefusedInputError: the model's files are invalid; see `load_causal_lm`.
     """
     assert placement != "cached", "stored outputs need no model"
     options: dict[str, Any] = {}
@@ -158,6 +161,9 @@ def place_second_model(model: PreTrainedModel, placement: Placement, *, accelera
     ``accelerator.prepare`` supports one model. An offloaded model is sharded with its shards in host memory: each
     rank copies its shard over PCIe before the ranks gather it. A single process streams from its own copy. Weights that
     ZeRO-3 partitioned while loading stay partitioned.
+
+    Raises:
+        UsageError: the placement needs stored outputs instead of a model.
     """
     model.requires_grad_(False)
     model.eval()

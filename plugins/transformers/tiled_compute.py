@@ -65,6 +65,9 @@ def tile_mlps(model: PreTrainedModel, tiles: int | None) -> None:
     """Make MLPs and experts process their tokens in `tiles` parts, which are recomputed in the backward pass.
 
     `None` uses parts of as many tokens as the hidden size. Earlier tiling is replaced.
+
+    Raises:
+        UsageError: other code has replaced the forward of an MLP.
     """
     untile_mlps(model)
     hidden = model.config.get_text_config().hidden_size

@@ -41,7 +41,11 @@ SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items()
 
 
 def class_of_task(name: str) -> Any:
-    """Return a class of Transformers or TRL by its full name, such as `trl.DPOConfig`."""
+    """Return a class of Transformers or TRL by its full name, such as `trl.DPOConfig`.
+
+    Raises:
+        UsageError: TRL is not installed.
+    """
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(import_module(module), attribute)
@@ -53,7 +57,11 @@ def class_of_task(name: str) -> Any:
 
 
 def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any], *, task: TaskName = "sft") -> Any:
-    """Build a task's training arguments from ``settings`` and what the host requires (`configure_cpu_ranks`)."""
+    """Build a task's training arguments from ``settings`` and what the host requires (`configure_cpu_ranks`).
+
+    Raises:
+        UsageError: A key is unknown, or a setting contradicts an override; or TRL is not installed.
+    """
     kind = class_of_task(TASKS[task].config or "transformers.TrainingArguments")
     errors = unknown_argument_errors(settings, kind)
     merged = dict(settings)
@@ -153,7 +161,11 @@ def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
 
 
 def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
-    """Reject an optimizer that CPU offload would replace with another update rule."""
+    """Reject an optimizer that CPU offload would replace with another update rule.
+
+    Raises:
+        UsageError: ``optim`` does not survive ``offload_optimizer`` with ``zero_force_ds_cpu_optimizer``.
+    """
     configuration = deepspeed_configuration(arguments)
     if configuration is None or "optimizer" in configuration:
         return
@@ -184,7 +196,11 @@ def warn_of_zero0_in_16_bit(arguments: TrainingArguments) -> None:
 
 
 def prepare_model_directory_save(arguments: TrainingArguments) -> None:
-    """Make sure, before training, that a ZeRO-3 run can save a normal model directory."""
+    """Make sure, before training, that a ZeRO-3 run can save a normal model directory.
+
+    Raises:
+        UsageError: The DeepSpeed configuration disables gathering.
+    """
     configuration = deepspeed_configuration(arguments)
     if configuration is None or configuration["zero_optimization"].get("stage") != 3:
         return
@@ -207,6 +223,10 @@ def save_model_directory(
 
     `starting` is the directory of the model that training started from: weights that it stores in 16 bit are saved in
     that type, whatever the type of the trained copy.
+
+    Raises:
+        RefusedInputError: weights are NaN or infinite, and `allow_nonfinite` is false.
+        ShardwrightError: the disk is full or cannot be written.
     """
     refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=allow_nonfinite)
     if trainer.is_fsdp_enabled:
@@ -276,7 +296,11 @@ def weights_dtype(arguments: TrainingArguments, *, method: str, trained: str = "
 
 
 def byte_tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer with one id per byte, and end-of-text as id 256 if the vocabulary has more than 256 ids."""
+    """Return a tokenizer with one id per byte, and end-of-text as id 256 if the vocabulary has more than 256 ids.
+
+    Raises:
+        UsageError: The vocabulary is smaller than the number of bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -316,7 +340,11 @@ def tracker_errors(names: Sequence[str]) -> list[ConfigError]:
 
 
 def check_first_of_its_kind(callback: Any, trainer: Trainer) -> None:
-    """Check that a Trainer has no other callback of this class, whose hooks the new one would replace."""
+    """Check that a Trainer has no other callback of this class, whose hooks the new one would replace.
+
+    Raises:
+        UsageError: it has one.
+    """
     kind = type(callback)
     handler = getattr(trainer, "callback_handler", None)
     if any(isinstance(other, kind) for other in getattr(handler, "callbacks", ())):

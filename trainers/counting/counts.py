@@ -51,7 +51,11 @@ _COUNT = "num_items_in_batch"
 
 
 def check_labelled(weights: Iterable[float]) -> None:
-    """Check that an evaluation has labels."""
+    """Check that an evaluation has labels.
+
+    Raises:
+        UsageError: no batch or sample has a weight.
+    """
     if not any(weights):
         rule = "has no token with a label, so there is no loss to average"
         fix = "check the chat template or the prompt mask"
@@ -59,7 +63,11 @@ def check_labelled(weights: Iterable[float]) -> None:
 
 
 def evaluated_mean(sums: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the mean loss of an evaluation from sums over labelled tokens, or samples, and their numbers."""
+    """Return the mean loss of an evaluation from sums over labelled tokens, or samples, and their numbers.
+
+    Raises:
+        UsageError: all weights are 0.
+    """
     check_labelled(weights)
     return math.fsum(sums) / math.fsum(weights)
 
@@ -192,7 +200,11 @@ class Counting:
         """Shares of the labels and of the samples of a step."""
 
     def weigh(self, batches: list[Any], items: Any) -> None:
-        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted."""
+        """Compute the weights of a step's micro-batches; `items` is the number of labels that the Trainer counted.
+
+        Raises:
+            UsageError: the loss of the model itself would be the mean over no token on some rank.
+        """
         import torch
         from transformers import Trainer
 
@@ -241,7 +253,11 @@ class Counting:
         return _labelled_if_weightless(inputs, share), None if items is None else items * (share or 1.0), weight
 
     def measure_kind(self, model: Any, inputs: Any, counts_labels: bool, own_loss: Callable[..., Any]) -> None:
-        """Set the kind of a user's loss from its values for a few rows; every rank calls it."""
+        """Set the kind of a user's loss from its values for a few rows; every rank calls it.
+
+        Raises:
+            UsageError: it is neither a sum nor a mean.
+        """
         import torch
 
         trainer = self._trainer
@@ -465,7 +481,11 @@ def is_loss_of_rows(trainer: Trainer) -> bool:
 
 
 def requested_kind(trainer: Trainer) -> OwnLoss | None:
-    """Return the attribute `own_loss` of a Trainer or its class."""
+    """Return the attribute `own_loss` of a Trainer or its class.
+
+    Raises:
+        UsageError: it is not one of the kinds.
+    """
     kind = getattr(trainer, "own_loss", None)
     if kind is not None and kind not in get_args(OwnLoss):
         rule = f"must be one of {', '.join(get_args(OwnLoss))}"
@@ -491,7 +511,11 @@ def accepts_count(loss: Callable[..., Any]) -> bool:
 
 
 def checked_loss(result: Any, trainer: Trainer, *, return_outputs: bool) -> tuple[torch.Tensor, Any]:
-    """Return loss and outputs from the result of an own loss."""
+    """Return loss and outputs from the result of an own loss.
+
+    Raises:
+        UsageError: the result is not one number, or not a number and outputs if these were requested.
+    """
     import torch
 
     where = f"{type(trainer).__name__}.compute_loss"

@@ -66,6 +66,9 @@ def turns_of(messages: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
     Args:
         messages: Each with `role` and `content`, or `from` and `value`; the assistant's may have `tool_calls` instead.
         where: Name of the conversation in errors.
+
+    Raises:
+        UsageError: a message has no role, or neither a content nor tool calls.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
@@ -85,7 +88,11 @@ def turns_of(messages: Sequence[Any], *, where: str) -> list[dict[str, Any]]:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Any], **settings: Any) -> tuple[list[int], list[int]]:
-    """Return tokens and labels of a conversation; the arguments are those of `rendered_chat`."""
+    """Return tokens and labels of a conversation; the arguments are those of `rendered_chat`.
+
+    Raises:
+        UsageError: as `rendered_chat`, or the tokenizer has no offsets.
+    """
     chat = rendered_chat(tokenizer, messages, **settings)
     if not tokenizer.is_fast:
         rule = "a tokenizer without offsets cannot locate the assistant's tokens"
@@ -142,6 +149,9 @@ def rendered_chat(
         counts: Counts of `rendered` conversations, of `rewritten` ones, whose template changes earlier messages, and of
             `unlabelled answers`, which the complete rendering does not have.
         image_token: Text of an image for a template that reads no lists of parts.
+
+    Raises:
+        UsageError: there is no template, or it cannot render the conversation.
     """
     name = repr(tokenizer.name_or_path)
 
@@ -340,6 +350,9 @@ def set_chat_template(tokenizer: Any, name: str | None) -> None:
     """Make a tokenizer use a named template, or that of a file; it is saved with the tokenizer. `None` changes nothing.
 
     Warns of markers, such as `<|im_end|>`, that the tokenizer splits into several tokens.
+
+    Raises:
+        UsageError: there is no such name or file, or the template cannot render a question and its answer.
     """
     if name is None:
         return

@@ -27,6 +27,9 @@ def with_image_parts(row: Mapping[str, Any], directory: Path | None, where: str)
 
     Images are parts of a message's content, or in a column `images` or `image`, with `<image>` in texts or parts
     without a source where they belong.
+
+    Raises:
+        UsageError: an image is a URL or has no valid source, or images and placeholders differ in number.
     """
     chats = {name: row[name] for name in _CONVERSATIONS if isinstance(row.get(name), list | tuple)}
     column = next((name for name in COLUMNS if row.get(name)), None)

@@ -26,7 +26,12 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 
 
 def opened(part: Part, where: str) -> Image:
-    """Decode an image to RGB, upright."""
+    """Decode an image to RGB, upright.
+
+    Raises:
+        UsageError: there is no such file, or the image has several frames, or pixels without a known range.
+        RefusedInputError: it is broken, too large, or no image.
+    """
     import PIL.Image
     import PIL.ImageOps
 
@@ -74,6 +79,10 @@ def encode_images(processor: Any, chat: RenderedChat, parts: Sequence[Part], whe
 
     As in the processor's own `apply_chat_template`, the text begins with the tokenizer's beginning-of-sequence token.
     Tokens of images have no label.
+
+    Raises:
+        UsageError: an image is missing, or the template renders other images than the conversation has.
+        RefusedInputError: an image is broken, or the processor cannot read it.
     """
     images = [opened(part, where) for part in parts]
     token = processor.image_token
@@ -136,7 +145,11 @@ def image_inputs(processor: Any, rows: Sequence[Sequence[Part]]) -> dict[str, An
 
 
 def check_image_inputs(processor: Any, part: Part, where: str) -> None:
-    """Check that an image alone becomes what the processor makes of text and image together."""
+    """Check that an image alone becomes what the processor makes of text and image together.
+
+    Raises:
+        UsageError: they do not, because the processor computes inputs from both.
+    """
     import torch
 
     text = processor.image_token

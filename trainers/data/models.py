@@ -69,7 +69,11 @@ class StartingModel:
 
 
 def load_config(source: StartingModel) -> Any:
-    """Read the model configuration, without running code of the repository."""
+    """Read the model configuration, without running code of the repository.
+
+    Raises:
+        RefusedInputError: it is damaged, has absurd values or requires code.
+    """
     from transformers import AutoConfig
 
     directory = model_directory(source.model, revision=source.revision, weights=False)
@@ -97,6 +101,10 @@ def load_model(
     pipeline load the weights where possible: the result is then the name of a checkpoint, or a model without memory.
     With a `score_head` the model returns a score per sequence; a checkpoint without one gets a random head. The
     `config` then has one label.
+
+    Raises:
+        RefusedInputError: a local directory has weights in another format than safetensors.
+        UsageError: 4-bit weights are requested, but there are none to load.
     """
     import torch
     from transformers import set_seed
@@ -151,7 +159,11 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
-    """Return the model's tokenizer, or a byte tokenizer if a local model has none."""
+    """Return the model's tokenizer, or a byte tokenizer if a local model has none.
+
+    Raises:
+        UsageError: the tokenizer produces ids for which the model has no embedding.
+    """
     from transformers import AutoTokenizer
 
     path = Path(source.model)
@@ -175,6 +187,10 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
     """Return the processor of a model that reads images, with this tokenizer; `None` for others, and without its files.
 
     `max_pixels` is the largest area of a resized image.
+
+    Raises:
+        UsageError: the processor is of another model, not supported, or has no such limit; or a package is missing.
+        RefusedInputError: it cannot be loaded.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin, __version__
 
@@ -250,6 +266,9 @@ def agreed_vocab_size(
     """Return the number of ids of two equal tokenizers, one more than the largest id.
 
     Models may have wider heads, whose further rows belong to no token.
+
+    Raises:
+        UsageError: the tokenizers differ; reports the first difference.
     """
     tokenizers = (own_tokenizer, other_tokenizer)
     own, other = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in tokenizers)
@@ -265,7 +284,11 @@ def agreed_vocab_size(
 
 
 def with_positions(settings: Kind, *configs: Any) -> Kind:
-    """Return settings whose sequence length all models support; a default length is shortened."""
+    """Return settings whose sequence length all models support; a default length is shortened.
+
+    Raises:
+        UsageError: an explicitly set length exceeds the position embedding of a model.
+    """
     if "seq_len" in settings.model_fields_set:
         for config in configs:
             check_seq_len(settings.seq_len, config)
@@ -285,7 +308,11 @@ def positions_of(config: Any) -> int | None:
 
 
 def check_seq_len(seq_len: int, config: Any) -> None:
-    """Reject a length beyond learned positions, and warn of one beyond trained rotary positions."""
+    """Reject a length beyond learned positions, and warn of one beyond trained rotary positions.
+
+    Raises:
+        UsageError: the model has no embedding for the last positions.
+    """
     longest = positions_of(config)
     if longest is None or seq_len <= longest:
         return

@@ -109,6 +109,9 @@ def stated_samples(settings: DataSettings, tokenizer: Any, processor: Any = None
     """Return the samples that settings describe, and log truncation; a cache and the training use the same.
 
     `processor` reads images; without one, rows with images are an error.
+
+    Raises:
+        UsageError: as `load_samples`.
     """
     samples = load_samples(
         settings.dataset,
@@ -165,6 +168,11 @@ def load_samples(
         evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
         text_column: Column that is read as `text`; other columns are ignored.
         processor: Reads the images of conversations; samples then have a column `images`.
+
+    Raises:
+        UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked; or
+            images cannot be read, or exceed `seq_len`.
+        RefusedInputError: an image is broken.
     """
     rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
@@ -472,6 +480,9 @@ def packed_if_possible(
     Args:
         samples: One conversation each; plain text is returned as it is.
         models: `config.json` and attention implementation of each model that reads the rows.
+
+    Raises:
+        UsageError: `--packing on`, but conversations cannot be packed.
     """
     statistics, layout = samples.statistics, plan.chosen.layout
     if settings.packing == "off" or statistics.kind == "text":

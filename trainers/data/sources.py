@@ -20,7 +20,11 @@ from .image_rows import with_image_parts
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
-    """Return one document per file; without files, the help topics of Python."""
+    """Return one document per file; without files, the help topics of Python.
+
+    Raises:
+        UsageError: files cannot be read, or are not UTF-8; lists all of them.
+    """
     if files:
         errors: list[ConfigError] = []
         documents = []
@@ -36,7 +40,11 @@ def read_documents(files: Sequence[Path] | None) -> list[str]:
 
 
 def read_utf8(path: Path, *, where: str) -> str:
-    """Return the text of a file; `where` is the flag or field in errors."""
+    """Return the text of a file; `where` is the flag or field in errors.
+
+    Raises:
+        UsageError: the file cannot be read, or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -47,7 +55,11 @@ def read_utf8(path: Path, *, where: str) -> str:
 
 
 def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:
-    """Join the documents' tokens and split them into samples of ``seq_len`` tokens; the rest is dropped."""
+    """Join the documents' tokens and split them into samples of ``seq_len`` tokens; the rest is dropped.
+
+    Raises:
+        UsageError: the text is shorter than one sample.
+    """
     import torch
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -99,6 +111,9 @@ def parse_source(text: str) -> Source:
 
     >>> parse_source("Salesforce/wikitext:wikitext-2-raw-v1#500")
     Source(name='Salesforce/wikitext', config='wikitext-2-raw-v1', limit=500)
+
+    Raises:
+        UsageError: N is not a positive number, or the name is neither a path nor a Hub id.
     """
     if Path(text).exists():
         return Source(name=text)
@@ -131,7 +146,12 @@ def local_place(text: str | None) -> str | None:
 
 
 def read_rows(source: Source, *, split: str, revision: str | None) -> Iterator[Row]:
-    """Yield the rows of a source up to its limit; with a limit, Hub rows are downloaded as they are needed."""
+    """Yield the rows of a source up to its limit; with a limit, Hub rows are downloaded as they are needed.
+
+    Raises:
+        UsageError: the name, configuration or split does not exist, or a file cannot be read as rows.
+        ShardwrightError: the Hub cannot be reached.
+    """
     if revision is not None and source.is_local:
         raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
     if source.name == PYTHON_HELP:

@@ -233,7 +233,13 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 def prepare_distillation(
     settings: DistillSettings, teacher: str, student: str, request: RunRequest
 ) -> PreparedDistillation:
-    """Check settings, models and data, report all errors together, and plan."""
+    """Check settings, models and data, report all errors together, and plan.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
     errors = distill_settings_errors(settings)
     sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
     errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})

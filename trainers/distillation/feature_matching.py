@@ -85,7 +85,11 @@ def _term_errors(name: str, term: HiddenStateTerm | AttentionTerm, layer_kinds: 
 
 
 class FeatureMatching:
-    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers."""
+    """The feature terms of one student and one teacher, each a sum over tokens and a mean over matched layers.
+
+    Raises:
+        UsageError: layers that do not exist, or encoder-decoder models; all errors together.
+    """
 
     def __init__(
         self,
@@ -152,6 +156,9 @@ class FeatureMatching:
         """Return the weighted sum over tokens of the hidden states' mean distance, an fp32 scalar.
 
         Takes the embedding and the output of each block of both models, [B, S, width].
+
+        Raises:
+            UsageError: the models returned other numbers of layers or positions than their configurations.
         """
         term = self.hidden_term
         assert term is not None
@@ -176,6 +183,9 @@ class FeatureMatching:
         """Return the weighted sum over query positions of attention's mean distance, an fp32 scalar.
 
         The attention mask and position ids in the models' `inputs` determine which positions are visible.
+
+        Raises:
+            UsageError: the models read different positions.
         """
         distances = []
         for layer, other in self._attention_pairs:
@@ -268,6 +278,9 @@ def visibility(inputs: Mapping[str, Any], size: int, *, causal: bool, window: in
     """Read padding from ``attention_mask``, and packed documents from the jumps in ``position_ids``.
 
     With a `window`, a position attends to so many positions, itself included.
+
+    Raises:
+        UsageError: the attention mask is not [B, S].
     """
     mask: Any = inputs.get("attention_mask")
     positions: Any = inputs.get("position_ids")

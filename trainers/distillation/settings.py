@@ -99,7 +99,11 @@ class ObjectiveSettings(Settings, TeacherFields):
     temperature: float = Field(1.0, description="Softens both distributions")
 
     def distillation(self, vocab_size: int | None, **terms: Any) -> DistillationConfig:
-        """Return the terms of the loss."""
+        """Return the terms of the loss.
+
+        Raises:
+            UsageError: values out of range, all together.
+        """
         distance = {name: getattr(self, name) for name in ("alpha", "temperature", "mixture")}
         return DistillationConfig(**distance, divergence=self.loss, vocab_size=vocab_size, **terms)
 

@@ -125,7 +125,11 @@ def uniform_layers(total: int, kept: int) -> tuple[int, ...]:
 
 
 def layer_stack(model: PreTrainedModel) -> LayerStack:
-    """Return the stack of layers of a Transformers model."""
+    """Return the stack of layers of a Transformers model.
+
+    Raises:
+        UsageError: the model has none, several (an encoder and a decoder, text and vision), or nested ones.
+    """
     from torch.nn import ModuleList
 
     config = model.config
@@ -289,6 +293,9 @@ def teacher_with_batches(
     """Return the teacher in evaluation mode, on a GPU if there is one, and up to 64 samples of up to 512 tokens.
 
     The samples are spread over the text, which defaults to Python's help topics.
+
+    Raises:
+        UsageError: a text cannot be read, or is shorter than one sample.
     """
     import torch
     import transformers
@@ -394,7 +401,12 @@ def plan_student(
     output_dir: Path | None = None,
     force: bool = False,
 ) -> StudentReport:
-    """Check a request against a teacher and return what will be made; reads the config, not the weights."""
+    """Check a request against a teacher and return what will be made; reads the config, not the weights.
+
+    Raises:
+        UsageError: all errors of the request together.
+        RefusedInputError: the teacher's config is unsafe or unknown.
+    """
     errors = []
     if request.layers is not None and request.keep_layers is not None:
         errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
@@ -474,7 +486,13 @@ def plan_student(
 
 
 def make_student(plan: StudentReport, teacher: str, output_dir: Path, *, force: bool = False) -> StudentReport:
-    """Write the student as a Transformers directory with its `student.json`; a failure leaves no files."""
+    """Write the student as a Transformers directory with its `student.json`; a failure leaves no files.
+
+    Raises:
+        UsageError: the directory is not empty, or the checkpoint has tensors that the family does not have.
+        RefusedInputError: the teacher's weights are missing, damaged or not finite.
+        ShardwrightError: the teacher cannot be downloaded.
+    """
     import torch
 
     if errors := output_errors(output_dir, force=force, sources={"the teacher": teacher}):

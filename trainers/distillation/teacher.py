@@ -35,7 +35,11 @@ def check_arguments(
     arguments: TrainingArguments | None,
     trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Reject a teacher, terms and arguments that cannot be combined."""
+    """Reject a teacher, terms and arguments that cannot be combined.
+
+    Raises:
+        UsageError: all errors together.
+    """
     errors = []
     model = teacher.model if isinstance(teacher, PlacedModel) else teacher
 
@@ -90,7 +94,11 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
 
 
 class EarlyExit:
-    """Hidden states of an earlier layer, normalised like the last layer's, so that the same head reads them."""
+    """Hidden states of an earlier layer, normalised like the last layer's, so that the same head reads them.
+
+    Raises:
+        UsageError: the model has no list of layers or no final norm.
+    """
 
     def __init__(self, model: PreTrainedModel, exit_layer: int | None) -> None:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
@@ -161,7 +169,11 @@ class DistillationBatch:
 
 
 def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
-    """Split a batch; labels move one to the left if the model predicts the next token."""
+    """Split a batch; labels move one to the left if the model predicts the next token.
+
+    Raises:
+        UsageError: no labels, or labels that are not classes.
+    """
     inputs = dict(inputs)
     labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
     if labels is None and shifted is None:

@@ -266,6 +266,10 @@ def write_cache(
     """Store the answers to samples that the directory does not have yet, each sample once.
 
     After an interruption finished files stay, and later answers are computed again.
+
+    Raises:
+        RefusedInputError: the directory has another cache, or damaged files; names all differences.
+        ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
     """
     import torch
 
@@ -297,7 +301,11 @@ def write_cache(
 
 
 def stored_cache(directory: Path, key: CacheKey) -> TeacherCache | None:
-    """Return the cache in a directory; `None` if it has none."""
+    """Return the cache in a directory; `None` if it has none.
+
+    Raises:
+        RefusedInputError: the directory has another cache; names all differences.
+    """
     return TeacherCache.open(directory, key) if any(directory.glob(OWN_FILES[0])) else None
 
 
@@ -368,7 +376,12 @@ class CacheJob:
 
 
 def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None = None) -> CacheJob:
-    """Read configuration, tokenizer and data; nothing is run or written."""
+    """Read configuration, tokenizer and data; nothing is run or written.
+
+    Raises:
+        UsageError: invalid settings, a dataset without text, a sequence beyond the model's positions.
+        RefusedInputError: the teacher has no safetensors weights.
+    """
     sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
     errors: list[ConfigError] = []
     temperatures = settings.temperature
@@ -406,7 +419,14 @@ def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None
 
 
 def run_cache_job(job: CacheJob, directory: Path) -> None:
-    """Load the teacher and store its outputs."""
+    """Load the teacher and store its outputs.
+
+    Raises:
+        UsageError: the directory has other files, or another run writes to it.
+        DoesNotFitError: the answers do not fit on its disk.
+        RefusedInputError: the directory has another cache.
+        ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
+    """
     import torch
 
     from ...plugins.transformers.second_model import load_second_model

@@ -102,7 +102,13 @@ class EvalModel:
 
 
 def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
-    """Check from its configuration that a model can be loaded."""
+    """Check from its configuration that a model can be loaded.
+
+    Raises:
+        UsageError: no such model exists, or it is not a causal language model.
+        RefusedInputError: files are damaged, or the only weights are not safetensors.
+        ShardwrightError: the Hub cannot be reached.
+    """
     from transformers import AutoConfig
 
     try:
@@ -145,6 +151,10 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
 
     compressed-tensors 0.19.0 decompresses a model in a hook of its first forward pass, which fails if a module's
     `forward` was replaced. Therefore one token is read here.
+
+    Raises:
+        RefusedInputError: weights are missing, unexpected or of another shape.
+        ShardwrightError: Transformers cannot load the model; contains its reason.
     """
     import torch
 

@@ -63,6 +63,9 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int, processo
 
     Documents of plain text are joined; an incomplete last window is dropped. Conversations make one window each, with
     labels on what the assistant says; the `processor` reads their images.
+
+    Raises:
+        UsageError: the text is missing, empty or shorter than one window.
     """
     set_chat_template(tokenizer, request.chat_template)
     samples = load_samples(
@@ -193,7 +196,11 @@ class TokenMeasures:
 def measure_tokens(
     model: ModelReader, baseline: AnswersOf | None, batches: Sequence[Batch], *, baseline_name: str = "baseline"
 ) -> TokenMeasures:
-    """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities."""
+    """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
+
+    Raises:
+        RefusedInputError: a model's outputs are not numbers; names the window and the token.
+    """
     import torch
 
     measured: dict[str, list[torch.Tensor]] = {}

@@ -66,7 +66,11 @@ def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None)
 
 
 def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> None:
-    """Check a matrix before quantization."""
+    """Check a matrix before quantization.
+
+    Raises:
+        RefusedInputError: not two-dimensional, empty, NaN or infinite, or a Hessian of another shape.
+    """
     errors, size = [], weight_OI.shape[-1]
     if weight_OI.ndim != 2 or not weight_OI.numel():
         rule = "must be a matrix that is not empty"
@@ -426,6 +430,9 @@ def low_rank_residual(
     Q is rounded to nearest, or with error feedback if there is a Hessian. L·R is the best product of its rank for the
     remaining difference. They are fitted in turn, and the sum with the least `trace(D H Dᵀ)` is returned. Q without a
     correction is a candidate, so a correction never increases the error.
+
+    Raises:
+        RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
     options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)

@@ -72,6 +72,9 @@ def fused_token_loss(
 
     `chunk_rows` rows are computed at a time; `None` keeps them below `CHUNK_BYTES`. Gradients that are not
     needed, of a frozen head or with autograd off, are not computed.
+
+    Raises:
+        UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     rows = valid_rows(labels_N, student_head.vocab_size)
     if rows is not None:
@@ -448,7 +451,11 @@ class HeadReplacement:
 
 
 def captured_head_input(model: PreTrainedModel, name: str) -> tuple[HeadReplacement, list[torch.Tensor]]:
-    """Return a replacement of a model's head, and the list that gets its inputs: one per call, [B, S, H]."""
+    """Return a replacement of a model's head, and the list that gets its inputs: one per call, [B, S, H].
+
+    Raises:
+        UsageError: the model has no output embeddings.
+    """
     inputs: list[torch.Tensor] = []
 
     def keep(hidden_BSH: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,11 @@ def _relative_entropy(log_a: torch.Tensor, log_b: torch.Tensor) -> torch.Tensor:
 
 
 def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int) -> None:
-    """Check the temperature of targets, and that their tokens are among the columns that are compared."""
+    """Check the temperature of targets, and that their tokens are among the columns that are compared.
+
+    Raises:
+        UsageError: they do not fit the objective.
+    """
     if targets.temperature != objective.temperature:
         rule = f"the teacher's top-k has temperature {targets.temperature}"
         fix = "use the same temperature for the loss and the top-k"
@@ -238,6 +242,9 @@ def plain_token_loss(
 
     D compares the first V* columns of both models, the tokens that both have; CE is over all columns of the student.
     Without a teacher the loss is ``Σ (1 - α) CE``. Without any valid row it is 0, with a graph.
+
+    Raises:
+        UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     rows = valid_rows(labels_N, student_logits_NV.shape[1])
     if rows is not None:
@@ -270,7 +277,11 @@ def row_losses(
 
 
 def valid_rows(labels_N: torch.Tensor, columns: int) -> torch.Tensor | None:
-    """Return the indices of the rows with a label, or `None` if all have one."""
+    """Return the indices of the rows with a label, or `None` if all have one.
+
+    Raises:
+        UsageError: a label is not a column of the student.
+    """
     valid_N = labels_N != IGNORED_LABEL
     bad_N = valid_N & ((labels_N < 0) | (labels_N >= columns))
     if bool(bad_N.any()):

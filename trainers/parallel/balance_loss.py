@@ -210,7 +210,11 @@ def balance_over_ranks(trainer: Any) -> None:
 
 
 def check_balance_loss(model: PreTrainedModel) -> None:
-    """Reject a mixture of experts whose balance loss cannot be computed over all ranks."""
+    """Reject a mixture of experts whose balance loss cannot be computed over all ranks.
+
+    Raises:
+        UsageError: the module of the model's class has no function that computes it.
+    """
     if not _modules(base_model(model)):
         raise _unknown_formula(model)
 

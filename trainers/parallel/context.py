@@ -131,7 +131,11 @@ class ContextAxis(Axis):
     """Rejects evaluations, in which the Trainer counts the ranks of one sequence as separate samples."""
 
     def evaluating(self, trainer: ExactTrainer) -> NoReturn:
-        """Raise an error."""
+        """Raise an error.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(ConfigError(where="evaluation", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
 
 
@@ -140,6 +144,10 @@ class ContextParallelCollator:
 
     The mask is dropped: attention is causal, and padding on the right comes after every token. A batch also holds its
     number of tokens before padding (`counts.UNPADDED`), which the Trainer counts.
+
+    Raises:
+        UsageError: a batch is padded on the left, packs documents into a row, has a mask with more than 2 dimensions,
+            or has positions that do not count its tokens from 0.
     """
 
     def __init__(self, collator: Callable[[Any], Any], context_parallel_size: int) -> None:

@@ -222,7 +222,11 @@ class PipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over all predicted tokens; stages keep no logits."""
+        """Return the mean loss over all predicted tokens; stages keep no logits.
+
+        Raises:
+            UsageError: replicas share data of unknown length, stages do not support a batch, or no batch has labels.
+        """
         samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
         if errors := length_errors(samples, self._replicas):
             raise UsageError(errors)
@@ -282,7 +286,11 @@ class PipelineTrainer(Trainer):
 
 
 def source_of(model: Any, *, revision: str | None = None) -> Any:
-    """Return the model itself; for the directory or Hub id of a checkpoint, its model without weights."""
+    """Return the model itself; for the directory or Hub id of a checkpoint, its model without weights.
+
+    Raises:
+        UsageError: there is no checkpoint, or it has no causal language model.
+    """
     if not isinstance(model, str | Path):
         return model
     try:
@@ -326,7 +334,11 @@ def check_pipeline(
     tensor_parallel_size: int = 1,
     **settings: Any,
 ) -> None:
-    """Reject a model and arguments that a pipeline does not support."""
+    """Reject a model and arguments that a pipeline does not support.
+
+    Raises:
+        UsageError: a rule is broken; lists all errors with the nearest legal values.
+    """
     config = model.config
     deepspeed = deepspeed_configuration(args) or {}
     zero = deepspeed.get("zero_optimization", {})
@@ -518,6 +530,9 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
     batch without a mask gets one only if another batch of the step has one: without a mask, positions separate packed
     sequences. Added samples repeat the first sample of their batch without its labels, because attention cannot
     normalize over a sample without visible tokens.
+
+    Raises:
+        UsageError: a batch has entries that stages cannot pass on, or only some batches have positions.
     """
     import torch
 

@@ -105,7 +105,12 @@ class PlannedParallelism:
         own_loss: OwnLoss | None = None,
         **settings: Any,
     ) -> Any:
-        """Return the trainer for the layout."""
+        """Return the trainer for the layout.
+
+        Raises:
+            UsageError: model, arguments and layout do not combine; lists all errors of an axis.
+                `ds_configs/legality/trainer_parameters.py` lists the parameters that a layout rejects.
+        """
         from transformers import Trainer
 
         refuse_run_effects(args)
@@ -337,6 +342,9 @@ def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> Non
     """Attach the tiles and the checkpoints in host memory of a layout, unless a Trainer has them already.
 
     A distillation computes its own loss in chunks, so that no loss is tiled here.
+
+    Raises:
+        UsageError: the model or the Trainer does not support them; lists all errors.
     """
     from .long_sequences import LongSequenceCallback
 
@@ -380,6 +388,9 @@ def check_balance_of_batches(trainer: Any) -> None:
 
     Seen with trl 1.16.0: each rank shuffles the answers that it generated before it splits them into micro-batches. The
     balance loss of a micro-batch is no sum over its rows, and no process would train these micro-batches.
+
+    Raises:
+        UsageError: there are several ranks, and the balance loss is switched on.
     """
     config, args = getattr(trainer.model, "config", None), trainer.args
     shuffles = {"GRPOTrainer", "RLOOTrainer"} & {base.__name__ for base in type(trainer).__mro__}
@@ -400,6 +411,9 @@ def check_second_models(trainer: Any) -> None:
 
     Seen with trl 1.16.0: under FSDP2 Accelerate can load weights on the first rank only, and TRL shards the empty
     reference of the other ranks. Under sequence parallelism a second model attends only to a shard of the sequence.
+
+    Raises:
+        UsageError: a second model would compute other values than in one process.
     """
     import torch
 
@@ -428,6 +442,9 @@ def check_learned_positions(trainer: Any) -> None:
 
     Seen with trl 1.16.0: prompts are padded on the left to the longest prompt of the rank, and no positions are passed
     on. A rank therefore trains other positions than one process.
+
+    Raises:
+        UsageError: the model has a position embedding.
     """
     import torch
 

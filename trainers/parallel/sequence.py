@@ -374,7 +374,12 @@ class SequenceAxis(Axis):
 
 
 def check_samples(batches: Sequence[Mapping[str, Any]], *, attention: str = "") -> None:
-    """Check that ranks can share the sequences of batches; `attention` is empty for context parallelism."""
+    """Check that ranks can share the sequences of batches; `attention` is empty for context parallelism.
+
+    Raises:
+        UsageError: a batch is padded on the left, packs documents into a row that attention does not separate, or has a
+            mask with more than 2 dimensions.
+    """
     errors = attention_errors(attention=attention) if attention else []
     if not errors:
         left_padded, packed = padding_and_packing(batches)
@@ -576,6 +581,9 @@ def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 
     padding on the right comes after every token. Document borders are dropped too: flash kernels derive them from
     positions. `position_ids` [B, L] count from the start of the unsharded sequence. `shift_labels` [B, L], if there are
     labels, has the label of the token that each position predicts, also across shard borders.
+
+    Raises:
+        UsageError: document borders are passed without positions.
     """
     import torch
 
@@ -646,7 +654,11 @@ def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, boo
 
 
 def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:
-    """Return the shards of all ranks of a sequence, concatenated along the sequence and without padding."""
+    """Return the shards of all ranks of a sequence, concatenated along the sequence and without padding.
+
+    Raises:
+        UsageError: the second dimension of a tensor is not the sequence.
+    """
     import torch
     import torch.distributed as dist
 

@@ -42,6 +42,10 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
     Args:
         tokenizer: Counts tokens, and renders messages with its chat template. Without a padding token it gets its
             end-of-sequence token as one, which TRL's trainers require.
+
+    Raises:
+        UsageError: the dataset does not exist, lacks a column, has a row of other types, labels of one kind, or no row
+            to train on; or the tokenizer has no end-of-sequence token, or no chat template for messages.
     """
     source = settings.dataset
     rows: list[Row] = list(
@@ -110,7 +114,11 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
 
 
 def in_complete_batches(samples: Samples, batch_rows: int) -> Samples:
-    """Return samples without the last rows that fill no batch of all ranks, which would count twice in a mean."""
+    """Return samples without the last rows that fill no batch of all ranks, which would count twice in a mean.
+
+    Raises:
+        UsageError: there are fewer rows than a batch.
+    """
     statistics, count = samples.statistics, len(samples.train)
     kept = count // batch_rows * batch_rows
     if not kept:

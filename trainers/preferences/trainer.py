@@ -122,7 +122,11 @@ def is_reward_function(name: str) -> bool:
 
 
 def reward_function(name: str) -> Callable[..., Any]:
-    """Return a function of a Python file, `FILE.py:FUNCTION`, which gets prompts, completions and the other columns."""
+    """Return a function of a Python file, `FILE.py:FUNCTION`, which gets prompts, completions and the other columns.
+
+    Raises:
+        UsageError: there is no such file or function, or the file cannot be run.
+    """
     file, _, attribute = name.rpartition(":")
     path = Path(file)
     error = ConfigError(where="reward", value=name, rule="has no such file", fix="pass FILE.py:FUNCTION")

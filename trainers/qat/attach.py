@@ -95,6 +95,9 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     """Change the class of the layers that a scheme targets; they round while `state.enabled` is true.
 
     Parameters, hooks and state dict keys do not change, except that learned scales are added.
+
+    Raises:
+        UsageError: the scheme does not fit the model; all errors together.
     """
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, and add no adapters"

@@ -292,7 +292,13 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
 
 
 def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> PreparedQAT:
-    """Check settings, model and dataset, report all errors together, and plan."""
+    """Check settings, model and dataset, report all errors together, and plan.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt, unsafe or already quantized.
+        PlanDoesNotFitError: no layout fits.
+    """
     from .attach import attach
     from .callback import resume_errors, step_errors
 

@@ -88,6 +88,12 @@ def export(
     """Write a trained model as a checkpoint for vLLM and Transformers; every rank must call it.
 
     The first rank holds the trained weights and the checkpoint in memory.
+
+    Raises:
+        UsageError: the model was not trained with these number formats, or the directory is in use; all errors
+            together.
+        RefusedInputError: weights or scales are NaN or infinite.
+        ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     import torch
     from accelerate.utils import extract_model_from_parallel
@@ -220,7 +226,12 @@ class Collected:
     """Tensors with NaN or infinity."""
 
     def add_all(self, tensors: Mapping[str, Tensor], model: Any) -> None:
-        """Collect all parameters and buffers of a model, by their names in it."""
+        """Collect all parameters and buffers of a model, by their names in it.
+
+        Raises:
+            UsageError: a packed module shares parameters with another one, which are gathered once.
+            RefusedInputError: tensors with NaN or infinity, or active adapters that cannot be merged; names them.
+        """
         remaining, missing = dict(tensors), []
         rounded = {id(module): name for name, module in self.attachment.modules.items()}
         names = module_names(self.attachment, self.root)

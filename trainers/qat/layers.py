@@ -55,7 +55,11 @@ class InputRange:
         return None if self._ends is None else (float(self._ends[0]), -float(self._ends[1]))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Move scale and zero point to a device and return them."""
+        """Move scale and zero point to a device and return them.
+
+        Raises:
+            UsageError: the range has no values yet.
+        """
         stored = self._scale_and_zero_point()
         if stored is None:
             where = f"input range of {self.name or 'a layer'}"
@@ -311,7 +315,11 @@ class LayerQuantizer:
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        """Return the outputs of a layer, rounded with the learned scales of its module and the stored input range."""
+        """Return the outputs of a layer, rounded with the learned scales of its module and the stored input range.
+
+        Raises:
+            UsageError: the range has no values yet.
+        """
         self.forward_dtype = weight.dtype
         learned = [getattr(module, name, None) for name in LEARNED]
         stored = (None, None) if self.input_range is None else self.input_range.on(inputs.device)

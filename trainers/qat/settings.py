@@ -77,7 +77,11 @@ class QATOptions(SchemeSettings):
     start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
 
     def config(self, *, scheme: QuantizationScheme | None = None, stored_dtype: str | None = None) -> QATConfig:
-        """Return the number formats, by default those of the named scheme."""
+        """Return the number formats, by default those of the named scheme.
+
+        Raises:
+            UsageError: settings contradict one another; all errors together.
+        """
         config = QATConfig(
             scheme=changed(scheme or scheme_named(self.scheme), **self.scheme_changes()),
             weight_rule=self.weight_rule,

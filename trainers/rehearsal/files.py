@@ -115,7 +115,11 @@ class Rehearsed:
 
 
 def choose_ranks(layout: Layout, ranks: int | None) -> int:
-    """Return the number of ranks: the requested one, else 2 or the smallest legal count."""
+    """Return the number of ranks: the requested one, else 2 or the smallest legal count.
+
+    Raises:
+        UsageError: the number of ranks does not fit the layout.
+    """
     counts: list[int] = [2, *range(1, MOST_RANKS + 1)] if ranks is None else []
     for count in counts:
         with contextlib.suppress(UsageError):
@@ -131,6 +135,9 @@ def scale_plan(
     """Return the plan's own files with scaled values for `ranks` CPU ranks, and write all of them into `work`.
 
     Ranks read them there, with `config.json` of the shrunken model.
+
+    Raises:
+        UsageError: the number of ranks does not fit the layout.
     """
     from ...plugins.planning import load_model_spec
 

@@ -176,6 +176,10 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
     Args:
         exchanged: What to copy in place of some files and directories, by absolute path.
         apart: Directory of the rehearsal, which is never copied.
+
+    Raises:
+        UsageError: it has too many files or bytes.
+        ShardwrightError: it cannot be copied, such as to a full disk.
     """
     sizes: list[int] = []
 

@@ -74,7 +74,12 @@ CONVERTED = "convert them to safetensors, or pass the config.json for random wei
 
 
 def load_second_model_spec(role: SecondModelRole, name: str, *, revision: str | None = None) -> LoadedModel:
-    """Return the sizes of a trained second model."""
+    """Return the sizes of a trained second model.
+
+    Raises:
+        UsageError: it has no weights.
+        RefusedInputError: its weights are not safetensors.
+    """
     source = Path(name)
     if is_without(source, ["*.safetensors"]):
         refuse_other_formats(source, where=role)
@@ -89,6 +94,9 @@ def named_samples(
     """Return the training samples and at most `evaluation_samples`, held out or from another split or file.
 
     `read` makes samples from settings and the tokenizer.
+
+    Raises:
+        UsageError: there is no text, or the evaluation split is empty.
     """
     other, other_split = settings.evaluation_dataset, settings.evaluation_split
     if other is not None or other_split is not None:
@@ -155,7 +163,12 @@ def last_checkpoint(output_dir: Path) -> Path | None:
 
 
 def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -> Selection | None:
-    """Return the newest checkpoint if the run is complete, and reject incompatible settings before ranks start."""
+    """Return the newest checkpoint if the run is complete, and reject incompatible settings before ranks start.
+
+    Raises:
+        UsageError: the run has fewer steps than the checkpoint, or its settings are incompatible with it.
+        RefusedInputError: there are checkpoints, but none is valid.
+    """
 
     def judged(read: Reader) -> tuple[Selection | None, bool, list[ConfigError]]:
         newest = newest_whole(directory, read)

@@ -270,7 +270,11 @@ class PlanCallback(StepClock):
 
 
 def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
-    """Make a Trainer's model recompute and keep activations as planned, from the beginning of training; idempotent."""
+    """Make a Trainer's model recompute and keep activations as planned, from the beginning of training; idempotent.
+
+    Raises:
+        UsageError: the model's layers cannot be recomputed in part.
+    """
     layout = plan.chosen.layout
     attend_by_document(base_model(model))
     if args.gradient_checkpointing:

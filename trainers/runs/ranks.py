@@ -92,7 +92,11 @@ class RankContext:
 
 
 def rank_arguments(settings: dict[str, Any], *, method: str, task: TaskName = "sft") -> tuple[Any, Engine]:
-    """Return the task's `TrainingArguments` of this rank and its engine; ZeRO-3 needs them before weights are made."""
+    """Return the task's `TrainingArguments` of this rank and its engine; ZeRO-3 needs them before weights are made.
+
+    Raises:
+        UsageError: an installed release cannot train, or arguments contradict the host or each other.
+    """
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine), task=task)
     check_upstream(engine, method=method)
@@ -104,7 +108,12 @@ def rank_arguments(settings: dict[str, Any], *, method: str, task: TaskName = "s
 
 
 def open_rank(job: LaunchedJob, work: Path) -> RankContext:
-    """Check this rank and the installed releases, and read the inputs of the Trainer."""
+    """Check this rank and the installed releases, and read the inputs of the Trainer.
+
+    Raises:
+        ShardwrightError: the number of ranks is not the planned one.
+        UsageError: arguments contradict the host or each other, or machines have different data or settings.
+    """
     from datasets import load_from_disk
     from transformers import AutoProcessor, AutoTokenizer
 
@@ -138,7 +147,11 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
 
 
 def check_same_inputs(digests: Mapping[str, str]) -> None:
-    """Check that all ranks have equal digests; every rank must call it."""
+    """Check that all ranks have equal digests; every rank must call it.
+
+    Raises:
+        UsageError: digests differ; names the hosts and the inputs.
+    """
     (first_host, expected), *others = gathered((socket.gethostname(), digests))
     errors = []
     for rank, (host, own) in enumerate(others, start=1):
@@ -372,6 +385,9 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
     """Check that Shardwright's patches fit the installed libraries; call it before weights load.
 
     Under FSDP2 and ZeRO-3, `from_pretrained` then reads weights on the first rank only.
+
+    Raises:
+        UsageError: an installed release differs from the tested ones; all differences together.
     """
     packages = {"accelerate", "torch", "transformers"}
     packages |= {"deepspeed"} if engine == "deepspeed" else set()
@@ -384,7 +400,11 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
 
 
 def held_out_cross_entropy(trainer: Any) -> float:
-    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it."""
+    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it.
+
+    Raises:
+        UsageError: no token has a label.
+    """
     import torch
 
     from ...plugins.transformers.output_heads import base_model, has_plain_head, output_head

@@ -56,7 +56,11 @@ _NODE_CHECK = "shardwright.plugins.clusters"
 
 
 def compile_operators(devices: Sequence[str], optimizer: str) -> None:
-    """Compile the operators that DeepSpeed would otherwise compile on every CPU rank during the launch."""
+    """Compile the operators that DeepSpeed would otherwise compile on every CPU rank during the launch.
+
+    Raises:
+        ShardwrightError: a compilation fails, or a killed compilation left its lock.
+    """
     from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
     from ...plugins.deepspeed.engine import has_libaio
 
@@ -319,7 +323,13 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
 
 def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
-    """Launch a prepared training, wait for it, and write the report into the model directory."""
+    """Launch a prepared training, wait for it, and write the report into the model directory.
+
+    Raises:
+        UsageError: another run writes to the directory, or its checkpoint cannot be resumed.
+        DoesNotFitError: the model does not fit on the disk.
+        ShardwrightError: a rank failed; names the rank and its error.
+    """
     request, output_dir = prepared.request, prepared.request.output_dir
     if errors := disk_errors(output_dir, needed_bytes=prepared.least_bytes):
         raise DoesNotFitError("\n".join(map(str, errors)))
@@ -351,7 +361,12 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
 
 
 def run_part(prepared: PreparedTraining[Any]) -> None:
-    """Run the ranks of a machine other than the first, without a report."""
+    """Run the ranks of a machine other than the first, without a report.
+
+    Raises:
+        UsageError: the checkpoint cannot be resumed.
+        ShardwrightError: a rank failed on any machine; names the rank and its error.
+    """
     finished = _finished(prepared)
     if finished is None or not is_complete(prepared, finished):
         _run_ranks(prepared)

@@ -45,7 +45,13 @@ def launch_script(
     check_nodes: bool = True,
     on_line: Callable[[str], None],
 ) -> None:
-    """Run a script on the ranks of a plan on this machine and wait for them; the plan's directory may have moved."""
+    """Run a script on the ranks of a plan on this machine and wait for them; the plan's directory may have moved.
+
+    Raises:
+        UsageError: plan, script or planned hardware is missing, or `accelerate.yaml` embeds another
+            DeepSpeed configuration than `ds_config.json`.
+        ShardwrightError: a rank failed; names the rank and its error.
+    """
     errors: list[ConfigError] = []
     with collecting(errors):
         plan = Plan.load(plan_directory)
@@ -67,7 +73,11 @@ def launch_script(
 
 
 def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of `shardwright` that train with a plan; `arguments` are the user's flags of `train`."""
+    """Return the arguments of `shardwright` that train with a plan; `arguments` are the user's flags of `train`.
+
+    Raises:
+        UsageError: the plan cannot be read or has a second model without a task that uses it, or there are no flags.
+    """
     plan = Plan.load(plan_directory)
     words = train_arguments(plan, directory=str(plan_directory))
     trains = plan.job.task not in ("sft", "gkd") and TASKS[plan.job.task].trainer is not None
@@ -119,6 +129,9 @@ def count_turn(plan_directory: Path, arguments: Sequence[str], *, is_script: boo
         arguments: Of the script or of `train`. Turns without an output directory in them are not counted.
         is_script: Whether they are those of a user's script, whose checkpoints need no record.
         job: SLURM job id, the same in every turn.
+
+    Raises:
+        ShardwrightError: two turns in a row left no new complete checkpoint.
     """
     output = stated_output(arguments)
     if output is None:

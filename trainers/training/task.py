@@ -160,7 +160,13 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
 
 def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> PreparedTrain:
-    """Read and check everything, report all errors together, and plan."""
+    """Read and check everything, report all errors together, and plan.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
     errors: list[ConfigError] = []
     written_plan = loaded = hardware = tokenizer = processor = samples = None
     if settings.plan is not None:
