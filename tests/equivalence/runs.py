@@ -117,7 +117,7 @@ def evaluations(trainer: Any, case: Case) -> dict[str, Any]:
     from shardwright.trainers.training.rank import held_out
 
     unlabelled = [{**row, "labels": row["labels"] * 0 + IGNORED} for row in samples()[:3]]
-    found: dict[str, Any] = {"held out": held_out(trainer, case.full_layout).value}
+    found: dict[str, Any] = {"held out": held_out(trainer, case.full_layout)}
 
     def loss(name: str, rows: Any) -> None:
         try:

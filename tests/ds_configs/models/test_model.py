@@ -221,7 +221,7 @@ def stored_classes(kind: str = "") -> list[tuple[str, str]]:
     classes = json.loads((CONFIGS.parent / "parameter_shapes.json").read_text())["classes"].items()
     stored = [(value["model_type"], name) for name, value in classes if f'"{kind}' in json.dumps(value)]
     return [
-        *(names for names in stored if not names[1].endswith(("ConditionalGeneration", "CLIPModel"))),
+        *(names for names in stored if not names[1].split()[0].endswith(("ConditionalGeneration", "CLIPModel"))),
         *(("deepseek_v4", "DeepseekV4ForCausalLM"), ("phimoe", "PhimoeForCausalLM")),
         *(("glm4_moe_lite", "Glm4MoeLiteForCausalLM"), ("granitemoehybrid", "GraniteMoeHybridForCausalLM")),
     ]
