@@ -122,6 +122,7 @@ def test_llava_counts_the_class_row_as_its_processor_does(tower: str, rows: int,
         patch_size=14,
         num_additional_image_tokens=rows,
         vision_feature_select_strategy=strategy,
+        _merge_kwargs=lambda: {"images_kwargs": {}},  # Read by 5.24.
     )
     settings = {"vision_feature_select_strategy": strategy, "vision_config.model_type": tower}
     settings |= {"vision_config.image_size": 336, "vision_config.patch_size": 14}
