@@ -607,7 +607,10 @@ _ZERO_KEYS: Mapping[str, tuple[str, ...]] = {
 def shrink_layout(layout: Layout, *, ranks: int) -> tuple[Layout, tuple[Change, ...]]:
     """Return the same layout on `ranks` ranks of one node, with at most two sequences and two micro-batches.
 
-    Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`. Raises `UsageError`.
+    Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`.
+
+    Raises:
+        UsageError: The other axes do not divide the ranks; all errors together, with the nearest legal numbers.
     """
     errors = _rank_errors(layout, ranks)
     if errors:

@@ -138,7 +138,30 @@ def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
             where, fix = f"{file}: {name}", "plan again with this value"
             difference = ConfigError(where=where, value=arguments.get(name), rule=rule, fix=fix)
             findings.append(Finding(kind="warning", error=difference))
-    return findings, plan
+    # Training arguments with which tiled MLPs or checkpoints in host memory cannot run.
+    layout, errors = plan.chosen.layout, []
+    checkpointing = arguments.get("gradient_checkpointing")
+    if layout.offloaded_checkpoints and checkpointing is not True:
+        rule, fix = "must be true: the plan keeps the inputs of recomputed layers in host memory", "write true"
+        errors.append(ConfigError(where=f"{file}: gradient_checkpointing", value=checkpointing, rule=rule, fix=fix))
+    kernels = arguments.get("liger_kernel_config") or {}
+    replaced = [name for name in ("swiglu", "geglu") if kernels.get(name, True)]
+    if layout.tiled_mlp and arguments.get("use_liger_kernel") and replaced:
+        rule = f"must set {' and '.join(replaced)} to false: Liger and the plan's tiles both replace MLPs"
+        fix = "set them to false, or plan with --tiled-mlp off"
+        errors.append(ConfigError(where=f"{file}: liger_kernel_config", value=kernels or None, rule=rule, fix=fix))
+    return findings + [_error(error) for error in errors], plan
+
+
+def moved_finding(directory: Path, named: Path) -> Finding | None:
+    """Return a warning if `accelerate.yaml` uses a DeepSpeed file outside its directory although it has one."""
+    own = directory / named.name
+    if not own.is_file() or (named.exists() and named.samefile(own)):
+        return None
+    rule = f"is {named}, but the plan is now in {directory}"
+    fix = f"start with launch.sh or `shardwright launch`, or pass --deepspeed_config_file {own}"
+    where = f"{directory / CONFIGURATION}: deepspeed_config.deepspeed_config_file"
+    return Finding(kind="warning", error=ConfigError(where=where, rule=rule, fix=fix))
 
 
 def _error(config_error: ConfigError) -> Finding:
@@ -327,6 +350,9 @@ def _deepspeed_file_of(path: Path, launch: Report) -> Report | None:
             launch.findings.append(_error(ConfigError(where=f"{path}: {_NAMED_FILE}", rule=rule, fix=fix)))
         elif keys := differing_keys(copy, path.parent):
             launch.findings.append(_error(copy_error(path.parent, keys)))
+    elif of_plan and (moved := moved_finding(path.parent, Path(name))) is not None:
+        launch.findings.append(moved)
+        name = str(path.parent / Path(name).name)
     file = Path(name)
     try:
         if not file.exists() and (path.parent / name).exists():

@@ -10,8 +10,9 @@ import json
 import pickle  # noqa: TID251 - `_PlainUnpickler` runs no code
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ..specs.errors import ConfigError, InputError
 
@@ -26,7 +27,8 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"names {module}.{name}")
 
 
-class Operation(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
     """A collective operation of a process group, as one rank recorded it."""
 
     number: int
@@ -39,8 +41,51 @@ class Operation(NamedTuple):
     """`file:line in function` of the caller; empty if torch recorded none."""
 
     def __str__(self) -> str:
-        where = f" ({self.frame})" if self.frame else ""
-        return f"{self.name} number {self.number} of inputs {self.sizes}{where}"
+        return f"{self.name} number {self.number} of inputs {self.sizes}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stuck:
+    """A process group whose ranks did not run the same operations."""
+
+    group: str
+    waiting: Mapping[int, Operation]
+    """Ranks that reached the operation which the others did not, or all ranks of one that did not end."""
+    behind: Mapping[int, Operation | None]
+    """Last operation of the ranks that lag; `None` without any operation or without a file."""
+    without_file: tuple[int, ...]
+    """Those of `behind` whose record is missing."""
+    differs: bool = False
+    """Whether the ranks called different operations under one number."""
+
+    def lines(self) -> list[str]:
+        """Return what happened, for people."""
+        lines = [f"process group {self.group}:"]
+        by_operation: dict[str, list[int]] = {}
+        for rank, operation in sorted(self.waiting.items()):
+            where = f" ({operation.frame})" if operation.frame else ""
+            by_operation.setdefault(f"{operation}{where}", []).append(rank)
+        verb = "called" if self.differs else "waited in"
+        lines += [f"  {_ranks(ranks)} {verb} {text}" for text, ranks in by_operation.items()]
+        for rank, last in sorted(self.behind.items()):
+            if rank in self.without_file:
+                lines.append(
+                    f"  rank {rank} has no record: it was busy elsewhere or had ended, or is on another machine"
+                )
+            else:
+                where = f" ({last.frame})" if last is not None and last.frame else ""
+                shown = "has called no operation" if last is None else f"lags: its last operation was {last}{where}"
+                lines.append(f"  rank {rank} {shown}")
+        if self.differs:
+            lines.append("  The ranks must call the same operations in the same order.")
+        elif not self.behind:
+            lines.append("  Every rank reached it, so a link or an accelerator is slow or lost.")
+        return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def record_files(start: Path, *, since: float = 0.0) -> dict[int, Path]:
@@ -77,8 +122,8 @@ def read_record(file: Path) -> dict[str, Any]:
         raise InputError(ConfigError(where=str(file), rule=rule, fix="pass files that torch wrote")) from None
 
 
-def stuck_groups(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Return lines about the groups whose ranks waited, the earliest wait first, from records by global rank."""
+def stuck_groups(records: Mapping[int, Mapping[str, Any]]) -> list[Stuck]:
+    """Return the process groups in which ranks waited, the earliest wait first, from records by global rank."""
     members: dict[str, list[int]] = {}
     called: dict[str, dict[int, dict[int, Operation]]] = {}
     started: dict[str, int] = {}
@@ -95,8 +140,13 @@ def stuck_groups(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
             frames = entry.get("frames") or [{}]
             first = next((each for each in frames if "/torch/" not in each.get("filename", "")), frames[0])
             frame = f"{first['filename']}:{first['line']} in {first['name']}" if first else ""
-            number, sizes = entry["collective_seq_id"], json.dumps(entry.get("input_sizes", []))
-            operation = Operation(number, entry["profiling_name"], sizes, frame)
+            number = entry["collective_seq_id"]
+            operation = Operation(
+                number=number,
+                name=entry["profiling_name"],
+                sizes=json.dumps(entry.get("input_sizes", [])),
+                frame=frame,
+            )
             label = f"{name} ({description})" if description else str(name)
             # gloo's default group has no name in the configuration.
             members.setdefault(label, members.get(str(name), members.get("", sorted(records))))
@@ -105,20 +155,19 @@ def stuck_groups(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
             # gloo's records have no times, and stay `scheduled`.
             if entry.get("state") != "completed" and not operation.name.startswith("gloo:"):
                 unfinished.add((label, rank, number))
-    lines = []
-    for label in sorted(called, key=lambda label: started[label]):
-        waiting = {key[1:] for key in unfinished if key[0] == label}
-        if found := _stuck(members[label], called[label], waiting, records):
-            lines += [f"process group {label}:", *(f"  {line}" for line in found)]
-    return lines
+    groups = []
+    for label, of_ranks in called.items():
+        groups += _stuck(label, members[label], of_ranks, {key[1:] for key in unfinished if key[0] == label}, records)
+    return sorted(groups, key=lambda group: started[group.group])
 
 
 def _stuck(
+    label: str,
     members: Sequence[int],
     of_ranks: Mapping[int, Mapping[int, Operation]],
     unfinished: set[tuple[int, int]],
     records: Mapping[int, Any],
-) -> list[str]:
+) -> list[Stuck]:
     """Return how a group is stuck; empty if all its ranks ended the same operations."""
     # The buffer of each rank keeps its last operations only.
     first = max(min(operations) for operations in of_ranks.values())
@@ -126,38 +175,22 @@ def _stuck(
     for number in range(first, last + 1):
         at = {rank: operations[number] for rank, operations in of_ranks.items() if number in operations}
         if len({operation.name for operation in at.values()}) > 1:
-            return [*_by_operation(at, "called"), "The ranks must call the same operations in the same order."]
-        if missing := [rank for rank in members if rank not in at]:
+            return [Stuck(group=label, waiting=at, behind={}, without_file=(), differs=True)]
+        if any(rank not in at for rank in members):
             # Without a file a rank may have ended long after an operation that the others have ended.
+            missing = [rank for rank in members if rank not in at]
             if number < last and all(rank not in records for rank in missing):
                 continue
-            lines = _by_operation(at, "waited in")
-            for rank in sorted(missing):
-                what = "has called no operation"
-                if rank not in records:
-                    what = "has no record: it was busy elsewhere or had ended, or is on another machine"
-                elif rank in of_ranks:
-                    what = f"lags: its last operation was {of_ranks[rank][max(of_ranks[rank])]}"
-                lines.append(f"rank {rank} {what}")
-            return lines
+            behind = {rank: of_ranks[rank][max(of_ranks[rank])] if rank in of_ranks else None for rank in missing}
+            without_file = tuple(rank for rank in missing if rank not in records)
+            return [Stuck(group=label, waiting=at, behind=behind, without_file=without_file)]
         if waiting := {rank: at[rank] for rank in at if (rank, number) in unfinished}:
             # Not the first of operations that overlap, but the first that a rank has not ended.
-            slow = "Every rank reached it, so a link or an accelerator is slow or lost."
-            return [*_by_operation(waiting, "waited in"), slow]
+            return [Stuck(group=label, waiting=waiting, behind={}, without_file=())]
     return []
-
-
-def _by_operation(operations: Mapping[int, Operation], verb: str) -> list[str]:
-    ranks: dict[str, list[int]] = {}
-    for rank, operation in sorted(operations.items()):
-        ranks.setdefault(str(operation), []).append(rank)
-    lines = []
-    for text, of_text in ranks.items():
-        listed = ", ".join(map(str, of_text[:8])) + (f" and {len(of_text) - 8} more" if len(of_text) > 8 else "")
-        lines.append(f"rank{'s' if len(of_text) > 1 else ''} {listed} {verb} {text}")
-    return lines
 
 
 def summary(start: Path, *, since: float = 0.0) -> list[str]:
     """Return the lines about the files of `record_files`; empty without files, or if no rank waited."""
-    return stuck_groups({rank: read_record(file) for rank, file in record_files(start, since=since).items()})
+    records = {rank: read_record(file) for rank, file in record_files(start, since=since).items()}
+    return [line for group in stuck_groups(records) for line in group.lines()]

@@ -1,7 +1,7 @@
 """Checks of a TRL configuration file (`trl dpo --config FILE`), alone and with the launch files of its run.
 
 A file does not name its configuration class. The classes that fit its keys and values best are candidates; if several
-remain, only what holds for all of them is reported.
+remain, what does not hold for all of them is a warning.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import get_args
 
+from ..specs.errors import ConfigError
 from ..specs.model import ModelSpec
 from ..specs.tasks import TrlTask
 from .report import DATA, Entry, Finding, KeyWalker, Node, Report, Schema, load_keys, nearest_key
@@ -39,7 +40,7 @@ def check_trl(
     context_tokens: int | None = None,
     gpu_bytes: int | None = None,
 ) -> None:
-    """Add the findings that every configuration class which the file fits has.
+    """Add the findings under every configuration class that the file fits; those of only some are warnings.
 
     `launch` and `engines` are the Accelerate and DeepSpeed files of the run; `task` selects the class.
     """
@@ -66,7 +67,17 @@ def check_trl(
     places = [{(finding.kind, finding.error.where) for finding in findings} for findings in by_class]
     common = set.intersection(*places)
     report.findings += [finding for finding in by_class[0] if (finding.kind, finding.error.where) in common]
-    if any(each != common for each in places):
+    # What holds for some of the classes, with their names.
+    uncertain: dict[tuple[str, str, str], tuple[ConfigError, list[str]]] = {}
+    for name, findings in zip(names, by_class, strict=True):
+        for finding in findings:
+            error = finding.error
+            if (finding.kind, error.where) not in common:
+                uncertain.setdefault((error.where, error.rule, error.fix), (error, []))[1].append(name)
+    for error, holders in uncertain.values():
+        rule = f"if the file is for {' or '.join(holders)}: {error.rule}"
+        report.findings.append(Finding(kind="warning", error=replace(error, rule=rule)))
+    if uncertain:
         tasks = [load_keys("trl")["classes"][name]["task"] for name in names]
         rule = f"the file fits {', '.join(names)}, and some rules depend on which it is for"
         report.warning("", rule, f"pass --task {' or '.join(tasks)}")
@@ -182,3 +193,9 @@ def _check_keys(run: TrlRun) -> None:
                 rule = "is a string in YAML, which requires a dot and a sign in a number with an exponent"
                 fix = f"write {float(number)}e{int(power):+d}"
                 report.error(f"{entry.key}.{part.key}", rule, fix, line=part.line)
+    for key, fix in _TEXTS["deprecated"].items():
+        if key in run.schema and run.sets(key):
+            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)
+    for key, words in _TEXTS["deprecated_values"].items():
+        if key in run.schema and (fix := words.get(str(report.value(key)))):
+            report.warning(key, "is deprecated; TRL 2.0 removes it", fix)

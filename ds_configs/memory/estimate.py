@@ -51,7 +51,9 @@ def share_moment_terms(
     """Return the named tensor bytes of a rank's share at each moment of a training step.
 
     `device_bytes` is the memory of the accelerator, of which a colocated vLLM uses a share; 0 without one.
-    Raises `UsageError`.
+
+    Raises:
+        UsageError: neither coefficients nor a bound from the model's structure exist.
     """
     model = share.model
     step = rank_step(in_sequences(layout, job.task), share, job, unmasked=unmasked, gpu=gpu)
@@ -209,7 +211,11 @@ def moved_factors(published: Factors, ratios: Sequence[float]) -> Factors:
 
 
 def check_ratio(run: MeasuredRun) -> None:
-    """Check that the measured peak of a run is plausible for its plan. Raises `UsageError`."""
+    """Check that the measured peak of a run is plausible for its plan.
+
+    Raises:
+        UsageError: the reserved peak is far from the prediction.
+    """
     if not SMALLEST_RATIO <= run.ratio <= LARGEST_RATIO:
         raise UsageError(
             ConfigError(
@@ -374,7 +380,10 @@ def estimate_memory(
     are the inputs of the layers, and the final norm with rotary tables and positions; the loss has logits in bf16 and
     fp32 and gradients of both. Of the sum of 26,796,486,106 bytes, 24,659,427,848 are tensors. The step needs
     22,117,106,176 bytes of them: the states, and fp32 and flattened gradients of a sub-group (6 * P / N). Eight
-    processes need 24,000,000,000 bytes of host memory. Raises `UsageError`.
+    processes need 24,000,000,000 bytes of host memory.
+
+    Raises:
+        UsageError: there are fewer layers than pipeline stages, or neither activation coefficients nor a bound.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     reserved = EXPANDABLE_RESERVED if expands_segments(job, hardware) else RESERVED_OVER_ALLOCATED

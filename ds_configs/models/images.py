@@ -299,7 +299,11 @@ _READ_MAX_PIXELS = (*_NATIVE_QWEN, "glm4v", "glm4v_moe")
 
 
 def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
-    """Return what one image (or video) of a job becomes in a model; `None` without images. Raises `UsageError`."""
+    """Return what one image (or video) of a job becomes in a model; `None` without images.
+
+    Raises:
+        UsageError: the model has no rule, or its rule cannot read what the job states.
+    """
     errors = [
         ConfigError(where=part, value=getattr(job, part), rule=f"is no part of {model.model_type}", fix="omit it")
         for part in IMAGE_PARTS

@@ -56,7 +56,11 @@ _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_w
 
 
 def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
-    """Parse and validate a `config.json`. Raises `RefusedInputError`."""
+    """Parse and validate a `config.json`.
+
+    Raises:
+        RefusedInputError: The text is not a JSON object, has no `model_type`, or a size is missing or absurd.
+    """
     if len(text) > LARGEST_CONFIG_BYTES:
         rule, fix = f"must be at most {LARGEST_CONFIG_BYTES} bytes", "pass the config.json of a model"
         raise RefusedInputError(ConfigError(where=source, value=len(text), rule=rule, fix=fix))

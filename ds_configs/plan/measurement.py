@@ -246,7 +246,9 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     """Return the step time, which corrects later plans; `None` without a timed step or its prediction.
 
     Steps that generate correct none: decoding is slower or faster than predicted for other reasons than an update.
-    Raises `UsageError`.
+
+    Raises:
+        UsageError: the run differed from its plan.
     """
     if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
         return None
@@ -281,22 +283,20 @@ def _identifier(measurement: RunMeasurement) -> str:
 def log_values(measurement: RunMeasurement) -> dict[str, float]:
     """Return flat numbers for experiment trackers, without those that were not measured."""
     full, predicted = measurement.fullest, measurement.predicted
-    sizes = {
-        "predicted_allocated": predicted.allocated_bytes,
-        "predicted_reserved": predicted.reserved_bytes,
-        "predicted_peak": predicted.peak_bytes,
-        "predicted_high": predicted.high_bytes,
-        "peak_allocated": full.peak_allocated_bytes,
-        "peak_reserved": full.peak_reserved_bytes,
-        "device_used": full.device_used_bytes,
-    }
-    values = {f"plan/{name}_gb": count / 1e9 for name, count in sizes.items() if count is not None}
-    times = {
+    first = full.first_step_seconds
+    values: dict[str, float | None] = {
+        "plan/predicted_allocated_gb": predicted.allocated_bytes / 1e9,
+        "plan/predicted_reserved_gb": predicted.reserved_bytes / 1e9,
+        "plan/predicted_peak_gb": predicted.peak_bytes / 1e9,
+        "plan/predicted_high_gb": predicted.high_bytes / 1e9,
+        "plan/peak_allocated_gb": None if full.peak_allocated_bytes is None else full.peak_allocated_bytes / 1e9,
+        "plan/peak_reserved_gb": None if full.peak_reserved_bytes is None else full.peak_reserved_bytes / 1e9,
+        "plan/device_used_gb": None if full.device_used_bytes is None else full.device_used_bytes / 1e9,
         "plan/step_seconds": measurement.step_seconds,
         "plan/predicted_step_seconds": measurement.predicted_step_seconds,
-        "plan/first_step_seconds": next(iter(full.first_step_seconds), None),
+        "plan/first_step_seconds": first[0] if first else None,
     }
-    return values | {name: seconds for name, seconds in times.items() if seconds is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def report_lines(measurement: RunMeasurement) -> Iterator[str]:

@@ -214,7 +214,10 @@ def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: boo
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces it when the block ends without an error.
 
-    Scripts (`.sh`, `.sbatch`) become executable. Raises `OSError`.
+    Scripts (`.sh`, `.sbatch`) become executable.
+
+    Raises:
+        OSError: writing fails.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.settings import rule_of
 from ..specs.tasks import TASKS
-from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
+from ..specs.texts import control_text, json_line, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, comparable_steps
 from .output import write_files
@@ -157,13 +158,13 @@ class Plan(LaunchSpec):
         if file.stat().st_size > _LARGEST_PLAN_BYTES:
             raise RefusedInputError(ConfigError(where=str(file), rule=f"is larger than {_LARGEST_PLAN_BYTES} bytes"))
         try:
-            data = strict_json(file.read_bytes())
+            data = strict_json(content := file.read_bytes())
         except ValueError as error:
             raise RefusedInputError(ConfigError(where=str(file), rule=f"is not valid JSON ({error})")) from None
         if (text := control_text(data)) is not None:
             rule = "has control characters, with which a file could change what a terminal shows"
             raise RefusedInputError(ConfigError(where=str(file), value=ascii(text), rule=rule, fix="remove them"))
-        return plan_from_dict(data, source=str(file))
+        return plan_from_dict(data, source=str(file), text=content)
 
 
 class PlanDoesNotFitError(DoesNotFitError):
@@ -360,18 +361,27 @@ def evaluated_dict(evaluated: Evaluated) -> dict[str, Any]:
     }
 
 
-def plan_from_dict(data: object, *, source: str) -> Plan:
-    """Return the plan of JSON values from `plan_to_dict`, or raise `RefusedInputError` with all errors."""
+def plan_from_dict(data: object, *, source: str, text: bytes = b"") -> Plan:
+    """Return the plan of JSON values from `plan_to_dict`; errors name the lines of `text`, if it is given.
+
+    Raises:
+        RefusedInputError: the schema version or the structure is wrong; all errors together.
+    """
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RefusedInputError(
             ConfigError(where=source, rule="is not a plan", fix="pass a directory written by `shardwright plan`")
         )
-    fix = "run `shardwright plan` again"
-    if (version := data["schema_version"]) != SCHEMA_VERSION:
-        where, rule = f"{source}: schema_version", f"this version reads {SCHEMA_VERSION}"
-        raise RefusedInputError(ConfigError(where=where, value=version, rule=rule, fix=fix))
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise RefusedInputError(
+            ConfigError(
+                where=f"{source}: schema_version",
+                value=data["schema_version"],
+                rule=f"this version reads {SCHEMA_VERSION}",
+                fix="run `shardwright plan` again",
+            )
+        )
     try:
         job = dict(data["job"])
         job["seq_len_tokens"] = job.pop("seq_len")
@@ -388,24 +398,59 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
         }
         # Keys of another release that are ignored would change the run. Dataclasses inherit the setting from a list.
         (plan,) = TypeAdapter(list[Plan], config=ConfigDict(extra="forbid")).validate_python([values])
-        return plan
+        details = dict.fromkeys(_unknown_keys(data, plan_to_dict(plan)), "is not a key of this version")
+        if not details:
+            return plan
     except ValidationError as error:
-        items = error.errors(include_url=False)
-        details = [f"{'.'.join(str(key)[:40] for key in item['loc'][1:])} {rule_of(item)}" for item in items]
+        details = {}
+        for item in error.errors(include_url=False):
+            keys = item["loc"][1:]
+            # The candidate, by which a layout's keys begin.
+            start = {"chosen": 1, "rejected": 2}.get(str(keys[0]), 0) if keys else 0
+            field = next((field for field in _JSON_KEYS if keys[start : start + len(field)] == field), ())
+            details[keys[:start] + _JSON_KEYS.get(field, ()) + keys[start + len(field) :]] = rule_of(item)
     except KeyError as error:
-        details = [f"missing {error}"]
+        details = {(): f"missing {error}"}
     except (TypeError, AttributeError, ValueError) as error:
-        details = [str(error).partition("\n")[0]]
+        details = {(): str(error).partition("\n")[0]}
     writer = data["versions"].get("shardwright") if isinstance(data.get("versions"), dict) else None
     by = f"shardwright {writer} did; " if isinstance(writer, str) and writer.isprintable() else ""
+    errors = []
+    for keys, detail in islice(details.items(), _SHOWN_ERRORS):
+        line = json_line(text, keys) if text and keys else None
+        path = ".".join(str(key)[:40] for key in keys)
+        errors.append(f"{'' if line is None else f'line {line}: '}{path} {detail}".strip())
     more = f"; {len(details) - _SHOWN_ERRORS} more" if len(details) > _SHOWN_ERRORS else ""
-    rule = f"is not a plan that this version wrote ({by}{'; '.join(details[:_SHOWN_ERRORS])}{more})"
-    raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix))
+    rule = f"is not a plan that this version wrote ({by}{'; '.join(errors)}{more})"
+    raise RefusedInputError(ConfigError(where=source, rule=rule, fix="run `shardwright plan` again"))
 
 
 _SHOWN_ERRORS = 8
 _DERIVED = ("schema_version", "global_batch", "doubts", "files")
 """Keys of `plan.json` that repeat what others say."""
+_JSON_KEYS = {
+    ("model",): ("model", "spec"),
+    ("job", "seq_len_tokens"): ("job", "seq_len"),
+    ("time",): ("step_time",),
+    ("memory", "gpu"): ("gpu_memory",),
+    ("memory", "host"): ("host_memory",),
+    ("placements",): (),
+}
+"""Keys of `plan.json` for the fields of a plan or, without `chosen`, of a layout."""
+
+
+def _unknown_keys(data: object, known: object, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the paths of the keys of JSON values that other values of the same structure do not have."""
+    if isinstance(data, dict) and isinstance(known, dict):
+        return [
+            keys
+            for name, value in data.items()
+            for keys in (_unknown_keys(value, known[name], (*path, name)) if name in known else [(*path, name)])
+        ]
+    if isinstance(data, list) and isinstance(known, list | tuple):
+        pairs = enumerate(zip(data, known, strict=False))
+        return [keys for index, (item, other) in pairs for keys in _unknown_keys(item, other, (*path, index))]
+    return []
 
 
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
@@ -463,28 +508,40 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
 def edited_files(plan: Plan, directory: Path) -> list[str]:
     """Return the configuration files in a plan's directory that differ from the plan, apart from comments."""
     expected: dict[str, Any] = {
-        "accelerate.yaml": accelerate_config(plan),
+        "accelerate.yaml": _with_parsed_copy(accelerate_config(plan)),
         "training_arguments.json": planned_training_arguments(plan),
     }
     if plan.chosen.layout.engine == "deepspeed":
         expected["ds_config.json"] = deepspeed_config(plan)
     edited = []
-    for name in sorted(name for name in expected if (directory / name).is_file()):
+    for name in sorted(expected):
+        file = directory / name
+        if not file.is_file():
+            continue
         try:
-            content = read_small_file(directory / name, what="plan")
-            read = strict_json(content) if name.endswith(".json") else yaml_mapping(content, name=name, what="plan")
-            values = {key: value for key, value in read.items() if key != HEADER}
+            content = read_small_file(file, what="plan")
+            values = strict_json(content) if file.suffix == ".json" else yaml_mapping(content, name=name, what="plan")
+            values = {key: value for key, value in values.items() if key != HEADER}
+            values = _with_parsed_copy(values) if file.suffix == ".yaml" else values
         except (UsageError, ValueError, AttributeError, RecursionError):
             edited.append(name)
             continue
-        engine = values.get("deepspeed_config")
-        if isinstance(engine, dict) and copied_configuration(str(engine.get("deepspeed_config_file"))) is None:
-            # The path of ds_config.json instead of its copy is no edit of the plan.
-            planned = expected[name].get("deepspeed_config", {})
-            values["deepspeed_config"] = engine | {"deepspeed_config_file": planned.get("deepspeed_config_file")}
-        if values != expected[name]:
+        # The path of ds_config.json instead of its copy is no edit of the plan.
+        engine = expected[name].get("deepspeed_config")
+        with_path = {"deepspeed_config": engine | {"deepspeed_config_file": None}} if engine else {}
+        if values not in (expected[name], expected[name] | with_path):
             edited.append(name)
     return edited
+
+
+def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with its DeepSpeed text parsed; `None` instead of a path."""
+    engine = config.get("deepspeed_config")
+    if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config_file"), str):
+        return config
+    copy = copied_configuration(engine["deepspeed_config_file"])
+    parsed = None if copy is None else {key: value for key, value in strict_json(copy).items() if key != HEADER}
+    return config | {"deepspeed_config": engine | {"deepspeed_config_file": parsed}}
 
 
 def header_lines(plan: Plan, directory: str) -> list[str]:

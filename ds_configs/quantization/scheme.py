@@ -161,7 +161,11 @@ _OTHER_NAMES = {
 
 
 def scheme_named(name: str) -> QuantizationScheme:
-    """Return a preset by name; upper and lower case, `-` and `_` are equivalent. Raises `UsageError`."""
+    """Return a preset by name; upper and lower case, `-` and `_` are equivalent.
+
+    Raises:
+        UsageError: no preset has this name; the message suggests the one with its meaning, or the nearest.
+    """
     preset = name.upper().replace("-", "_")
     if preset in PRESETS:
         return PRESETS[preset]

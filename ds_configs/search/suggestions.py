@@ -42,7 +42,9 @@ def splits_with_server(context: SearchContext) -> list[SearchContext]:
     """Return the context; with a vLLM server one for each split, with the GPUs that train and how many serve.
 
     A server has whole nodes of several, or 1, 2, 4, ... GPUs of a single one; as few share its weights as hold them.
-    Raises `UsageError`.
+
+    Raises:
+        UsageError: there are too few GPUs for the server and a training rank.
     """
     model, hardware, job = context.model, context.hardware, context.job
     if job.generation != "vllm-server":

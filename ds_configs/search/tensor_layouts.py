@@ -85,7 +85,9 @@ def compare_tensor_layouts(
     """Return the layouts that `ranks` can form, 1D first; 2.5D in its fastest shape with `1 < d <= q`.
 
     A micro-batch has `job.micro_batch_size` (else 1) sequences. If the hardware has fewer ranks, nodes are added.
-    Raises `UsageError`.
+
+    Raises:
+        UsageError: `ranks` is below 1, or the layers are mixtures of experts.
     """
     if ranks < 1:
         rule, fix = "must be at least 1", "pass the tensor-parallel size"

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +19,6 @@ from .errors import ConfigError, UsageError
 
 def strict_json(text: str | bytes) -> Any:
     """Return the value of a JSON text, or raise `ValueError`.
-
     >>> strict_json('{"save_steps": NaN}')
     Traceback (most recent call last):
     ValueError: NaN is not a finite number
@@ -36,6 +35,29 @@ def strict_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=unique_keys, parse_constant=_number, parse_float=_number)
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+
+
+def json_line(text: bytes, keys: Sequence[str | int]) -> int | None:
+    """Return the line of a value in a JSON text, or of the last of its keys that exists; `None` for other texts.
+
+    >>> json_line(b'{"job":\\n {"seq_len": 1}}', ("job", "seq_len")), json_line(b"{", ())
+    (2, None)
+    """
+    try:
+        node = yaml.compose(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        return None
+    line = 1
+    for key in keys:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        marked: dict[Any, Any] = {name.value: (name, value) for name, value in pairs}
+        if isinstance(node, yaml.SequenceNode):
+            marked = dict(enumerate((item, item) for item in node.value))
+        if key not in marked:
+            break
+        name, node = marked[key]
+        line = name.start_mark.line + 1
+    return line
 
 
 def control_text(value: object) -> str | None:
@@ -152,7 +174,10 @@ def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = 
 def settings_mapping(content: bytes | str, *, name: str) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the settings of a YAML text by name, and the line of each; keys may have hyphens.
 
-    Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is. Raises `UsageError`.
+    Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is.
+
+    Raises:
+        UsageError: The text is not valid YAML, not a mapping, or has a duplicate key.
     """
     written = yaml_mapping(content, name=name, what="config", as_text=True)
     has_mappings = any(isinstance(value, dict) for value in written.values())

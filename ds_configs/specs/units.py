@@ -17,10 +17,13 @@ _LARGEST_BYTES = 10**18
 
 
 def parse_bytes(text: str, *, where: str = "size") -> int:
-    """Return a size in bytes; `80GB` is 80·10⁹ and `80GiB` is 80·2³⁰. Raises `UsageError`.
+    """Return a size in bytes; `80GB` is 80·10⁹ and `80GiB` is 80·2³⁰.
 
     >>> parse_bytes("1.5GiB")
     1610612736
+
+    Raises:
+        UsageError: The text is not a number with a unit B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB.
     """
     match = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(match[2].lower()) if match else None

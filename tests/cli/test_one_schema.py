@@ -134,7 +134,7 @@ def test_options_that_conflict_name_the_variable_and_the_line_that_set_them(
     ]
 
 
-def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together(
+def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together_with_their_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
@@ -146,10 +146,15 @@ def test_unknown_and_wrong_keys_of_a_plan_file_are_named_together(
     data["rejected"][1]["gpu_memory"]["peak_bytes"] = "much"
     data["chosen"] |= {"dummy_speed": 4}
     data |= {"dummy_key": 5}
-    file.write_text(json.dumps(data, indent=2))
+    text = json.dumps(data, indent=2)
+    file.write_text(text)
     (error,) = explain(tmp_path / "p").errors
+    line = {
+        key: 1 + text[: text.index(f'"{key}"')].count("\n")
+        for key in ("x", "much", *(f"dummy_{each}" for each in ("size", "speed", "key")))
+    }
     assert error.startswith(f"{file}: is not a plan that this version wrote")
-    assert "job.seq_len_tokens must be an integer" in error
+    assert f"line {line['x']}: job.seq_len must be an integer" in error
     for key in ("job.dummy_size", "chosen.dummy_speed", "dummy_key"):
-        assert f"{key} is not a key of this version" in error
-    assert "rejected.1.memory.gpu.peak_bytes must be an integer" in error
+        assert f"line {line[key.rpartition('.')[2]]}: {key} is not a key of this version" in error
+    assert f"line {line['much']}: rejected.1.gpu_memory.peak_bytes must be an integer" in error

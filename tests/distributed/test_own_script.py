@@ -163,7 +163,7 @@ def test_a_loop_with_accelerate(model: Path, tmp_path: Path) -> None:
     assert last < first
 
 
-def test_repeated_samples_of_a_script_are_reported_by_its_ranks(
+def test_a_script_that_leaves_the_plan_is_reported_by_its_ranks(
     model: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "zero2")
@@ -171,6 +171,7 @@ def test_repeated_samples_of_a_script_are_reported_by_its_ranks(
     other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 3}
     (tmp_path / "other.json").write_text(json.dumps(other))
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
+    assert shown.count("per_device_train_batch_size was 3, but the plan has 2: predicted memory and time") == 1
     assert shown.count("Accelerate fills the last batch of each epoch by repeating its first 2 samples") == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_tb
@@ -34,6 +34,7 @@ from ...ds_configs.plan.rendering import (
     task_arguments,
 )
 from ...ds_configs.specs.errors import DoesNotFitError, ShardwrightError
+from ...ds_configs.specs.images import IMAGE_PARTS, image_part
 from ...ds_configs.step_time.learning import published_time
 from ...plugins.accelerate import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
@@ -140,6 +141,8 @@ class PlanCallback(StepClock):
         plan: A plan, or the directory that `shardwright plan` wrote.
         meter: Counts memory instead of torch's caching allocator.
         tokens_of: Returns the tokens of a number of steps, for the tokens/s of logged steps.
+        seq_len_tokens: Length of the training sequences, compared with the plan's when given.
+        method: `full`, `lora` or `qlora`, compared with the plan's when given.
         output_dir: Directory for `plan_measurement.json`, by default that of the Trainer.
 
     Raises:
@@ -157,10 +160,13 @@ class PlanCallback(StepClock):
         *,
         meter: Meter | None = None,
         tokens_of: Callable[[int], int] | None = None,
+        seq_len_tokens: int | None = None,
+        method: str | None = None,
         output_dir: Path | None = None,
     ) -> None:
         super().__init__(plan if isinstance(plan, Plan) else Plan.load(plan), tokens_of=tokens_of, meter=meter)
         self._directory = None if isinstance(plan, Plan) else Path(plan) if Path(plan).is_dir() else Path(plan).parent
+        self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._output_dir = output_dir
         self._finished = False
         self._explained: Path | None = None
@@ -239,7 +245,7 @@ class PlanCallback(StepClock):
             step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
         )
         ranks = gathered(own)
-        differences = argument_differences(self.plan, args, model, ranks=len(ranks))
+        differences = argument_differences(self.plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
         planned_bytes = self.plan.hardware.gpu_bytes
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
@@ -287,17 +293,23 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
         read_weights_in_backward(model)
 
 
-def argument_differences(plan: Plan, args: Any, model: Any, *, ranks: int) -> list[str]:
-    """Return a line for each value of a Trainer's run that differs from the plan's."""
-    layout = plan.chosen.layout
+def argument_differences(
+    plan: Plan, args: Any, model: Any, *, ranks: int, stated: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return a line for each value of a Trainer's run that differs from the plan's.
+
+    `stated` has the script's `seq_len` and `method`, if known.
+    """
+    layout, stated = plan.chosen.layout, stated or {}
+    optimizer = getattr(args.optim, "value", args.optim)
     deepspeed = deepspeed_configuration(args)
     engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
     stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
     config, model_type = getattr(model, "config", None), None
     if config is not None:
         # The planned family may be that of the language model inside another one.
-        families = [part.model_type for part in (config, config.get_text_config())]
-        model_type = plan.model.model_type if plan.model.model_type in families else families[0]
+        families = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
+        model_type = plan.model.model_type if plan.model.model_type in families else next(iter(families), None)
     planned_type = trained_type = None
     if deepspeed is None and plan.job.method == "full" and hasattr(model, "parameters"):
         # DeepSpeed converts what a script loads.
@@ -308,8 +320,8 @@ def argument_differences(plan: Plan, args: Any, model: Any, *, ranks: int) -> li
     autocasts = plan.job.weights_dtype != "bf16"
     kwargs = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else {}
     fixes = {
-        "fp32": ': load the model with dtype="float32", or plan with --weights-dtype bf16',
-        "bf16": ': load the model with dtype="bfloat16", or plan without --weights-dtype',
+        (TRAINED_TYPE, "fp32"): ': load the model with dtype="float32", or plan with --weights-dtype bf16',
+        (TRAINED_TYPE, "bf16"): ': load the model with dtype="bfloat16", or plan without --weights-dtype',
     }
     facts: dict[str, tuple[Any, Any]] = {
         TRAINED_TYPE: (trained_type, planned_type),
@@ -335,11 +347,21 @@ def argument_differences(plan: Plan, args: Any, model: Any, *, ranks: int) -> li
             bool(args.use_liger_kernel) and (args.liger_kernel_config or {}).get("rms_norm", True) is not False,
             plan.job.use_liger_kernel,
         ),
-        "optim": (getattr(args.optim, "value", args.optim), plan.job.optimizer),
+        "optim": (optimizer, plan.job.optimizer),
+        "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
+        "method": (stated.get("method"), plan.job.method),
         "model_type": (model_type, plan.model.model_type),
     } | {name: (getattr(args, name, None), planned) for name, planned in task_arguments(plan).items()}
+    named = list(model.named_parameters()) if hasattr(model, "named_parameters") else []
+    for part in IMAGE_PARTS:
+        if trains := {name: weight.requires_grad for name, weight in named if image_part(name) == part}:
+            is_whole = any(trained for name, trained in trains.items() if ".lora_" not in name)
+            ran = "full" if is_whole and plan.job.method != "full" else "trained" if any(trains.values()) else "frozen"
+            planned = getattr(plan.job, part)
+            facts[part] = (ran, "trained" if planned == "full" and plan.job.method == "full" else planned)
+            fixes[part, "frozen"] = ": call requires_grad_(False) on it, or plan with it trained"
     return [
-        f"{name} was {ran}, but the plan has {planned}{fixes[planned] if name == TRAINED_TYPE else ''}"
+        f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]

@@ -207,7 +207,7 @@ class TrainingTask(LaunchedJob, RankTask):
         from .plan_callback import PlanCallback
 
         context, options = open_rank(self, work), job_options(self.settings)
-        output_dir, plan = Path(self.output_dir), context.plan
+        output_dir, settings, plan = Path(self.output_dir), self.settings, context.plan
 
         def tokens_of(steps: int) -> int:
             # Ranks that share a sequence or a model do not count again.
@@ -215,7 +215,13 @@ class TrainingTask(LaunchedJob, RankTask):
             return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
 
         with full_disk_errors(output_dir), memory_errors(plan, command=self.command, options=options):
-            clock = PlanCallback(plan, tokens_of=tokens_of, output_dir=output_dir)
+            clock = PlanCallback(
+                plan,
+                tokens_of=tokens_of,
+                seq_len_tokens=settings.seq_len,
+                method=settings.method,
+                output_dir=output_dir,
+            )
             trainer = self.build(context)
             generation = getattr(trainer.model, "generation_config", None)
             if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from ..parallel.planned import (
     planned_parallelism,
 )
 from ..preferences.trainer import evaluated, limited_reward, task_trainer
-from ..runs.plan_callback import PlanCallback, keep_planned_memory, memory_errors
+from ..runs.plan_callback import PlanCallback, argument_differences, keep_planned_memory, memory_errors
 from ..runs.ranks import (
     RankContext,
     TrainingTask,
@@ -150,11 +149,11 @@ def run_script(plan: Plan, script: str, arguments: Sequence[str], callbacks: Seq
     runpy.run_path(script, run_name="__main__")
 
 
-def script_callback(plan: Plan) -> type:
-    """Return a callback that makes a script's Trainer recompute as planned, and reports what changes its losses."""
+def comparison(plan: Plan) -> type:
+    """Return a callback that makes a Trainer recompute as planned, and reports where it differs from the plan."""
     from transformers import TrainerCallback
 
-    class PlannedScript(TrainerCallback):
+    class Comparison(TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             refuse_run_effects(args)
             if kwargs.get("optimizer") is not None and deepspeed_configuration(args) is not None:
@@ -165,25 +164,21 @@ def script_callback(plan: Plan) -> type:
                 )
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with _reported():
-                keep_planned_memory(plan, args, kwargs.get("model"))
+            model = kwargs.get("model")
+            lines = argument_differences(plan, args, model, ranks=args.world_size)
+            try:
+                keep_planned_memory(plan, args, model)
+            except UsageError as error:
+                lines += [f"{each.where} {each.rule}" for each in error.errors]
+            for line in lines:
+                note_on_first_rank(f"{line}: {_NOT_PREDICTED}")
             if repeated := repeated_samples(kwargs.get("train_dataloader")):
                 note_on_first_rank(_REPEATED.format(repeated))
             loads_on_first = all(os.environ.get(name, "").lower() in ("true", "1") for name in _LOADS_ON_FIRST_RANK)
             if type(args).__name__ == "DPOConfig" and loads_on_first:
                 note_on_first_rank(_REFERENCE_WITHOUT_WEIGHTS)
 
-    return PlannedScript
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Report errors of settings that only change memory and time, and continue."""
-    try:
-        yield
-    except UsageError as error:
-        for each in error.errors:
-            note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")
+    return Comparison
 
 
 def other_task_errors(plan: Plan, args: Any) -> list[ConfigError]:
@@ -255,8 +250,11 @@ def carry_axes(plan: Plan) -> None:
             train_as_one_process(trainer, layout.tp)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
-            with _reported():
+            try:
                 attach_long_sequences(trainer, layout, plan.job)
+            except UsageError as error:
+                for each in error.errors:
+                    note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")
             prepare_optimizer(trainer)
             own_calls.clear()
 
@@ -270,7 +268,7 @@ class ScriptTask(ScriptJob, RankTask):
         plan = Plan.load(self.plan)
         check_upstream(plan.chosen.layout.engine)
         with memory_errors(plan):
-            run_script(plan, self.script, self.arguments, [script_callback(plan)])
+            run_script(plan, self.script, self.arguments, [comparison(plan)])
 
 
 def trainer_for(

@@ -14,7 +14,7 @@ import yaml
 from checking import FSDP2, PLAIN, ZERO
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.check.files import check_text
+from shardwright.ds_configs.check.files import check, check_text
 from shardwright.ds_configs.check.parsing import parse
 from shardwright.ds_configs.check.report import load_keys
 from shardwright.ds_configs.check.trl import keys_of
@@ -238,11 +238,18 @@ def test_reports_whatever_the_launcher_rejects(tmp_path: Path, monkeypatch: pyte
 
 
 BAD_FOR_TRL: list[tuple[TrlTask, dict[str, Any]]] = [
+    ("sft", {"fp16": True, "bf16": True}),
     ("sft", {"eval_strategy": False}),
     ("sft", {"optim": "adamw_hf"}),
+    ("sft", {"load_best_model_at_end": True}),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30, "save_steps": 50}),
+    ("sft", {"lr_scheduler_type": "reduce_lr_on_plateau"}),
+    ("sft", {"logging_steps": 0}),
     ("sft", {"warmup_steps": -1}),
+    ("sft", {"dataloader_prefetch_factor": 2}),
     ("sft", {"torch_empty_cache_steps": 0}),
     ("sft", {"max_seq_length": 1024}),
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}),
     ("dpo", {"max_prompt_length": 512}),
     ("gkd", {"lmbda": 1.5}),
     ("gkd", {"beta": -0.5}),
@@ -250,13 +257,19 @@ BAD_FOR_TRL: list[tuple[TrlTask, dict[str, Any]]] = [
     ("grpo", {"num_generations": 1}),
     ("grpo", {"num_generations": 3}),
     ("grpo", {"generation_batch_size": 12}),
+    ("grpo", {"generation_batch_size": 16, "steps_per_generation": 2}),
     ("grpo", {"num_generations": 4, "eval_strategy": "steps", "per_device_eval_batch_size": 2}),
+    ("grpo", {"auto_find_batch_size": True}),
+    ("grpo", {"log_completions_hub_repo": "me/x"}),
+    ("grpo", {"vllm_importance_sampling_clip_min": 4.0}),
+    ("grpo", {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None}),
     ("rloo", {"num_generations": 3}),
+    ("rloo", {"auto_find_batch_size": True}),
 ]
 
 
 @pytest.mark.trace
-def test_errors_are_what_configurations_of_trl_reject(tmp_path: Path) -> None:
+def test_reports_whatever_configurations_of_trl_reject(tmp_path: Path) -> None:
     import trl
     from trl.experimental import gkd
 
@@ -268,6 +281,80 @@ def test_errors_are_what_configurations_of_trl_reject(tmp_path: Path) -> None:
             config(output_dir=str(tmp_path), use_cpu=True, **keys)
         text = yaml.safe_dump({"model_name_or_path": "m", **keys})
         findings = check_text(text, filename="run.yaml", world_size=1, task=task)
+        assert any(finding.kind == "error" for finding in findings), (task, keys)
+
+
+_LORA = {"use_peft": True, "lora_target_modules": ["q_proj"]}
+BAD_FOR_TRAINERS: list[tuple[TrlTask, dict[str, Any]]] = [
+    ("dpo", {"sync_ref_model": True, "precompute_ref_log_probs": True}),
+    ("dpo", {"sync_ref_model": True, **_LORA}),
+    ("dpo", {"loss_type": "exo_pair"}),
+    ("dpo", {"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}),
+    ("dpo", {"loss_type": "aot", "use_weighting": True}),
+    ("dpo", {**_LORA, "lora_target_modules": ["q_proj", "lm_head"]}),
+    ("dpo", {"router_aux_loss_coef": 0.1}),
+    ("kto", {"per_device_train_batch_size": 1}),
+    ("kto", {"train_sampling_strategy": "random"}),
+    ("kto", {"sync_ref_model": True, "precompute_ref_log_probs": True}),
+    ("reward", _LORA),
+    ("sft", {"padding_free": True}),
+    ("sft", {"packing": True, "max_length": None}),
+    ("sft", {"gradient_checkpointing_kwargs": {"selective": True}, "gradient_checkpointing": False}),
+    ("sft", {"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}}),
+    ("sft", {"dataset_streaming": True}),
+    ("grpo", {"sync_ref_model": True}),
+    ("grpo", {"reward_weights": [1.0, 2.0]}),
+    ("grpo", {"loss_type": "vespo", "use_vllm": True}),
+    ("grpo", {"dataset_streaming": True, "max_steps": 2, "accelerator_config": {"dispatch_batches": True}}),
+    ("rloo", {"sync_ref_model": True, "beta": 0.0}),
+]
+
+
+def _trainer(task: TrlTask, keys: dict[str, Any], directory: Path) -> Any:
+    """Create the trainer of a task for a model in a directory, with the keys of a file."""
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "b": 2}, "a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens = {"eos_token": "<eos>", "pad_token": "<eos>"}
+    pair = {"prompt": "a", "chosen": " b", "rejected": " a"}
+    rows: dict[str, dict[str, Any]] = {"sft": {"text": "a b"}, "dpo": pair, "reward": pair}
+    rows["kto"] = {"prompt": "a", "completion": " b", "label": True}
+    data: Any = Dataset.from_list([rows.get(task, {"prompt": "a b"})] * 8)
+    arguments: dict[str, Any] = {}
+    if "use_peft" in keys:
+        arguments["peft_config"] = LoraConfig(task_type="CAUSAL_LM", target_modules=keys["lora_target_modules"])
+    if task in ("grpo", "rloo"):
+        arguments["reward_funcs"] = lambda completions, **_: [0.0] * len(completions)
+    prefix = next(name for name, own in load_keys("trl")["classes"].items() if own["task"] == task)[: -len("Config")]
+    own_keys = {key: value for key, value in keys.items() if key not in ("dataset_streaming", *_LORA)}
+    return getattr(trl, f"{prefix}Trainer")(
+        model=str(directory),
+        args=getattr(trl, f"{prefix}Config")(output_dir=str(directory / "out"), use_cpu=True, **own_keys),
+        train_dataset=data.to_iterable_dataset() if "dataset_streaming" in keys else data,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **tokens),
+        **arguments,
+    )
+
+
+@pytest.mark.trace
+def test_reports_whatever_trainers_of_trl_reject(tmp_path: Path) -> None:
+    from small_models import llama
+
+    llama().save_pretrained(tmp_path)
+    for task in dict.fromkeys(task for task, _ in BAD_FOR_TRAINERS):
+        _trainer(task, {}, tmp_path)
+    for task, keys in BAD_FOR_TRAINERS:
+        with pytest.raises((ValueError, NotImplementedError, AttributeError)):
+            _trainer(task, keys, tmp_path)
+        reward = {"reward_funcs": ["my.function"]} if task in ("grpo", "rloo") else {}
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path), **reward, **keys}))
+        findings = check(file, num_processes=1, task=task).findings
         assert any(finding.kind == "error" for finding in findings), (task, keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def test_edited_copy_of_the_deepspeed_config_is_an_error(edited: str, tmp_path: 
     (directory / "accelerate.yaml").write_text(_naming(directory / "accelerate.yaml", directory / "ds_config.json"))
     assert check(directory).findings == ()
     (finding,) = check(directory.rename(tmp_path / "again")).findings
-    assert finding.kind == "error" and "the file does not exist" in str(finding.error)
+    assert finding.kind == "warning"
+    assert "the plan is now in" in str(finding.error) and "shardwright launch" in str(finding.error)
 
 
 def _naming(accelerate: Path, file: Path) -> str:
@@ -66,6 +68,20 @@ def test_checks_configs_embedded_in_yaml(tmp_path: Path) -> None:
         _naming(tmp_path / "theirs.yaml", Path(base64.urlsafe_b64encode(config).decode()))
     )
     assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].error)
+
+
+def test_training_arguments_that_contradict_tiles_and_offloaded_checkpoints_are_errors(tmp_path: Path) -> None:
+    plan = planned("zero2")
+    features = {"tiled_mlp": True, "offloaded_checkpoints": 1, "gradient_checkpointing": True}
+    layout = replace(plan.chosen.layout, **features)
+    replace(plan, chosen=replace(plan.chosen, layout=layout)).write(tmp_path)
+    assert check(tmp_path).findings == ()
+    file = tmp_path / "training_arguments.json"
+    arguments = json.loads(file.read_text())
+    file.write_text(json.dumps(arguments | {"gradient_checkpointing": False, "use_liger_kernel": True}))
+    errors = " ".join(str(finding.error) for finding in check(tmp_path).findings if finding.kind == "error")
+    assert "gradient_checkpointing = False: must be true" in errors
+    assert "liger_kernel_config: must set swiglu and geglu to false" in errors
 
 
 def test_missing_and_edited_files_are_named(tmp_path: Path) -> None:

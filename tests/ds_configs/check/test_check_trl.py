@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import shardwright
 import yaml
-from checking import DEEPSPEED_YAML, PLAIN, ZERO, E, W, found
+from checking import DEEPSPEED_YAML, FSDP2, PLAIN, ZERO, E, W, found
 from shardwright.ds_configs.check.files import check, check_text
 from shardwright.ds_configs.check.parsing import detect_kind, parse
 from shardwright.ds_configs.check.report import load_keys
@@ -21,6 +21,7 @@ MODEL = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "trl-lib/dat
 VLLM = {"use_vllm": True}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 LORA = {"use_peft": True}
+SELECTIVE = {"gradient_checkpointing_kwargs": {"selective": True}}
 GRPO_BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
@@ -43,6 +44,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("grpo", {"num_generations": 8.0}, E, "num_generations", "write 8"),
     ("grpo", {"num_generations": "eight"}, E, "num_generations", "an integer"),
     ("grpo", {"reward_funcs": "accuracy_reward"}, E, "reward_funcs", "write [accuracy_reward]"),
+    ("grpo", {"reward_funcs": ["accuracy"]}, E, "reward_funcs", "accuracy is not a reward function of TRL"),
     ("sft", {"lr_scheduler_kwargs": {"min_lr": "1e-6"}}, E, "lr_scheduler_kwargs.min_lr", "write 1.0e-6"),
     ("sft", {"eval_strategy": False}, E, "eval_strategy", "quote the word"),
     ("sft", {"packing": "perhaps"}, E, "packing", "true or false"),
@@ -54,28 +56,90 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("grpo", {**VLLM, "vllm_gpu_memory_utilization": 1.5}, E, "vllm_gpu_memory_utilization", "at most 1"),
     ("grpo", {**VLLM, "vllm_mode": "colocated"}, E, "vllm_mode", "did you mean 'colocate'"),
     ("sft", {"datasets": [{"path": "a", "splits": "train"}]}, E, "datasets.splits", "did you mean 'split'"),
-    # Adapters.
+    ("dpo", {"pad_token": "<pad>"}, W, "pad_token", "deprecated"),
+    ("dpo", {"truncation_mode": "keep_end"}, W, "truncation_mode", "keep_start"),
+    ("sft", {"loss_type": "chunked_nll"}, W, "loss_type", "write nll"),
+    ("sft", {"packing": True, "packing_strategy": "bfd-requeue"}, W, "packing_strategy", "write bfd_split"),
+    ("grpo", {"use_transformers_paged": True}, W, "use_transformers_paged", "continuous_batching"),
+    # TrainingArguments and the scripts.
+    ("sft", {"fp16": True, "bf16": True}, E, "fp16", "cannot both"),
+    ("sft", {"load_best_model_at_end": True}, E, "load_best_model_at_end", "which are no and steps"),
+    ("sft", {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 30, "save_steps": 50},
+     E, "save_steps", "write 60"),
+    ("sft", {"lr_scheduler_type": "reduce_lr_on_plateau"}, E, "lr_scheduler_type", "requires evaluation"),
+    ("sft", {"logging_steps": 0}, E, "logging_steps", "must not be 0"),
+    ("sft", {"dataloader_prefetch_factor": 2}, E, "dataloader_prefetch_factor", "dataloader_num_workers above 0"),
+    ("sft", {"dataset_streaming": True}, E, "dataset_streaming", "requires max_steps"),
+    ("sft", {"datasets": [{"path": "a", "fraction": 0.5}, {"path": "b"}]}, E, "datasets", "for all datasets"),
+    ("sft", {"datasets": [{"path": "a", "fraction": 0.5}], "streaming": True, "max_steps": 9},
+     E, "streaming", "fraction"),
+    ("sft", {"datasets": [{"path": "a"}]}, W, "dataset_name", "has no effect"),
+    # Adapters and kernels.
+    ("sft", {"load_in_4bit": True, "load_in_8bit": True, **LORA}, E, "load_in_8bit", "cannot both"),
+    ("sft", {"load_in_4bit": True}, E, "load_in_4bit", "write use_peft: true"),
     ("sft", {"lora_r": 16}, W, "lora_r", "without use_peft"),
     ("sft", {**LORA, "bnb_4bit_quant_type": "nf4"}, W, "bnb_4bit_quant_type", "without load_in_4bit"),
-    # Losses.
+    ("dpo", {**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, E, "lora_target_modules", "never trained"),
+    ("reward", LORA, E, "lora_task_type", "write lora_task_type: SEQ_CLS"),
+    ("dpo", {**LORA, "sync_ref_model": True}, E, "sync_ref_model", "not supported with use_peft"),
+    *((task, {"use_liger_kernel": True}, W, "use_liger_kernel", "use_kernels") for task in ("sft", "kto", "grpo")),
+    ("dpo", {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+     E, "liger_kernel_config", "remove fused_linear_cross_entropy"),
+    # The reference model.
+    ("grpo", {"sync_ref_model": True}, E, "sync_ref_model", "requires beta above 0"),
+    ("rloo", {"sync_ref_model": True, "beta": 0.0}, E, "sync_ref_model", "requires beta above 0"),
+    ("dpo", {"sync_ref_model": True, "precompute_ref_log_probs": True}, E, "sync_ref_model", "fixed model"),
     ("dpo", {"ref_model_sync_steps": 64}, W, "ref_model_sync_steps", "without sync_ref_model"),
+    ("kto", {"precompute_ref_log_probs": True, "dataset_streaming": True, "max_steps": 9},
+     E, "precompute_ref_log_probs", "not supported for streams"),
     ("dpo", {"precompute_ref_batch_size": 4}, W, "precompute_ref_batch_size", "without precompute_ref_log_probs"),
     ("dpo", {"beta": 0}, E, "beta", "makes the loss constant"),
     ("kto", {"beta": 0.0}, E, "beta", "makes the loss constant"),
     ("dpo", {"beta": 0, "loss_type": "ipo"}, E, "beta", "divides by beta"),
     ("cpo", {"beta": 0, "loss_type": "simpo"}, E, "beta", "divides by beta"),
     ("orpo", {"beta": 0}, E, "beta", "removes the preference term"),
+    # Preferences.
+    ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, E, "loss_weights", "each of the 2 loss types"),
+    ("dpo", {"loss_type": "exo_pair"}, E, "label_smoothing", "write label_smoothing: 1.0e-3"),
     ("dpo", {"loss_type": "robust", "label_smoothing": 0.5}, E, "label_smoothing", "below 0.5"),
+    ("dpo", {"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, E, "f_divergence_type", "apo_zero"),
+    ("dpo", {"loss_type": "aot", "use_weighting": True}, E, "use_weighting", "sorts samples"),
+    ("dpo", {"padding_free": True}, W, "padding_free", "batches are padded"),
+    ("cpo", {"loss_type": "ipo", "label_smoothing": 0.1}, W, "label_smoothing", "has no effect with the loss ipo"),
+    ("kto", {"per_device_train_batch_size": 1}, E, "per_device_train_batch_size", "above 1"),
+    ("kto", {"train_sampling_strategy": "random"}, E, "train_sampling_strategy", "write sequential"),
+    ("gkd", {"lmbda": 1.0, "temperature": 1.0}, W, "lmbda", "trl distillation"),
+    # Supervised.
+    ("sft", {"packing": True, "max_length": None}, E, "max_length", "with packing"),
+    ("sft", {"padding_free": True}, E, "padding_free", "is not enforced"),
+    ("sft", {"packing": True, "packing_strategy": "wrapped", "padding_free": True}, W, "packing_strategy", "write bfd"),
+    ("sft", {**SELECTIVE, "gradient_checkpointing": False}, E, "gradient_checkpointing_kwargs", "selective requires"),
+    ("sft", {"gradient_checkpointing_kwargs": {"selective": True, "use_reentrant": True}},
+     E, "gradient_checkpointing_kwargs", "use_reentrant false"),
     ("dpo", {"gradient_checkpointing_kwargs": {"offload": True}},
      W, "gradient_checkpointing_kwargs", "offload requires"),
+    ("sft", {"label_smoothing_factor": 0.1}, W, "label_smoothing_factor", "second forward pass"),
     # Groups of completions, here for 4 processes.
     ("grpo", {"num_generations": 1}, E, "num_generations", "at least 2"),
     ("grpo", {**GRPO_BATCH, "num_generations": 5}, E, "num_generations", "= 32; write 4 or 8"),
     ("grpo", {**GRPO_BATCH, "steps_per_generation": 3, "num_generations": 32},
      E, "num_generations", "steps_per_generation 3 = 48"),
     ("rloo", {**GRPO_BATCH, "generation_batch_size": 30}, E, "generation_batch_size", "write 32"),
+    ("grpo", {"generation_batch_size": 32, "steps_per_generation": 2}, E, "generation_batch_size", "together"),
     ("grpo", {"eval_strategy": "steps", "per_device_eval_batch_size": 1}, E, "num_generations", "1 · 4 processes = 4"),
     ("grpo", {"eval_strategy": "steps", "num_generations_eval": 3}, E, "num_generations_eval", "= 32"),
+    ("grpo", {"auto_find_batch_size": True}, E, "auto_find_batch_size", "split the completions"),
+    ("grpo", {"reward_funcs": ["a.b"], "reward_weights": [1.0, 2.0]}, E, "reward_weights", "each of the 1 rewards"),
+    ("grpo", {"dataset_streaming": True, "max_steps": 9, "dataloader_num_workers": 2},
+     W, "dataloader_num_workers", "keep prompts together"),
+    ("grpo", {"dataset_streaming": True, "max_steps": 9, "accelerator_config": {"dispatch_batches": True}},
+     E, "accelerator_config", "dispatch_batches must be false"),
+    ("grpo", {"log_completions_hub_repo": "me/x"}, E, "log_completions_hub_repo", "requires log_completions"),
+    ("grpo", {"scale_rewards": "all"}, E, "scale_rewards", "group, batch or none"),
+    ("grpo", {"loss_type": "luspo"}, W, "importance_sampling_level", "write sequence"),
+    ("grpo", {"loss_type": "vespo", "importance_sampling_level": "sequence"},
+     W, "importance_sampling_level", "write token"),
+    ("grpo", {"importance_sampling_level": "sequence"}, W, "importance_sampling_level", "write loss_type: grpo"),
     # vLLM.
     ("grpo", {"vllm_mode": "server"}, W, "vllm_mode", "without use_vllm"),
     ("rloo", {**SERVER, "vllm_gpu_memory_utilization": 0.5}, W, "vllm_gpu_memory_utilization", "vllm_mode server"),
@@ -88,7 +152,13 @@ ROWS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("grpo", {"transformers_continuous_batching_config": {}}, W, "transformers_continuous_batching_config", "without"),
     ("grpo", {**VLLM, "vllm_max_model_length": 512}, E, "max_completion_length", "contains the prompt too"),
     ("grpo", {**VLLM, "vllm_tensor_parallel_size": 3}, E, "vllm_tensor_parallel_size", "must divide 4 processes"),
+    ("grpo", {**VLLM, **LORA, "load_in_8bit": True}, E, "load_in_8bit", "write load_in_4bit"),
     ("grpo", {**VLLM, "ds3_gather_for_generation": False}, E, "ds3_gather_for_generation", "not compatible with vLLM"),
+    ("grpo", {**VLLM, "vllm_importance_sampling_clip_min": 4.0}, E, "vllm_importance_sampling_clip_min", "less than"),
+    ("grpo", {**VLLM, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+     E, "vllm_importance_sampling_clip_max", "write 3.0"),
+    ("grpo", {**VLLM, "loss_type": "vespo"}, E, "vllm_importance_sampling_mode", "write token_truncate"),
+    ("grpo", {**VLLM, "vllm_importance_sampling_cap": 2.0}, W, "vllm_importance_sampling_cap", "clip_max"),
 ]  # fmt: skip
 
 
@@ -136,13 +206,16 @@ def test_the_class_follows_from_keys_values_and_the_name_of_the_file() -> None:
     assert names({"packing": True}, "dpo.yaml") == ["SFTConfig"]
 
 
-def test_what_holds_for_some_of_several_classes_needs_the_task() -> None:
-    text = yaml.safe_dump({**MODEL, "beta": 0, "sync_ref_model": True})
+def test_what_holds_for_some_of_several_classes_is_a_warning() -> None:
+    text = yaml.safe_dump({**MODEL, "num_generations": 1, "sync_ref_model": True})
     findings = check_text(text, filename="run.yaml")
-    assert not found(findings, E, "beta", "") and found(findings, W, "", "pass --task"), findings
-    assert found(check_text(text, filename="run.yaml", task="dpo"), E, "beta", "makes the loss constant")
-    findings = check_text(yaml.safe_dump({**MODEL, "num_generations": 1}), filename="run.yaml")
     assert found(findings, E, "num_generations", "at least 2")
+    assert found(findings, W, "sync_ref_model", "if the file is for GRPOConfig: requires beta above 0")
+    assert found(findings, W, "", "pass --task grpo or rloo"), findings
+    assert found(check_text(text, filename="run.yaml", task="grpo"), E, "sync_ref_model", "requires beta above 0")
+    findings = check_text(yaml.safe_dump({**MODEL, "beta": 0, "sync_ref_model": True}), filename="run.yaml")
+    assert found(findings, W, "beta", "if the file is for DPOConfig or KTOConfig: makes the loss constant")
+    assert found(findings, W, "sync_ref_model", "if the file is for GRPOConfig or RLOOConfig: requires beta")
 
 
 def launched(directory: Path, keys: dict[str, Any], **files: Any) -> tuple[Any, ...]:
@@ -159,6 +232,14 @@ def launched(directory: Path, keys: dict[str, Any], **files: Any) -> tuple[Any, 
 ENGINE = {**PLAIN, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", ZERO: {"stage": 3}}
 ENGINE |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
 LAUNCH = yaml.safe_dump({"distributed_type": "DEEPSPEED", "num_processes": 6, "deepspeed_config": {"zero_stage": 3}})
+PARALLEL = yaml.safe_dump(
+    {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 8,
+        "deepspeed_config": {"zero_stage": 2},
+        "parallelism_config": {"parallelism_config_sp_size": 2, "parallelism_config_dp_shard_size": 4},
+    }
+)
 PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
     ({"num_generations": 5}, {"launch": LAUNCH}, E, "num_generations", "8 · 6 processes"),
     ({"num_generations": 5, "num_processes": 3}, {"launch": LAUNCH}, E, "num_generations", "8 · 3 processes"),
@@ -170,7 +251,23 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
      W, "ds3_gather_for_generation", "no effect without ZeRO-3"),
     ({"ds3_gather_for_generation": False, "accelerate_config": "fsdp2"}, {},
      W, "ds3_gather_for_generation", "no effect without ZeRO-3"),
+    ({**LORA, "gradient_checkpointing_kwargs": {"use_reentrant": False}}, {"engine": ENGINE},
+     W, "gradient_checkpointing_kwargs", "forced to true"),
+    ({}, {"engine": {**ENGINE, "train_micro_batch_size_per_gpu": 2}},
+     E, "per_device_train_batch_size", "differs from train_micro_batch_size_per_gpu 2"),
+    ({"max_grad_norm": 0.5}, {"engine": {**ENGINE, "gradient_clipping": 1.0}}, E, "max_grad_norm", "or auto there"),
+    ({}, {"launch": LAUNCH.replace("zero_stage", "gradient_accumulation_steps: 2\n  zero_stage")},
+     E, "gradient_accumulation_steps", "stops the Trainer"),
+    ({}, {"engine": {**ENGINE, "bf16": {"enabled": False}, "fp16": {"enabled": True}}}, E, "fp16", "write fp16: true"),
     ({}, {"launch": LAUNCH + "mixed_precision: fp16\n"}, W, "bf16", "TRL enables it by default"),
+    ({}, {"launch": PARALLEL}, E, "", "parallelism_config_sp_size above 1"),
+    ({}, {"launch": FSDP2.replace("activation_checkpointing: false", "activation_checkpointing: true")},
+     E, "gradient_checkpointing", "TRL enables it by default"),
+    ({"save_only_model": True}, {"launch": FSDP2},
+     E, "save_only_model", "sharded state dicts"),
+    ({"save_only_model": True, "load_best_model_at_end": True, "eval_strategy": "steps"}, {"launch": LAUNCH},
+     E, "save_only_model", "remove one of the two"),
+    ({"auto_find_batch_size": True}, {"launch": LAUNCH}, E, "auto_find_batch_size", "with ZeRO-3"),
     ({"accelerate_config": "zero4"}, {}, E, "accelerate_config", "zero1, zero2, zero3"),
     ({"deepspeed": "none.json"}, {}, E, "deepspeed", "does not exist"),
     ({"optim": "adafactor"}, {"engine": ENGINE}, W, "optim", "is not supported with"),
@@ -221,6 +318,7 @@ def test_vllm_share_must_hold_the_weights_of_a_local_model(tmp_path: Path) -> No
     assert found(findings("8xRTX4090", num_generations=5), E, "num_generations", "8 · 8 processes")
     assert found(findings("8xA100-80GB", vllm_max_model_length=65536), E, "vllm_max_model_length", "write 32768")
     assert found(findings("8xA100-80GB", max_completion_length=32768), E, "max_completion_length", "less than 32768")
+    assert found(findings("8xA100-80GB", router_aux_loss_coef=0.01), E, "router_aux_loss_coef", "without experts")
 
 
 def test_arguments_for_trl_files_are_validated() -> None:

@@ -62,16 +62,16 @@ def test_records_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
 
 def test_nccl_states_show_who_waits() -> None:
     done = ("all_gather", "reduce_scatter")
-    _, waiting, lagging = stuck_groups({0: nccl(*done, "all_gather", unfinished=3), 1: nccl(*done)})
-    assert waiting == "  rank 0 waited in nccl:all_gather number 3 of inputs [[8]] (train.py:3 in step)"
-    assert lagging.startswith("  rank 1 lags: its last operation was nccl:reduce_scatter number 2")
+    [lagging] = stuck_groups({0: nccl(*done, "all_gather", unfinished=3), 1: nccl(*done)})
+    assert list(lagging.waiting) == [0] and lagging.behind[1] is not None and lagging.behind[1].number == 2
+    assert lagging.lines()[1] == "  rank 0 waited in nccl:all_gather number 3 of inputs [[8]] (train.py:3 in step)"
     # NCCL's operations are asynchronous: rank 0 has already started others.
-    _, waiting, _ = stuck_groups({0: nccl(*done, "all_gather", "all_gather", unfinished=3), 1: nccl(*done)})
-    assert "number 3" in waiting
-    _, both, slow = stuck_groups({rank: nccl(*done, unfinished=2) for rank in range(2)})
-    assert both.startswith("  ranks 0, 1 waited in") and "a link or an accelerator" in slow
-    _, _, other, fix = stuck_groups({0: nccl("all_gather", unfinished=1), 1: nccl("all_reduce", unfinished=1)})
-    assert other.startswith("  rank 1 called nccl:all_reduce number 1") and "in the same order" in fix
+    [lagging] = stuck_groups({0: nccl(*done, "all_gather", "all_gather", unfinished=3), 1: nccl(*done)})
+    assert lagging.waiting[0].number == 3
+    [both] = stuck_groups({rank: nccl(*done, unfinished=2) for rank in range(2)})
+    assert list(both.waiting) == [0, 1] and not both.behind and "a link or an accelerator" in both.lines()[-1]
+    [differ] = stuck_groups({0: nccl("all_gather", unfinished=1), 1: nccl("all_reduce", unfinished=1)})
+    assert differ.differs and "  rank 1 called nccl:all_reduce number 1" in "\n".join(differ.lines())
     assert stuck_groups({rank: nccl(*done) for rank in range(2)}) == []
     # The buffer of rank 1 has lost its first operation.
     assert stuck_groups({0: nccl(*done), 1: nccl("reduce_scatter", start=2)}) == []

@@ -88,7 +88,7 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     from shardwright.trainers import PlanCallback
 
     allocated = Plan.load(planned).chosen.memory.gpu.allocated_bytes
-    callback = PlanCallback(planned, meter=Meter(allocated - 1000, allocated * 2))
+    callback = PlanCallback(planned, meter=Meter(allocated - 1000, allocated * 2), seq_len_tokens=SEQ_LEN)
     recorder = reporter()
     # Counting tokens puts train_runtime into the log of every step.
     trainer = trainer_of(tiny_llama, tmp_path, [recorder], logging_steps=1, include_num_input_tokens_seen="all")
@@ -161,13 +161,15 @@ def test_logging_and_saving_are_no_part_of_a_step(planned: Path, tiny_llama: Pat
 def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers import PlanCallback
 
-    callback = PlanCallback(planned, meter=Meter(1, 1))
+    callback = PlanCallback(planned, meter=Meter(1, 1), seq_len_tokens=8, method="lora")
     changes = {"per_device_train_batch_size": 1, "optim": "sgd", "gradient_checkpointing": True}
     trainer_of(tiny_llama, tmp_path, [callback], steps=1, **changes).train()
     assert written(tmp_path).differences == (
         "per_device_train_batch_size was 1, but the plan has 2",
         "gradient_checkpointing was True, but the plan has False",
         "optim was sgd, but the plan has adamw_torch_fused",
+        "sequence length was 8, but the plan has 16",
+        "method was lora, but the plan has full",
     )
 
 

@@ -28,6 +28,14 @@ def saved(directory: Path, step: int) -> Path:
     return file
 
 
+def test_a_damaged_checkpoint_is_no_reason(tmp_path: Path) -> None:
+    """Its file has its size and holds zeros, as after a loss of power; the ranks go on from the one before."""
+    saved(tmp_path, 4)
+    file = saved(tmp_path, 6)
+    file.write_bytes(bytes(file.stat().st_size))
+    check_resumption(tmp_path, FACTS, steps=6)
+
+
 @pytest.mark.parametrize(("step", "steps", "outcome"), [(6, 6, "done"), (4, 6, ""), (6, 8, ""), (4, 5, "")])
 def test_only_a_run_without_further_steps_is_complete(step: int, steps: int, outcome: str, tmp_path: Path) -> None:
     saved(tmp_path, step)
