@@ -55,7 +55,7 @@ def test_a_node_that_dies_is_replaced_and_the_run_resumes(
 ) -> None:
     out, output = tmp_path / "out", tmp_path / "output"
     running = started(cluster, [str(plan), *saving(out)], output, RESTARTS="2")
-    until(saved(out, 20).exists, 200, "checkpoint", output)
+    until(saved(out, 20).exists, 500, "checkpoint", output)
     cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
     cluster.add_node(**NODE)
     assert running.wait(timeout=400) == 0, output.read_text()

@@ -51,7 +51,7 @@ def stopped(model: Path, slurm: str, tmp_path_factory: pytest.TempPathFactory) -
     plan, out, output = planned(model, work / "plan", "2x1xCPU"), work / "out", work / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
     number = submitted([*words, "--", *training(out, steps=STEPS)], slurm)
-    until(partial(has_steps, out), 200, "first steps", output)
+    until(partial(has_steps, out), 500, "first steps", output)
     asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: "Restarts=1" in asked("scontrol", "show", "job", number, config=slurm), 120, "next turn", output)
     saved = (int(place.name.removeprefix("checkpoint-")) for place in out.glob("checkpoints/checkpoint-*"))
@@ -78,7 +78,7 @@ def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tm
     out, output = tmp_path / "out", tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
     number = submitted([*words, "--", *training(out, steps=100_000)], slurm)
-    until(partial(has_steps, out), 200, "first steps", output)
+    until(partial(has_steps, out), 500, "first steps", output)
     asked("scancel", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "CANCELLED"

@@ -26,7 +26,7 @@ def test_a_stopped_run_saves_on_both_machines(plan: Path, over_ssh: list[str], t
     out, output = tmp_path / "out", tmp_path / "output"
     words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]
     running = started([*words, *training(out, steps=100_000)], output)
-    until(partial(has_steps, out), 200, "first steps", output)
+    until(partial(has_steps, out), 500, "first steps", output)
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=120) == 128 + signal.SIGTERM, output.read_text()
     assert len(list(out.glob("checkpoints/*/checkpoint_complete.json"))) == 1
@@ -41,7 +41,7 @@ def test_the_command_repeated_after_a_host_died_resumes(
     out, output = tmp_path / "out", tmp_path / "output"
     words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--", *saving(out)]
     running = started(words, output)
-    until(saved(out, 20).exists, 200, "checkpoint", output)
+    until(saved(out, 20).exists, 500, "checkpoint", output)
     hosts.kill(NAMES[1])
     assert running.wait(timeout=120) != 0
     start(hosts, NAMES[1])
