@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..ds_configs.plan.plan import Plan
 
 _SECONDS_BETWEEN_LINES = 15.0
-_LOGGERS = ("trainers", "plugins.launching", "plugins.clusters", "plugins.huggingface_hub")
+_LOGGERS = ("trainers", *(f"plugins.{name}" for name in ("clusters", "huggingface_hub", "launching", "planning")))
 """Packages whose log messages are printed."""
 _NARROW = 60
 """Columns below which there is no bar."""

@@ -76,7 +76,9 @@ class ActivationHistogram:
                 needed = math.frexp(magnitude / (self.bins // 2))[1]
                 self.exponent = needed if self.exponent is None else self.exponent
                 for _ in range(needed - self.exponent):
-                    self._counts = _merged_pairs(self._counts)
+                    # Bins of twice the width.
+                    pairs = self._counts.view(-1, 2).sum(dim=1)
+                    self._counts = torch.nn.functional.pad(pairs, [self.bins // 4] * 2)
                 self.exponent = max(needed, self.exponent)
             exponent = self.exponent or 0
             # Scaling by a power of two is exact in fp32 except near its smallest numbers; fp64 covers those as well.
@@ -100,16 +102,6 @@ class ActivationHistogram:
         number_B = index_B - self.bins // 2
         centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
         return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
-
-
-def _merged_pairs(counts: Tensor) -> Tensor:
-    """Return the counts in bins of twice the width."""
-    import torch
-
-    merged = torch.zeros_like(counts)
-    quarter = len(counts) // 4
-    merged[quarter : len(counts) - quarter] = counts.view(-1, 2).sum(dim=1)
-    return merged
 
 
 # Candidates times bins per step in fp64: 16 MB for each temporary.

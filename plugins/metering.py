@@ -306,8 +306,8 @@ _PHASE_OF_INSTRUCTION: Mapping[str, MeterPhase] = {
 """Phase that each instruction of a pipeline's schedule begins."""
 
 
-def meter_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS) -> None:
-    """Make `meter` follow the phases of `trainer`'s steps, and discard the first `warm_up_steps` of them.
+def meter_trainer(trainer: Trainer, meter: Meter) -> None:
+    """Make `meter` follow the phases of `trainer`'s steps, and discard the first `WARM_UP_STEPS` of them.
 
     The loss phase lasts from the output head's forward pass until the gradient reaches the head's input; without an
     output head, or with one that computes no logits, the forward phase includes it, and without logits also the
@@ -341,14 +341,13 @@ def meter_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_U
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
             parameter.register_hook(lambda gradient: meter.label([gradient], "gradients"))
-    trainer.add_callback(_PhaseCallback(trainer, meter, warm_up_steps))
+    trainer.add_callback(_PhaseCallback(trainer, meter))
 
 
 class _PhaseCallback(TrainerCallback):
-    def __init__(self, trainer: Trainer, meter: Meter, warm_up_steps: int) -> None:
+    def __init__(self, trainer: Trainer, meter: Meter) -> None:
         self._trainer = trainer
         self._meter = meter
-        self._warm_up_steps = warm_up_steps
         self._wrapped = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -365,7 +364,7 @@ class _PhaseCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.enter("other")
-        if state.global_step == self._warm_up_steps:
+        if state.global_step == WARM_UP_STEPS:
             self._meter.reset_peaks()
 
     def _enter_loss(self, _: Any, inputs: tuple[Any, ...]) -> None:

@@ -14,10 +14,11 @@ line. To forget is a line too. The file is read from top to bottom:
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -56,6 +57,8 @@ from ..ds_configs.step_time.learning import MeasuredStep
 from .huggingface_hub import ModelSource, read_model_source
 from .releases import INSTALL_TRAIN, installed_version, transformers_release
 
+logger = logging.getLogger(__name__)
+
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 _LARGEST_NUMBER = 10**30
 """Largest integer in YAML; Python does not print integers of thousands of digits."""
@@ -71,10 +74,9 @@ def plan(
     nvme: str | None = None,
     num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
-    notify: Callable[[str], None] | None = None,
     **fields: object,
 ) -> Plan:
-    """Choose a layout for a model and hardware.
+    """Choose a layout for a model and hardware; what is assumed is logged.
 
     Args:
         model: A Hub id, a directory, a `config.json` or a loaded model.
@@ -85,7 +87,6 @@ def plan(
         nvme: NVMe per node as `PATH:SIZE`; for hardware given by name.
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
-        notify: Function that receives warnings.
         **fields: Fields of `TrainingJob`, such as `seq_len=2048, method="lora"`, instead of a `job`; second models may
             be names. Without either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
@@ -97,7 +98,6 @@ def plan(
     >>> plan("config.json", "8xA100-80GB").chosen.layout.label  # doctest: +SKIP
     'zero2'
     """
-    tell = notify or (lambda _: None)
     sizes: dict[str, Any] = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
     if isinstance(job, JobSettings):
         if not isinstance(hardware, HardwareSpec):
@@ -123,7 +123,7 @@ def plan(
         else:
             cluster = read_hardware(str(hardware), **sizes)
     with collecting(errors):
-        job = checked_job(job, fields, tell)
+        job = checked_job(job, fields)
     if errors or job is None:
         raise UsageError(errors)
     loaded = model
@@ -136,18 +136,18 @@ def plan(
         usual, shortest = job.seq_len_tokens, min([job.seq_len_tokens, *limits])
         job = replace(job, seq_len_tokens=shortest)
         if shortest < usual:
-            tell(f"sequence length {shortest}, the maximum of {loaded.spec.architecture}")
+            logger.warning(f"sequence length {shortest}, the maximum of {loaded.spec.architecture}")
     # Callers that load a model and make the job themselves have warned already.
     warns = (not isinstance(model, LoadedModel) or is_new) and loaded.spec.learned_positions is None
     if warns and positions is not None and job.seq_len_tokens > positions:
-        tell(f"sequence length {job.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
+        logger.warning(f"sequence length {job.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:
-        tell(note)
+        logger.warning(note)
     image_tokens(loaded.spec, job)
     if not activations_are_stored(loaded.spec, job):
         name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
-        tell(f"{reason}activation memory is an upper bound from the model's structure")
+        logger.warning(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.
         activations_of(loaded.spec, job, 1, "fp32" if job.precision == "fp32" else "bf16")
     measured_steps: tuple[MeasuredStep, ...] = ()
@@ -156,14 +156,14 @@ def plan(
         try:
             calibration, steps = CalibrationStore().calibration(), CalibrationStore().steps()
         except ShardwrightError as error:
-            tell(f"planning without measured runs: {error}")
+            logger.warning(f"planning without measured runs: {error}")
             steps = ()
         gpu, release = cluster.gpu, own_release()
         steps = tuple(step for step in steps if step.gpu == gpu)
         # Steps correct only the plans of the release that predicted them.
         measured_steps = tuple(step for step in steps if step.release == release)
         if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
-            tell(
+            logger.warning(
                 f"stored step times on {gpu} that Shardwright {', '.join(others)} predicted stay stored "
                 f"({len(steps) - len(measured_steps)}), but do not correct plans of {release}: measure again with "
                 "`shardwright tune`, or `train` and `calibrate`"
@@ -178,7 +178,7 @@ def plan(
     )
 
 
-def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Callable[[str], None]) -> TrainingJob:
+def checked_job(job: TrainingJob | None, fields: Mapping[str, object]) -> TrainingJob:
     """Return `job`, or the job with these fields, of which second models may be names.
 
     Raises:
@@ -198,7 +198,7 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object], tell: Cal
             if isinstance(values.get(role), str):
                 second = load_model_spec(values[role], packaged=True)
                 for note in second.notes:
-                    tell(f"{role}: {note}")
+                    logger.warning(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
         for role in ROLES:

@@ -87,7 +87,9 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         bounds = f"'{package}{tested.specifier}'"
         install, reinstall = f"pip install {bounds}", f"pip install --force-reinstall {bounds}"
         where = f"{package} {version}" if version else package
-        if others := _other_versions(package):
+        installed = [*metadata.distributions(name=package)]
+        # Another directory is only hidden.
+        if others := [each.version for each in installed[1:] if each.locate_file("") == installed[0].locate_file("")]:
             rule = f"is also installed as {', '.join(others)} in the same directory, and files of each may be missing"
             errors.append(ConfigError(where=where, rule=rule, fix=reinstall))
         elif version is None and not has_module:
@@ -104,12 +106,6 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
         rule = "is not installed" if len(absent) == 1 else "are not installed"
         errors.insert(0, ConfigError(where=", ".join(absent), rule=rule, fix=INSTALL_TRAIN))
     return errors
-
-
-def _other_versions(package: str) -> list[str]:
-    """Return further versions whose metadata is in the directory of the first; another directory is only hidden."""
-    found = [*metadata.distributions(name=package)]
-    return [each.version for each in found[1:] if each.locate_file("") == found[0].locate_file("")]
 
 
 def check_releases(packages: Iterable[str] | None = None) -> None:

@@ -12,9 +12,9 @@ watches all of them. An optimizer step is (`_run_epoch`, line 1755):
    (`Accelerator.backward`), with the norm of `Axis.correct_clipping`.
 4. Clipping: `_clip_grad_norm` of the Trainer, under DDP and FSDP2; `_get_grad_norm` returns the norm of any engine.
 5. Optimizer step: `optimizer.step()` and `lr_scheduler.step()` of the loop, which DeepSpeed has taken already.
-6. `log`, `evaluation_loop`, and save: `_save_checkpoint` of the Trainer writes the files of all ranks, then
-   `CheckpointCallback.on_save` marks them complete. Experts of other ranks reach the files through `get_state_dict` of
-   the accelerator.
+6. `log`, `evaluation_loop`, and save: `_save_checkpoint` of the Trainer writes the files of all ranks, which a
+   `CheckpointCallback` then marks complete; the commands attach one. Experts of other ranks reach the files through
+   `get_state_dict` of the accelerator.
 
 `trainer_for` and `launch` set attributes of the object to what a layout needs; an attribute that is not set leaves the
 Trainer's own behaviour. What a layout adds beyond data parallelism is an `Axis`.

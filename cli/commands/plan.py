@@ -57,7 +57,7 @@ def plan_command(model: str, *, settings: Options[PlanSettings] = FILLED, option
         show_settings(settings.model_dump(), settings.origins())
     try:
         calibration: Literal["user"] | None = "user" if options.calibration else None
-        plan = select_plan(model, settings.hardware, settings, calibration=calibration, notify=note)
+        plan = select_plan(model, settings.hardware, settings, calibration=calibration)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:

@@ -6,6 +6,7 @@ On a Space anyone can open the page, so no setting is a path that is read on thi
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shlex
 import tempfile
@@ -118,9 +119,21 @@ def _named(name: str, revision: str | None) -> LoadedModel:
     return model_from_source(read_hub_source(name, revision=revision), by_structure=True)
 
 
+class _Notes(logging.Handler):
+    """Keeps what is logged in this thread; others make plans of other visitors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.texts.append(record.getMessage())
+
+
 def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, ...]]:
     """Return the plan that `shardwright plan` makes of the same settings, and its notes."""
-    notes: list[str] = []
     errors: list[ConfigError] = []
     with collecting(errors):
         named = parse_hardware(settings.hardware or "")
@@ -141,10 +154,15 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         raise UsageError(errors)
     fields = settings.job_fields()
     fields |= {role: _named(name, None).spec for role, name in settings.second_models().items()}
-    plan = select_plan(model, hardware, notify=notes.append, **fields)
+    notes, planner = _Notes(), logging.getLogger("shardwright.plugins.planning")
+    planner.addHandler(notes)
+    try:
+        plan = select_plan(model, hardware, **fields)
+    finally:
+        planner.removeHandler(notes)
     if settings.tokens is not None:
-        notes.append(f"The run: {run_estimate(plan.chosen.time, plan.hardware, tokens=settings.tokens)}.")
-    return plan, tuple(notes)
+        notes.texts.append(f"The run: {run_estimate(plan.chosen.time, plan.hardware, tokens=settings.tokens)}.")
+    return plan, tuple(notes.texts)
 
 
 def term_rows(plan: Plan) -> list[tuple[str, str, str, str]]:

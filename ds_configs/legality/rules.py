@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from ..specs.errors import ConfigError, divides, one_of
+from ..specs.errors import ConfigError, divides
 from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.images import IMAGE_PARTS
 from ..specs.job import GROUPED_TASKS, TrainingJob
@@ -101,8 +101,8 @@ def stage_belongs_to_deepspeed(model: ModelSpec, layout: Layout, job: TrainingJo
     rule = "must be 0, 1, 2 or 3"
     if layout.engine != "deepspeed":
         legal, rule = (None,), f"must be None with engine {layout.engine}: ZeRO stages require DeepSpeed"
-    if error := one_of("zero_stage", layout.zero_stage, legal, rule):
-        yield error
+    if layout.zero_stage not in legal:
+        yield ConfigError(where="zero_stage", value=layout.zero_stage, rule=rule)
 
 
 def single_has_one_rank(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Errors:

@@ -140,8 +140,3 @@ def divides(where: str, value: int, number: int, what: str) -> ConfigError | Non
         rule=f"must divide {what} ({number} % {value} = {number % value if value else number})",
         fix=f"nearest legal values: {nearest_divisors(number, value)}",
     )
-
-
-def one_of(where: str, value: object, legal: Iterable[object], rule: str, fix: str = "") -> ConfigError | None:
-    """Return the error of a `value` outside `legal`."""
-    return None if value in tuple(legal) else ConfigError(where=where, value=value, rule=rule, fix=fix)

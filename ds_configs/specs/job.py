@@ -121,6 +121,7 @@ class TrainingFields:
     offload: Annotated[OffloadName, _option("Offload optimizer states; with cpu-all and nvme, also parameters")] = (
         "auto"
     )
+    """`search.candidates` makes layouts of it; `memory.host` has its bytes and its seconds."""
     tiled_mlp: Annotated[Switch, _option("Compute MLPs in tiles of the sequence, for long sequences")] = "auto"
     """`auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Annotated[
@@ -280,7 +281,8 @@ class TrainingJob(  # type: ignore[misc]
     """A training run; the planner chooses fields that are `auto` or `None`.
 
     Flags, YAML, environment, `plan.json`, page and proposed commands are made from these fields: a new one needs no
-    other declaration. Nor does a second model: a field with its role as name, and one with its placement.
+    other declaration. A second model is a field with its role as name, one with its placement, its entry of
+    `SecondModelRole`, and those tasks of `TASKS` that read it.
     """
 
     seq_len_tokens: Annotated[

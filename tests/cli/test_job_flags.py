@@ -85,7 +85,7 @@ def _parsed(command: str, words: list[str]) -> Any:
 
 
 def _planned_job(own: JobSettings) -> TrainingJob:
-    return checked_job(None, own.job_fields(), lambda _: None)
+    return checked_job(None, own.job_fields())
 
 
 DRAWN = settings(deadline=None, max_examples=25, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

@@ -271,7 +271,7 @@ def prepare_distillation(
         logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
     placement = settings.teacher_placement if settings.teacher_cache is None else "cached"
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
-    plan = select_plan(loaded_student, hardware, job, notify=logger.info)
+    plan = select_plan(loaded_student, hardware, job)
     settings = settings.with_optimizer(plan.job)
     models = [(loaded_student.config, plan.model.attention)]
     if settings.teacher_cache is None:

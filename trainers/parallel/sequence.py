@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-    from ...plugins.deepspeed.ulysses import SharedSequence
-
 LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
 UNSHARDED_TOKENS = "unsharded_tokens"
 """Entry of a batch that is a shard: S, before padding."""

@@ -93,7 +93,11 @@ def task_samples(task: TaskName, settings: DataSettings, tokenizer: Any, *, comp
         rule = f"has only answers with the label {str(labels.pop()).lower()}, and KTO learns from their difference"
         fix = "add answers with the other label, or use --task sft with the good ones"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
-    counts = [_tokens(fitting[index][1], settings.seq_len, completion_tokens, kind) for index, _ in train]
+    chosen = [fitting[index][1] for index, _ in train]
+    if kind == "prompts":
+        counts = [min(settings.seq_len, lengths[0] + completion_tokens) for lengths in chosen]
+    else:
+        counts = [sum(min(settings.seq_len, length) for length in lengths[1:]) for lengths in chosen]
     return Samples(
         train=[dict(row) for _, row in train],
         evaluation=[dict(row) for _, row in evaluation],
@@ -257,9 +261,3 @@ def _lengths(row: dict[str, Any], tokenizer: Any, kind: Kind, source: str) -> li
     prompt = row["prompt"]
     answers = {"pairs": ("chosen", "rejected"), "labelled answers": ("completion",)}.get(kind, ())
     return [tokens(prompt, asks=True), *(tokens(prompt + row[name], asks=False) for name in answers)]
-
-
-def _tokens(lengths: list[int], seq_len: int, completion_tokens: int, kind: Kind) -> int:
-    if kind == "prompts":
-        return min(seq_len, lengths[0] + completion_tokens)
-    return sum(min(seq_len, length) for length in lengths[1:])

@@ -54,7 +54,12 @@ def task_trainer(
                 shard_by_layer(settings["ref_model"], arguments.device.type, arguments.world_size)
     if job.task in GROUPED_TASKS:
         assert reward is not None, "rejected before ranks start"
-        settings["reward_funcs"] = [_reward_model(reward, arguments) if isinstance(reward, str) else reward]
+        settings["reward_funcs"] = [reward]
+        if isinstance(reward, str):
+            from accelerate.utils import patch_environment
+
+            with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+                settings["reward_funcs"] = [load_causal_lm(reward, score_head="stored", dtype=_compute_type(arguments))]
     kind, rows = class_of_task(task.trainer), settings["train_dataset"]
     trainer = planned_parallelism(plan).make_trainer(trainer_class=kind, args=arguments, **settings)
     if "ref" in getattr(trainer.model, "peft_config", {}):
@@ -70,13 +75,6 @@ def _compute_type(arguments: Any) -> Any:
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
-
-
-def _reward_model(name: str, arguments: Any) -> Any:
-    from accelerate.utils import patch_environment
-
-    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-        return load_causal_lm(name, score_head="stored", dtype=_compute_type(arguments))
 
 
 def limited_reward(name: str | None, seconds: float | None) -> Any:

@@ -342,7 +342,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     placement: dict[str, Any] = {"loss": "chunked"} if settings.loss == "chunked" else {}
     if settings.teacher is not None:
         placement = {"teacher": own.spec, "teacher_placement": settings.teacher_placement}
-    plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
+    plan = select_plan(own, hardware, training_job(settings, hardware, **placement))
     settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
     layout, packed = plan.chosen.layout, samples

@@ -232,6 +232,8 @@ class Collected:
             UsageError: a packed module shares parameters with another one, which are gathered once.
             RefusedInputError: tensors with NaN or infinity, or active adapters that cannot be merged; names them.
         """
+        import torch
+
         remaining, missing = dict(tensors), []
         rounded = {id(module): name for name, module in self.attachment.modules.items()}
         names = module_names(self.attachment, self.root)
@@ -265,21 +267,18 @@ class Collected:
             rule = f"other modules share {some_names(missing)}, and a packed matrix cannot be shared"
             raise UsageError(ConfigError(where="model", rule=rule, fix="ignore these layers, or untie them"))
         for name, tensor in remaining.items():
-            self._add_dense(checkpoint_name(name), tensor)
+            stored_name = checkpoint_name(name)
+            stays = tensor.dtype == torch.float32 and stays_in_fp32(self.root, stored_name)
+            if tensor.is_floating_point() and not stays:
+                tensor = tensor.to(self.attachment.stored_dtype)
+            if not _finite(tensor):
+                self.not_finite.append(stored_name)
+            self.dense[stored_name] = _own_storage(tensor.cpu())
         if self.not_finite:
             count, names_text = len(self.not_finite), some_names(self.not_finite)
             rule = f"has {count} tensors with NaN or infinite numbers: {names_text}"
             fix = "export an earlier checkpoint of the run"
             raise RefusedInputError([ConfigError(where="model", rule=rule, fix=fix)])
-
-    def _add_dense(self, name: str, tensor: Tensor) -> None:
-        import torch
-
-        if tensor.is_floating_point() and not (tensor.dtype == torch.float32 and stays_in_fp32(self.root, name)):
-            tensor = tensor.to(self.attachment.stored_dtype)
-        if not _finite(tensor):
-            self.not_finite.append(name)
-        self.dense[name] = _own_storage(tensor.cpu())
 
     def contents(self) -> dict[str, Tensor]:
         """Return all tensors of the checkpoint by their names in it, ordered by layer."""

@@ -200,7 +200,10 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     speed = with_error(data["tokens_per_second"], error)
     predicted = f"predicted {significant(time.tokens_per_second)} ({interval(*speed_interval(plan))})"
     speeds = [("Tokens/s of all ranks", speed, predicted)]
-    share_with_padding = _padded_share(metrics)
+    counted = [step for step in metrics if "positions_per_second" in step and "tokens_per_second" in step]
+    positions, tokens = (sum(step[f"{what}_per_second"] for step in counted) for what in ("positions", "tokens"))
+    # Tokens of a step are those of an average sample, so small differences mean nothing.
+    share_with_padding = positions / tokens if positions > 1.02 * tokens else 1.0
     if share_with_padding > 1:
         # A plan counts every position of a row.
         padded = significant(share_with_padding * data["tokens_per_second"])
@@ -281,14 +284,6 @@ def scheme_text(scheme: Data) -> str:
     if inputs is None:
         return text
     return f"{text}; inputs {inputs['bits']} bit, {'by token' if inputs['dynamic'] else 'with stored ranges'}"
-
-
-def _padded_share(metrics: Metrics) -> float:
-    """Return the positions that the model read, padding included, per token; 1 if unknown, or without padding."""
-    counted = [step for step in metrics if "positions_per_second" in step and "tokens_per_second" in step]
-    positions, tokens = (sum(step[f"{what}_per_second"] for step in counted) for what in ("positions", "tokens"))
-    # Tokens of a step are those of an average sample, so small differences mean nothing.
-    return positions / tokens if positions > 1.02 * tokens else 1.0
 
 
 def evaluation_report(data: Data) -> Report:

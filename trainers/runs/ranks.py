@@ -303,11 +303,15 @@ def trained_model(
             for_stages=for_stages,
             score_head=score_head,
         )
-    frozen = frozen_parts(settings)
-    if settings.method != "full":
-        whole = {part for part in IMAGE_PARTS if getattr(settings, part, "frozen") == "full"}
-        fp32_adapters = context.engine != "deepspeed"
-        return add_lora(model, **settings.lora_options(), fp32_adapters=fp32_adapters, frozen=frozen, whole=whole)
+    return with_trained_parts(model, settings, context.engine, **settings.lora_options())
+
+
+def with_trained_parts(model: Any, job: Any, engine: Engine, **lora: Any) -> Any:
+    """Return a model with adapters if the method of a job has them, whose parts for images are trained as it says."""
+    frozen = frozen_parts(job)
+    if job.method != "full":
+        whole = {part for part in IMAGE_PARTS if getattr(job, part, "frozen") == "full"}
+        return add_lora(model, **lora, fp32_adapters=engine != "deepspeed", frozen=frozen, whole=whole)
     if not isinstance(model, str):
         freeze(model, frozen)
     return model

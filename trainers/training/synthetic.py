@@ -6,16 +6,16 @@ from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.job import GROUPED_TASKS
-from ...plugins.peft import add_lora
+from ...plugins.accelerate import Engine
 from ...plugins.transformers.training_arguments import byte_tokenizer, weights_dtype
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.planned import planned_parallelism
 from ..preferences.trainer import task_trainer
 from ..runs.clock import ProgressSender
-from ..runs.ranks import freeze, frozen_parts
+from ..runs.ranks import with_trained_parts
 
 
-def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, random_weights: bool) -> Any:
+def synthetic_trainer(plan: Plan, arguments: Any, engine: Engine, samples: Any, *, random_weights: bool) -> Any:
     """Return a Trainer of the plan's task, model, method and layout, which reports its progress.
 
     Args:
@@ -37,18 +37,8 @@ def synthetic_trainer(plan: Plan, arguments: Any, engine: str, samples: Any, *, 
         for_stages=parallelism.is_pipeline,
         score_head=job.task == "reward",
     )
-    if job.method != "full":
-        targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
-        model = add_lora(
-            model,
-            rank=job.lora_rank,
-            targets=targets,
-            variant=job.lora_variant,
-            fp32_adapters=fp32,
-            frozen=frozen_parts(job),
-        )
-    elif not isinstance(model, str):
-        freeze(model, frozen_parts(job))
+    targets = ",".join(job.lora_targets)
+    model = with_trained_parts(model, job, engine, rank=job.lora_rank, targets=targets, variant=job.lora_variant)
     if job.task == "sft":
         trainer = parallelism.make_trainer(
             model=model,

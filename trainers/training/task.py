@@ -259,7 +259,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         # Liger computes the loss too, unless it is chosen.
         automatic = (settings.use_liger_kernel or settings.task != "sft") and "loss" not in settings.model_fields_set
         job = training_job(settings, hardware, **seconds, **({"loss": "auto"} if automatic else {}))
-        plan = select_plan(loaded, hardware, job, notify=logger.info)
+        plan = select_plan(loaded, hardware, job)
     if statistics.images_per_sample > plan.job.images_per_sample:
         logger.info(
             f"a row has {statistics.images_per_sample} images, and the plan counts {plan.job.images_per_sample} of a "

@@ -48,7 +48,7 @@ def described(line: str) -> dict[str, Any]:
     if settings.teacher is not None:
         fields["teacher"] = packaged_model(settings.teacher, release=GALLERY_RELEASE)
     hardware = parse_hardware(settings.hardware, host_memory=settings.host_memory, nvme=settings.nvme)
-    plan = make_plan(model, hardware, checked_job(None, fields, print))
+    plan = make_plan(model, hardware, checked_job(None, fields))
     texts = render_files(plan, directory="plan")
     assert plan_from_dict(json.loads(texts.pop("plan.json")), source="plan.json") == plan
     configurations = {name: text for name, text in texts.items() if name in ("accelerate.yaml", "ds_config.json")}
