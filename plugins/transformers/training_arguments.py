@@ -290,9 +290,15 @@ def weights_dtype(arguments: TrainingArguments, *, method: str, trained: str = "
 
     if trained == "bf16":
         return torch.bfloat16
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     keeps_master_copy = deepspeed_configuration(arguments) is not None
-    return dtype if keeps_master_copy or method != "full" else torch.float32
+    return compute_dtype(arguments) if keeps_master_copy or method != "full" else torch.float32
+
+
+def compute_dtype(arguments: TrainingArguments) -> Any:
+    """Return the dtype in which a run computes, and in which it loads second models."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
 
 
 def byte_tokenizer(vocab_size: int) -> Any:

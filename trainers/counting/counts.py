@@ -28,7 +28,7 @@ import inspect
 import math
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -50,25 +50,16 @@ UNPADDED = "unpadded_tokens"
 _COUNT = "num_items_in_batch"
 
 
-def check_labelled(weights: Iterable[float]) -> None:
-    """Check that an evaluation has labels.
-
-    Raises:
-        UsageError: no batch or sample has a weight.
-    """
-    if not any(weights):
-        rule = "has no token with a label, so there is no loss to average"
-        fix = "check the chat template or the prompt mask"
-        raise UsageError(ConfigError(where="eval_dataset", rule=rule, fix=fix))
-
-
 def evaluated_mean(sums: Sequence[float], weights: Sequence[float]) -> float:
     """Return the mean loss of an evaluation from sums over labelled tokens, or samples, and their numbers.
 
     Raises:
         UsageError: all weights are 0.
     """
-    check_labelled(weights)
+    if not any(weights):
+        rule = "has no token with a label, so there is no loss to average"
+        fix = "check the chat template or the prompt mask"
+        raise UsageError(ConfigError(where="eval_dataset", rule=rule, fix=fix))
     return math.fsum(sums) / math.fsum(weights)
 
 

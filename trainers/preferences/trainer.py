@@ -19,7 +19,7 @@ from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS, TaskName
 from ...plugins.transformers.loading import load_causal_lm
 from ...plugins.transformers.second_model import load_second_model, shard_by_layer
-from ...plugins.transformers.training_arguments import class_of_task
+from ...plugins.transformers.training_arguments import class_of_task, compute_dtype
 from ...plugins.trl import vllm_releases
 from ..data.models import StartingModel, agreed_vocab_size, load_tokenizer
 from ..parallel.planned import planned_parallelism
@@ -48,7 +48,7 @@ def task_trainer(
         is_other = reference.name != plan.model.name
         if is_other or (placement == "sharded" and engine == "fsdp2"):
             name, revision = (reference.name, None) if is_other else (name, revision)
-            settings["ref_model"] = load_second_model(name, revision=revision, dtype=_compute_type(arguments))
+            settings["ref_model"] = load_second_model(name, revision=revision, dtype=compute_dtype(arguments))
             if engine == "fsdp2":
                 # TRL would gather all of it as one unit.
                 shard_by_layer(settings["ref_model"], arguments.device.type, arguments.world_size)
@@ -59,7 +59,7 @@ def task_trainer(
             from accelerate.utils import patch_environment
 
             with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
-                settings["reward_funcs"] = [load_causal_lm(reward, score_head="stored", dtype=_compute_type(arguments))]
+                settings["reward_funcs"] = [load_causal_lm(reward, score_head="stored", dtype=compute_dtype(arguments))]
     kind, rows = class_of_task(task.trainer), settings["train_dataset"]
     trainer = planned_parallelism(plan).make_trainer(trainer_class=kind, args=arguments, **settings)
     if "ref" in getattr(trainer.model, "peft_config", {}):
@@ -69,12 +69,6 @@ def task_trainer(
     if job.task in GROUPED_TASKS and isinstance(reward, str) and isinstance(rows[0]["prompt"], str):
         trainer.reward_processing_classes[0] = ending_texts(trainer.reward_processing_classes[0])
     return trainer
-
-
-def _compute_type(arguments: Any) -> Any:
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
 
 
 def limited_reward(name: str | None, seconds: float | None) -> Any:

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
 _DEFAULT_GLOBAL_BATCH = 32
 
 
-def default_hardware() -> str:
-    import torch
-
-    return "local" if torch.cuda.is_available() else "2xCPU"
-
-
 def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
-    """Return the requested hardware, or `default_hardware`."""
-    return read_hardware(settings.hardware or default_hardware(), host_memory=settings.host_memory, nvme=settings.nvme)
+    """Return the requested hardware, by default this machine's GPUs, or two CPU ranks."""
+    name = settings.hardware
+    if name is None:
+        import torch
+
+        name = "local" if torch.cuda.is_available() else "2xCPU"
+    return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
 
 
 _DEVICE_FIX = "pass --dry-run to stop after planning, or omit --hardware to use this machine"

@@ -32,6 +32,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import add_lora
 from ...plugins.transformers.loading import gathered, load_on_first_rank, stored_precision
 from ...plugins.transformers.training_arguments import (
+    compute_dtype,
     refuse_replaced_optimizer,
     training_arguments,
     warn_of_zero0_in_16_bit,
@@ -339,12 +340,10 @@ def loaded_second_model(
     role: SecondModelRole, name: str, revision: str | None, job: LaunchedJob, context: RankContext
 ) -> Any:
     """Return a frozen second model, loaded for the plan's placement in the compute type."""
-    import torch
-
     from ...plugins.transformers.second_model import load_second_model
     from ...plugins.transformers.tiled_compute import share_tiled_mlps, tile_mlps, untiled_experts
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
+    dtype = compute_dtype(context.arguments)
     engine = context.engine if job.world_size > 1 else "single"
     placement = job.placements[role]
     model = load_second_model(name, revision=revision, placement=placement, dtype=dtype, engine=engine)
