@@ -212,6 +212,8 @@ class ServedModel:
     config: Mapping[str, Any]
     weights: Mapping[str, StoredWeight]
     """All tensors by name; empty without a checkpoint."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the source of its configuration."""
 
     @property
     def quantization(self) -> Mapping[str, Any]:
@@ -397,7 +399,7 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
         )
     length = min(wanted, longest)
     per_sequence = cache.sequence_blocks(length, tokens_in_flight=in_flight)
-    notes = []
+    notes = [note for served in models for note in served.notes]
     if length < wanted:
         notes.append(f"sequences are limited to {length:,} of {wanted:,} tokens: a larger cache does not fit")
     if not model.weights:

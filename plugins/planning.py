@@ -31,7 +31,7 @@ from ..ds_configs.memory.activations import activations_are_stored, activations_
 from ..ds_configs.memory.estimate import Calibration, MeasuredRun
 from ..ds_configs.models.images import image_tokens
 from ..ds_configs.models.stored_shapes import model_spec_from_config, model_type_of
-from ..ds_configs.plan.gallery import packaged_model, packaged_models
+from ..ds_configs.plan.gallery import packaged_config, packaged_models
 from ..ds_configs.plan.output import NO_LOCKS
 from ..ds_configs.plan.plan import Plan, make_plan, release_difference
 from ..ds_configs.specs.errors import (
@@ -367,8 +367,9 @@ def load_model_spec(
             raise
         reason = str(error).removeprefix(f"model = {model!r}: ").partition("; ")[0]
         note = f"{model} is planned from its configuration in this package, without a commit of the Hub: {reason}"
-        spec = packaged_model(model, release=transformers_release())
-        return LoadedModel(spec=spec, config={}, notes=(note,))
+        source = ModelSource(name=model, revision=None, config=packaged_config(model), checkpoint_parameters=None)
+        loaded = model_from_source(source)
+        return replace(loaded, notes=(note, *loaded.notes))
     return model_from_source(source, by_structure=by_structure)
 
 

@@ -89,9 +89,9 @@ def read_served_model(model: str, *, revision: str | None = None) -> ServedModel
         RefusedInputError: its configuration or a safetensors header is corrupt or unsafe.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    loaded = load_model_spec(model, revision=revision)
+    loaded = load_model_spec(model, revision=revision, packaged=True)
     path, tensors = Path(model).expanduser(), dict[str, StoredTensor]()
-    if not path.exists():
+    if loaded.spec.revision is not None:
         tensors = read_hub_tensors(model, loaded.spec.revision)
     elif path.is_dir() and checkpoint_files(path):
         tensors = read_checkpoint(path)
@@ -101,4 +101,6 @@ def read_served_model(model: str, *, revision: str | None = None) -> ServedModel
         )
         for name, tensor in tensors.items()
     }
-    return ServedModel(spec=loaded.spec, config=loaded.config, weights=weights)
+    # The first note of a packaged configuration names its source; the others are about training.
+    notes = loaded.notes[:1] if loaded.spec.revision is None and not path.exists() else ()
+    return ServedModel(spec=loaded.spec, config=loaded.config, weights=weights, notes=notes)

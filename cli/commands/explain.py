@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from pydantic import Field
 
-from ...ds_configs.check.failed_runs import find_causes
+from ...ds_configs.check.failed_runs import FAILURES, find_causes
 from ...ds_configs.check.flight_recorder import record_files, summary
 from ...ds_configs.check.trl import MEANINGS
 from ...ds_configs.legality.rules import RULES
@@ -22,7 +22,10 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import KERNEL_MEANINGS, STRATEGY_MEANINGS
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...ds_configs.specs.synonyms import REMOVED
+from ...ds_configs.specs.job import JobSettings
+from ...ds_configs.specs.settings import choices_of
+from ...ds_configs.specs.synonyms import REMOVED, SYNONYMS, texts_about
+from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.step_time.estimate import TERMS
 from ..options import Output
 from ..settings import FILLED, Options
@@ -38,13 +41,13 @@ class ExplainOptions(Output):
 
 
 def explain_command(subject: str | None = None, *, options: Options[ExplainOptions] = FILLED) -> int:
-    """Explain a written plan, or a layout, a memory term, a rule or a key of TRL; or why a run failed.
+    """Explain a written plan, or a word: an option, layout, memory term, rule or error; or why a run failed.
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, or a layout, memory term, rule or key of TRL; `names` lists them. With
-        --error, the plan of the run, for plans that need less memory.
+        Directory or plan.json of a plan, or a word such as zero3, fsdp, bf16 or oom; `names` lists them. With --error,
+        the plan of the run, for plans that need less memory.
     """
     if options.error is not None:
         return _explain_error(options.error, subject, as_json=options.as_json)
@@ -52,28 +55,31 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         rule, fix = "is missing", "pass the directory of a plan, a name of `shardwright explain names`, or --error LOG"
         raise UsageError(ConfigError(where="subject", rule=rule, fix=fix))
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
-    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
-    strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    meanings = {name: term.meaning for name, term in TERMS.items()} | strategies | rules
-    meanings |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
+    meanings = explained_texts()
+    names = texts_about(name, meanings)
+    within = [each for each in meanings if f"_{name}_" in f"_{each}_"]
     exists = os.path.exists(subject)  # noqa: PTH110 - a name may be longer than a path
     if not exists and name == "names":
         print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
         return 0
-    if not exists and name in meanings:
+    if not exists and names:
+        lines = [f"{each}: {meanings[each]}" for each in names]
         if options.as_json:
-            print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
+            meaning = meanings[name] if names == [name] else "\n".join(lines)
+            print(json.dumps({"schema_version": 1, "name": name, "meaning": meaning}))
         else:
             from ..show import console
 
-            console().print(f"{name}: {meanings[name]}", markup=False)
+            more = [each for each in within if names != [name] and each not in names]
+            console().print(*lines, *([f"see also: {', '.join(more)}"] if more else []), sep="\n", markup=False)
         return 0
     if not exists:
         is_path = "/" in subject or subject.endswith(".json")
-        near = [] if is_path else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
+        near = [] if is_path else [*within, *get_close_matches(name, [*meanings, *SYNONYMS], n=6, cutoff=0.5)]
+        near = [each for each in dict.fromkeys(near) if texts_about(each, meanings)][:3]
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
         fix = REMOVED.get(name, fix)
-        rule = "no such file or directory" if is_path else "is not a path, layout, term, rule or key of TRL"
+        rule = "no such file or directory" if is_path else "is not a path or a known name"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     chosen, bytes_of = plan.chosen, dict[str, Any]()
@@ -123,6 +129,25 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         out.print(f"{factor}, from the runs below. The published prediction counts as one run.")
         show_steps(plan.learned_from, title="Runs that corrected the step's time, seconds")
     return 0
+
+
+def explained_texts() -> dict[str, str]:
+    """Return all texts by name: options, tasks, layouts, terms, rules, keys of TRL and errors of runs."""
+    from ...trainers.training.settings import TrainSettings
+
+    options = TrainSettings.model_fields | JobSettings.model_fields
+    texts = {
+        name: f"{field.description} (--{' '.join([name.replace('_', '-'), *choices_of(field.annotation)])})"
+        for name, field in options.items()
+    }
+    texts |= {name: "; ".join([term.meaning, *texts.get(name, "").splitlines()]) for name, term in TERMS.items()}
+    texts |= {name: task.meaning for name, task in TASKS.items() if name not in texts}
+    texts |= {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
+    texts |= {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
+    texts |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
+    # Texts with a placeholder need the line of a log.
+    failures = (failure for failure in FAILURES if "{0}" not in failure.meaning)
+    return texts | {failure.name: " ".join((failure.meaning, *failure.fix)) for failure in failures}
 
 
 def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:

@@ -53,10 +53,14 @@ def packaged_models() -> dict[str, Traversable]:
     return {model.name.replace("--", "/", 1): model.joinpath("config.json") for model in sorted(models, key=str)}
 
 
+def packaged_config(name: str) -> dict[str, Any]:
+    """Return the `config.json` of a public model of the package by its Hub id."""
+    return parse_config_json(packaged_models()[name].read_bytes(), source=name)
+
+
 def packaged_model(name: str, *, release: str) -> ModelSpec:
     """Return a public model of the package by its Hub id."""
-    config = parse_config_json(packaged_models()[name].read_bytes(), source=name)
-    spec = model_spec_from_config(config, name=name, release=release)
+    spec = model_spec_from_config(packaged_config(name), name=name, release=release)
     assert spec is not None, f"the class of {name} is stored"
     return spec
 

@@ -18,7 +18,7 @@ from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
 from ..search.run_estimates import doubts
 from ..search.search import Evaluated, Outcome, search
-from ..search.suggestions import Suggestion, cheapest_changes, splits_with_server
+from ..search.suggestions import Suggestion, adapters_without_offload, cheapest_changes, splits_with_server
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -236,6 +236,7 @@ def make_plan(
                 "train, the fastest split that was planned."
             )
             chosen = replace(chosen, reason=reason)
+        chosen = replace(chosen, reason=chosen.reason + adapters_without_offload(context, chosen))
         plans.append(
             Plan(
                 model=model,

@@ -15,7 +15,7 @@ from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .candidates import SearchContext
 from .reasons import display_name
-from .search import anything_fits, search
+from .search import Evaluated, anything_fits, search
 
 _MOST = 3
 _LARGEST_WORLD = 4096
@@ -121,6 +121,21 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             if len(suggestions) == limit:
                 break
     return tuple(suggestions)
+
+
+def adapters_without_offload(context: SearchContext, chosen: Evaluated) -> str:
+    """Return a sentence that offers LoRA, if the chosen layout of full training offloads and LoRA fits without."""
+    job = context.job
+    if job.method != "full" or job.offload != "auto" or chosen.layout.offload_optimizer == "none":
+        return ""
+    try:
+        adapted = search(replace(context, job=replace(job, method="lora")), compare=False).chosen
+    except ShardwrightError:
+        return ""
+    if adapted is None or adapted.layout.offload_optimizer != "none":
+        return ""
+    speed = f"{adapted.time.tokens_per_second:,.0f} tokens/s, up to {gigabytes(adapted.memory.gpu.high_bytes)} GB"
+    return f" Without offload: --method lora ({display_name(adapted.layout)}, {speed}), which trains adapters only."
 
 
 def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[TrainingJob]]:

@@ -211,7 +211,7 @@ def errors_of(error: ValidationError, kind: Any) -> list[ConfigError]:
             errors.append(ConfigError(where=name, rule="must not be null", fix="omit it to use the default"))
         else:
             rule = " or ".join(dict.fromkeys(map(rule_of, rejections))).replace(" or must be ", " or ")
-            choices = _choices(known[key].annotation) if key in known else []
+            choices = choices_of(known[key].annotation) if key in known else []
             near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
             fix = REMOVED.get(f"{name}={value}") or REMOVED.get(str(value).lower(), "")
             fix = fix or (
@@ -241,9 +241,10 @@ _MEANINGS = {
 """Words of pydantic's messages, and those of this project."""
 
 
-def _choices(annotation: Any) -> list[str]:
+def choices_of(annotation: Any) -> list[str]:
+    """Return the words that an option of this type takes."""
     options = get_args(annotation)
-    return [item for option in options for item in ([option] if isinstance(option, str) else _choices(option))]
+    return [item for option in options for item in ([option] if isinstance(option, str) else choices_of(option))]
 
 
 def unknown_error(name: str, known: Iterable[str], *, where: str | None = None) -> ConfigError:

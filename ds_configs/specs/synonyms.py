@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -86,6 +87,23 @@ def meanings(name: str) -> tuple[str, ...]:
     """
     plain = _plain(name)
     return plain, *(option.name for option in SYNONYMS.get(plain.lower(), ()) if not option.values)
+
+
+def texts_about(word: str, texts: Collection[str]) -> list[str]:
+    """Return the text of this name, else those of the values and options with its meaning.
+
+    >>> texts_about("fsdp", ["fsdp2", "strategy"]), texts_about("lr", ["learning_rate"])
+    (['fsdp2'], ['learning_rate'])
+    """
+    if word in texts:
+        return [word]
+    if joined := [name for name in texts if name.replace("_", "") == word.replace("_", "")]:
+        return joined[:1]
+    names: list[str] = []
+    for option in SYNONYMS.get(word, ()):
+        values = [value.replace("-", "_") for value in re.findall(r"[\w-]+", option.values)]
+        names += [value for value in values if value in texts] or [name for name in (option.name,) if name in texts]
+    return list(dict.fromkeys(names))
 
 
 def _plain(name: str) -> str:

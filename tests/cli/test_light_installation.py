@@ -64,6 +64,7 @@ COMMANDS = (
     ("configs", "cp", "llama-3.1-8b_8xA100-80GB", "copied"),
     ("report", "plan"),
     ("serve", LLAMA, "--hardware", "1xL40S", "--dry-run"),
+    ("serve", "meta-llama/Llama-3.1-8B", "--hardware", "1xL40S", "--dry-run"),
     ("calibrate", "--list"),
     ("schema",),
     ("env",),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import Shell, shell_in
 from paths import CONFIGS
+from shardwright.cli.commands.explain import explained_texts
 from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import _options, resolve
 from shardwright.ds_configs.specs.errors import UsageError
@@ -118,6 +119,48 @@ def test_python_names_the_setting_too() -> None:
         plan(QWEN, "2xT4", method="lora", lora_rank=32, lora_alpha=64)
 
 
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [
+        ("fsdp", ["fsdp2"]),
+        ("ZeRO", ["zero1", "zero2", "zero3"]),
+        ("ZeRO-3", ["zero3"]),
+        ("stage 3", ["zero3"]),
+        ("bf16", ["precision", "dtype"]),
+        ("fp16", ["precision", "dtype"]),
+        ("lora", ["method"]),
+        ("offload", ["offload"]),
+        ("oom", ["accelerator_out_of_memory", "host_out_of_memory"]),
+        ("NCCL timeout", ["collective_timeout", "lost_connection"]),
+        ("tensor parallel", ["tensor_parallel"]),
+        ("sequence parallel", ["sequence_parallel"]),
+        ("moe", ["expert_parallel_size"]),
+        ("gradient accumulation steps", ["global_batch_size"]),
+        ("dpo", ["dpo"]),
+        ("lr", ["learning_rate"]),
+        ("packing", ["packing"]),
+    ],
+)
+def test_explain_answers_the_words_that_people_type(
+    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = explained_texts()
+    assert run(["explain", word, "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    lines = [f"{name}: {texts[name]}" for name in names]
+    assert answer["meaning"] in ("\n".join(lines), texts[names[0]])
+    assert run(["explain", word]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith(" ".join("\n".join(lines).split()))
+
+
+def test_explain_names_the_nearest_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, fix in {"zerro3": "zero3, zero, zero2", "hangs": "hang", "xyzzy": "shardwright explain names"}.items():
+        assert run(["explain", word]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is not a path or a known name" in line and fix in line
+
+
 def test_synonyms_lead_to_options_that_exist() -> None:
     every = {
         option
@@ -126,5 +169,7 @@ def test_synonyms_lead_to_options_that_exist() -> None:
         for option in _options(build_app()[name].assemble_argument_collection())
     }
     listed = {option for options in SYNONYMS.values() for option in options}
-    assert {option.name for option in listed} | {option.beside for option in listed if option.beside} <= every
+    assert {option.name for option in listed} | {option.beside for option in listed if option.beside} <= every | {
+        *explained_texts()
+    }
     assert set(HUGGING_FACE_NAMES) <= every

@@ -359,7 +359,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
     files = PlanFiles.read(settings.directory)
     settings.log_progress("reading the model's configuration")
     try:
-        config = load_model_spec(plan.model.name, revision=plan.model.revision).config
+        config = load_model_spec(plan.model.name, revision=plan.model.revision, packaged=True).config
     except UsageError as error:
         rule, fix = f"the plan's model {plan.model.name!r} must still exist", "plan again with its current location"
         raise UsageError([*error.errors, ConfigError(where="plan.json: model", rule=rule, fix=fix)]) from None

@@ -77,6 +77,19 @@ def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as
     assert plan.chosen.placements["reference"].placement == "shared"
 
 
+@pytest.mark.parametrize("task", ["sft", "dpo", "kto", "orpo", "reward", "grpo"])
+def test_full_training_that_offloads_offers_adapters_that_do_not(task: Any) -> None:
+    model = public_model("meta-llama/Llama-3.1-8B")
+    chosen = planned("1xA100-80GB", model, task=task).chosen
+    adapted = planned("1xA100-80GB", model, task=task, method="lora").chosen
+    assert chosen.layout.offload_optimizer == "cpu" and adapted.layout.offload_optimizer == "none"
+    speed = f"{adapted.time.tokens_per_second:,.0f} tokens/s"
+    assert f"Without offload: --method lora (One process, {speed}, up to " in chosen.reason
+    assert "--method lora" not in adapted.reason
+    requested = planned("1xA100-80GB", model, task=task, offload="cpu").chosen
+    assert "--method lora" not in requested.reason
+
+
 def test_a_reference_under_zero3_is_sharded_and_colocated_vllm_has_a_share() -> None:
     plan = planned("8xH100-80GB", task="grpo", beta=0.04, strategy="zero3", completion_tokens=1024)
     assert plan.chosen.placements["reference"].placement == "sharded"

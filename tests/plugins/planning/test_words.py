@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import shardwright
 from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.planning import load_model_spec
 
 QWEN = CONFIGS / "Qwen--Qwen2.5-0.5B"
 GPU = "8xA100-80GB"
@@ -57,6 +60,22 @@ def test_a_packaged_model_is_planned_without_a_hub(no_hub: str, capsys: pytest.C
     assert "8.03 B parameters" in shown.out
     (note,) = (line for line in shown.err.splitlines() if "from its configuration in this package" in line)
     assert no_hub.partition(" (")[0] in note
+
+
+def test_a_packaged_model_is_served_without_a_hub(no_hub: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name, config = "meta-llama/Llama-3.1-8B", CONFIGS / "meta-llama--Llama-3.1-8B" / "config.json"
+    answers = []
+    for model in (name, str(config)):
+        assert run(["serve", model, "--hardware", GPU, "--dry-run", "--format", "json"]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    packaged, local = answers
+    assert "from its configuration in this package" in packaged["notes"][0]
+    differing = {"model", "line", "notes"}
+    assert {key for key in local if packaged[key] != local[key]} == differing
+    assert packaged["notes"][1:] == local["notes"]
+    loaded = load_model_spec(name, packaged=True)
+    assert loaded.config == load_model_spec(str(config)).config
+    assert replace(loaded.spec, name="") == replace(load_model_spec(str(config)).spec, name="")
 
 
 @pytest.mark.parametrize(
