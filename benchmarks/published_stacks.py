@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.ds_configs.step_time.rates import COMPILED_TRAFFIC, TRANSFORMERS, Software
+from shardwright.ds_configs.step_time.rates import COMPILED_TRAFFIC, FLASH_ATTENTION_2, TRANSFORMERS, Software
 
 MEGATRON = Software(
     attention="eager",
@@ -149,6 +149,6 @@ VECTORLM = replace(TRANSFORMERS, optimizer_bytes=22.0, copies_gathered=False)
 """VectorLM: Transformers' Llama with FlashAttention 2 under FSDP1; weights, gradients and moments in bf16, half of the
 bytes of fp32."""
 
-AUTOMODEL = replace(TRANSFORMERS, optimizer_bytes=0.0, step_seconds=0.0, reduction_bytes=4)
+AUTOMODEL = replace(FLASH_ATTENTION_2, optimizer_bytes=0.0, step_seconds=0.0, reduction_bytes=4)
 """Transformers 5 under NeMo Automodel's FSDP2, which reduces in fp32 (`FSDP2Config.mp_policy`), timed without the
 optimizer step."""

@@ -171,6 +171,12 @@ def stage_seconds(
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
     kernels += tower.kernels + tower_back.kernels
     host = kernels * step.constants.launch_seconds
+    hooks = 0.0
+    if layout.engine == "fsdp2":
+        tensors = step.work.layer_tensors * layers
+        hooks = (layers + 1) * step.constants.fsdp2_unit_seconds + tensors * step.constants.fsdp2_tensor_seconds
+        # Forward and backward pass.
+        host += 2 * hooks
     if layout.zero_stage == 3:
         parts: tuple[_Parameters, ...] = ("all",) if layout.ep == 1 else ("dense", "experts")
         for calls in (_sharded_calls(step, stage, part) for part in parts):
@@ -231,7 +237,12 @@ def stage_seconds(
     if layout.pp > 1 and not software.overlaps_transfers:
         terms["pipeline_transfers"] = transfer_seconds(step)
     ahead *= busy / device if device else 1.0
-    in_forward, slowed_forward = exposed(step, gathers, ahead)
+    hiding = ahead
+    if software.waits_in_layers and layout.micro_batch_size == 1:
+        # The next layer's gather starts after the host launched the rest of this one and ran its hooks.
+        launches = layers * forward.kernels * step.constants.launch_seconds
+        hiding = max(0.0, ahead - launches - hooks)
+    in_forward, slowed_forward = exposed(step, gathers, hiding)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(step) else 0.0)
     in_backward, slowed_backward = exposed(step, behind, busy - ahead)
     alone = 0.0 if overlaps_reductions(step) else traffic.reductions_each
@@ -495,7 +506,7 @@ def estimate_step_time(
     if software is None and (plain := without_kernels(job)) != job:
         # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
         slowest_seconds = estimate_step_time(layout, model, hardware, plain, constants=constants).high_seconds
-    software = software or software_of(job, eager_attention=model.attention == "eager")
+    software = software or software_of(job, attention=model.attention)
     shared, whole = layout.sp * layout.cp, layout.pp == 1
     layout = in_sequences(layout, job.task)
     step = StepInputs(

@@ -52,9 +52,13 @@ class ModelWork:
     """Columns of the output head on the rank; 0 without one."""
     gathered_vocabulary: int
     """Logits per token that tensor-parallel ranks gather, because AutoTP computes the complete loss on every rank."""
+    norms_queries: bool
+    """Whether queries and keys are normalized after their projections (Qwen3, OLMo 2, Gemma 3)."""
     window: int
     """Sliding window of attention in tokens; 0 without one."""
     causal: bool
+    layer_tensors: float
+    """Parameter tensors of an average layer."""
     layer_parameters: float
     """Parameters of an average layer on the rank."""
     outside_parameters: int
@@ -109,8 +113,10 @@ def model_work(
         inner_size=share.dimensions.intermediate_size + sizes.experts_per_token * sizes.expert_intermediate_size,
         head_rows=head,
         gathered_vocabulary=gathered,
+        norms_queries=any(parameter.name.endswith(("q_norm.weight", "q_layernorm.weight")) for parameter in inside),
         window=model.sliding_window or 0,
         causal=model.task == "causal_lm",
+        layer_tensors=sum(parameter.count for parameter in inside) / layers,
         layer_parameters=sum(parameter.total for parameter in inside) / layers,
         outside_parameters=outside,
         expert_parameters=experts,
@@ -178,9 +184,16 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
         attention = hardware.fp32_attention_flops_per_s
         peak, efficiency = hardware.fp32_flops_per_s or peak * constants.fp32_share, constants.fp32_efficiency
     attention_efficiency, narrow, half_tokens = constants.attention_efficiency, 1.0, 0.0
-    if software.attention == "sdpa" and job.precision != "fp32" and constants.sdpa_efficiency and not attention:
+    if (
+        software.attention in ("sdpa", "flash_attention_2")
+        and job.precision != "fp32"
+        and constants.sdpa_efficiency
+        and not attention
+    ):
         attention_efficiency, half_tokens = constants.sdpa_efficiency, constants.sdpa_half_tokens
         narrow = constants.sdpa_narrow_efficiency / attention_efficiency
+        if software.attention == "flash_attention_2" and constants.flash_efficiency:
+            attention_efficiency, half_tokens = constants.flash_efficiency, constants.flash_half_tokens
     return Device(
         flops_per_s=peak * efficiency,
         attention_flops_per_s=attention or peak * attention_efficiency,
@@ -246,7 +259,8 @@ def layer_passes(
     divided = work.share.query_size / work.whole.query_size if software.sequence_parallel_norms else 1.0
     hidden = tokens * work.whole.hidden_size * divided * width
     inner = tokens * work.inner_size * width
-    projected = tokens * (work.share.query_size + work.share.key_value_size) * software.projected_bytes * width / 2
+    of_projected = software.projected_bytes + (software.normed_bytes if work.norms_queries else 0.0)
+    projected = tokens * (work.share.query_size + work.share.key_value_size) * of_projected * width / 2
     expanded = 2.5 * work.layer_parameters if quantized else 0.0
     constants = device.constants
     traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + projected + expanded

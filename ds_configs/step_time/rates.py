@@ -36,6 +36,10 @@ class GpuConstants:
     """The same for heads of 64 or less."""
     sdpa_half_tokens: float = 0.0
     """Tokens of a sequence with which this kernel reaches half of its efficiency: `s / (s + half)` of it with s."""
+    flash_efficiency: float = 0.0
+    """As `sdpa_efficiency` for the FlashAttention 2 of Transformers, where SDPA selects a faster kernel."""
+    flash_half_tokens: float = 0.0
+    """As `sdpa_half_tokens` for this kernel."""
     memory_efficiency: float
     """Share of the datasheet's memory bandwidth that memory-bound operations reach."""
     launch_seconds: float
@@ -75,6 +79,10 @@ class GpuConstants:
     """Host time of ZeRO-3 to put a gradient into a bucket and its partition."""
     zero3_reduction_seconds: float
     """Host time of ZeRO-3 to reduce a bucket of gradients."""
+    fsdp2_unit_seconds: float
+    """Host time of FSDP2's hooks per unit and pass: gather, copies, reduction."""
+    fsdp2_tensor_seconds: float
+    """Host time of FSDP2 per tensor of a unit and pass."""
     error: float
     """Relative half width of the step time interval, which contains nine of ten published measurements."""
     source: str
@@ -211,8 +219,12 @@ def exchange_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> 
 class Software:
     """Costs of a software stack; bytes are per element of a 16-bit activation."""
 
-    attention: Literal["fused", "sdpa", "eager"] = "fused"
+    attention: Literal["fused", "sdpa", "flash_attention_2", "eager"] = "fused"
     """Fused kernels (FlashAttention, SDPA) keep scores on chip and skip the masked half; eager ones write scores."""
+    waits_in_layers: bool = False
+    """Whether the host waits for the device in each layer's attention if a micro-batch has one sequence. Transformers
+    asks whether it is packed (5.17.0, `_is_packed_sequence`), for which NVIDIA Automodel has a patch
+    (`FSDP2Config.patch_is_packed_sequence`)."""
     hidden_bytes_forward: float
     """Memory traffic of norms, residuals and dropout in a layer's forward pass, per element of hidden size."""
     hidden_bytes_backward: float
@@ -223,6 +235,8 @@ class Software:
     """The same in the backward pass."""
     projected_bytes: float = 0.0
     """Memory traffic of rotary embeddings and transposes, per element of queries and keys, both passes."""
+    normed_bytes: float = 0.0
+    """Memory traffic of norms of queries and keys, where a model has them, per element of both, both passes."""
     score_bytes_forward: float = 0.0
     """Memory traffic of eager attention per score between its products: mask, softmax, dropout."""
     score_bytes_backward: float = 0.0
@@ -294,6 +308,7 @@ TRANSFORMERS = Software(
     inner_bytes_forward=10.0,
     inner_bytes_backward=18.0,
     projected_bytes=60.0,
+    normed_bytes=95.0,
     loss_bytes=32.0,
     kernels_forward=45.0,
     kernels_backward=85.0,
@@ -302,8 +317,8 @@ TRANSFORMERS = Software(
     step_seconds=5e-3,
     micro_batch_seconds=2e-3,
 )
-"""Transformers 5 with eager RMSNorm in fp32 (36 bytes for each of two), rotary embeddings, SDPA and SwiGLU, counted
-operation by operation in `modeling_llama.py`, reads and writes."""
+"""Transformers 5 with eager RMSNorm in fp32 (36 bytes for each of two, 59 backward), rotary embeddings, SDPA and
+SwiGLU, counted operation by operation in `modeling_llama.py`, reads and writes."""
 
 
 COMPILED_TRAFFIC: Mapping[str, Any] = {
@@ -312,6 +327,8 @@ COMPILED_TRAFFIC: Mapping[str, Any] = {
     "inner_bytes_forward": 6.0,
     "inner_bytes_backward": 10.0,
     "projected_bytes": 12.0,
+    # A norm reads and writes 2 bytes, and reads 4 and writes 2 in the backward pass.
+    "normed_bytes": 10.0,
     "loss_bytes": 16.0,
     "kernels_forward": 15.0,
     "kernels_backward": 25.0,
@@ -327,6 +344,7 @@ _LIGER_TRAFFIC: Mapping[str, Any] = {
     "inner_bytes_backward": 10.0,
     # Rotated in place, both passes, besides the transposes.
     "projected_bytes": 24.0,
+    "normed_bytes": 10.0,
     "kernels_forward": 21.0,
     "kernels_backward": 45.0,
 }
@@ -349,9 +367,19 @@ EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=2
 """The same with `eager_attention_forward`: scale, mask, fp32 softmax and its cast back are separate kernels."""
 
 
-def software_of(job: TrainingJob, *, eager_attention: bool = False) -> Software:
-    """Return the software of a job."""
-    software = EAGER_ATTENTION if eager_attention else TRANSFORMERS
+FLASH_ATTENTION_2 = replace(TRANSFORMERS, attention="flash_attention_2", waits_in_layers=True)
+"""The same with the `flash_attention_2` of Transformers."""
+
+_OF_ATTENTION: Mapping[str, Software] = {
+    "eager": EAGER_ATTENTION,
+    "flash_attention_2": FLASH_ATTENTION_2,
+    "flash_attention_3": replace(TRANSFORMERS, waits_in_layers=True),
+}
+
+
+def software_of(job: TrainingJob, *, attention: str | None = None) -> Software:
+    """Return the software of a job and an attention implementation of Transformers."""
+    software = _OF_ATTENTION.get(attention or "sdpa", TRANSFORMERS)
     if job.use_liger_kernel:
         software = replace(software, **_LIGER_TRAFFIC)
     if job.torch_compile:

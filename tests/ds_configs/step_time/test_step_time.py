@@ -329,7 +329,8 @@ def test_mixtures_pay_for_routing_and_small_groups():
     assert few_back.products > 2 * 2 * weights / step.device.memory_bytes_per_s
     # Norms, rotary embeddings and activations of a token, and its row for each of its experts.
     more, more_back = (after.memory - before.memory for before, after in zip(layer(4096), layer(8192), strict=True))
-    heads = 30 * (sizes.query_size + sizes.key_value_size)
+    # Norms of queries and keys, 95 bytes in both passes, and their rotary embeddings.
+    heads = (30 + 95 / 2) * (sizes.query_size + sizes.key_value_size)
     hidden, inner = sizes.hidden_size, sizes.expert_intermediate_size
     rate, experts = step.device.memory_bytes_per_s / 4096, sizes.experts_per_token
     assert more * rate == pytest.approx(84 * hidden + heads + experts * (22 * hidden + (10 + 8) * inner), rel=1e-6)
@@ -350,6 +351,39 @@ def test_only_fsdp2_copies_what_it_gathers():
     step = step_inputs(layout, LLAMA_8B, hardware)
     assert copies == pytest.approx(2 * 4 * LLAMA_8B.parameter_count / step.device.memory_bytes_per_s, rel=1e-6)
     assert traffic(ZERO3, TRANSFORMERS) == traffic(ZERO3, plain)
+
+
+def test_flash_attention_2_delays_gathers_of_single_sequences():
+    hardware, fsdp2 = parse_hardware("8xH100-80GB"), Layout(engine="fsdp2", dp_shard=8)
+    flash = replace(QWEN_MOE, attention="flash_attention_2")
+
+    def exposed(model, sequences):
+        layout = replace(fsdp2, micro_batch_size=sequences)
+        return seconds(layout, model, hardware, seq_len_tokens=4096).terms.get("parameter_gathers", 0.0)
+
+    assert exposed(flash, 1) > 0.05 > exposed(QWEN_MOE, 1)
+    assert exposed(flash, 2) == exposed(QWEN_MOE, 2) == 0
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(8192, 282), (65536, 330)])
+def test_flash_attention_2_on_hopper_is_as_fast_as_measured(tokens, measured):
+    """TFLOP/s of both passes (docs/measurements/gpu.md)."""
+    model = llama(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
+    hardware = parse_hardware("1xH100-80GB")
+    job = {"seq_len_tokens": tokens, "global_batch_size": 1}
+    time = seconds(Layout(engine="single"), replace(model, attention="flash_attention_2"), hardware, **job)
+    flops = 3.5 * 4 * tokens**2 * 4096 / 2 * model.dimensions.num_layers
+    assert flops / time.terms["attention"] / 1e12 == pytest.approx(measured, rel=0.01)
+
+
+def test_small_layers_wait_for_the_hooks_of_fsdp2():
+    model = llama(hidden_size=256, num_attention_heads=4, num_key_value_heads=4)
+    hardware, job = parse_hardware("8xH100-80GB"), {"seq_len_tokens": 256, "micro_batch_size": 1}
+    sharded = seconds(Layout(engine="fsdp2", dp_shard=8), model, hardware, **job)
+    single = seconds(Layout(engine="ddp", dp_replicate=8), model, hardware, **job)
+    layers, constants = model.dimensions.num_layers, constants_of("H100-80GB")
+    hooks = 2 * ((layers + 1) * constants.fsdp2_unit_seconds + 9 * layers * constants.fsdp2_tensor_seconds)
+    assert sharded.terms["kernel_launches"] - single.terms["kernel_launches"] == pytest.approx(hooks, rel=0.1)
 
 
 def test_lora_adds_traffic_of_its_updates_and_casts():
