@@ -1,4 +1,7 @@
-"""Planning commands with the packages of the extra `train` and the modules of POSIX hidden, as on Windows and macOS."""
+"""Planning commands with the packages of the extra `train` and the modules of POSIX hidden, as on Windows and macOS.
+
+Installed packages are read-only, as in an image or in the environment of another user.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,17 @@ importlib.metadata.distributions = lambda **how: [] if how.get("name") in LIBRAR
 import importlib.util
 find_module = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name in MODULES else find_module(name, package)
+import errno, os, sysconfig
+import shardwright
+roots = tuple(os.path.realpath(path) + os.sep for path in (sysconfig.get_path("purelib"), shardwright.__path__[0]))
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+def read_only(event, values):
+    changes = event in {"os.mkdir", "os.rename", "os.remove"} or event == "open" and values[2] & WRITES
+    if changes and isinstance(values[0], str) and os.path.realpath(values[0]).startswith(roots):
+        attempts.append(values[0])
+        raise OSError(errno.EROFS, "Read-only file system", values[0])
+attempts = []
+sys.addaudithook(read_only)
 import contextlib, io, json
 from shardwright.cli.main import main
 found = []
@@ -49,6 +63,8 @@ for words in json.loads(sys.argv[1]):
         except SystemExit as ended:
             code = ended.code
     found.append([code, out.getvalue(), err.getvalue()])
+attempts = [path for path in attempts if "__pycache__" not in path]
+assert not attempts, attempts
 print(json.dumps(found))
 """
 LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
