@@ -147,7 +147,7 @@ def explained_texts() -> dict[str, str]:
     texts |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
     # Texts with a placeholder need the line of a log.
     failures = (failure for failure in FAILURES if "{0}" not in failure.meaning)
-    return texts | {failure.name: " ".join((failure.meaning, *failure.fix)) for failure in failures}
+    return texts | {each.name: " ".join((each.meaning, *each.fix, f"Next: {each.command}")) for each in failures}
 
 
 def _explain_error(log: Path, plan: str | None, *, as_json: bool) -> int:

@@ -192,6 +192,57 @@ FAILURES = (
         command="shardwright check ds_config.json",
     ),
     Failure(
+        name="batch_equation",
+        words=("Check batch related parameters",),
+        meaning="train_batch_size is not micro-batch * accumulation * ranks.",
+        fix=(
+            'Write "auto" for the three keys, or numbers whose product is train_batch_size.',
+            "The last number is how many ranks started: 1 if the script ran without a launcher.",
+        ),
+        command="shardwright check ds_config.json --num-processes RANKS",
+    ),
+    Failure(
+        name="checkpoint_of_other_ranks",
+        words=("used a DP world size of",),
+        meaning="DeepSpeed loads a checkpoint only on as many data-parallel ranks as saved it.",
+        fix=(
+            "`shardwright launch` and Trainers of trainer_for convert it while they load.",
+            'For others, convert it, and set {"checkpoint": {"load_universal": true}} in ds_config.json.',
+        ),
+        command="python -m deepspeed.checkpoint.ds_to_universal --input_folder CHECKPOINT/global_stepN "
+        "--output_folder CHECKPOINT/global_stepN_universal --inject_missing_state",
+    ),
+    Failure(
+        name="loading_under_zero3",
+        words=("Zero-3 is not compatible with", "Model was not initialized with `Zero-3`"),
+        meaning="from_pretrained loads the model in another way than under ZeRO-3.",
+        fix=(
+            "Create TrainingArguments with the DeepSpeed config before from_pretrained, and keep them.",
+            "Pass no device_map and no low_cpu_mem_usage.",
+        ),
+        command=_RERUN,
+    ),
+    Failure(
+        name="quantized_storage",
+        words=("Only Tensors of floating point and complex dtype can require", "expected there to be only one unique"),
+        meaning="The quantized weights are stored as integers, which ZeRO-3 and FSDP2 cannot shard with the others.",
+        fix=(
+            "Pass bnb_4bit_quant_storage=torch.bfloat16 to BitsAndBytesConfig, and dtype=torch.bfloat16 to",
+            "from_pretrained. A plan with --method qlora does that, or selects ZeRO-2 or less.",
+        ),
+        command=f"{_PLAN} --method qlora",
+    ),
+    Failure(
+        name="vllm_out_of_memory",
+        words=("warming up sampler", "memory for the cache blocks", "less than desired GPU memory utilization"),
+        meaning="vLLM has less memory than its weights, its cache or its largest batch need.",
+        fix=(
+            "Alone: a larger gpu_memory_utilization, or smaller max_model_len and max_num_seqs. Beside training: the",
+            "vllm_gpu_memory_utilization of the plan, or vllm_enable_sleep_mode.",
+        ),
+        command=f"{_PLAN} --task grpo",
+    ),
+    Failure(
         name="full_disk",
         words=("No space left on device", "Disk quota exceeded"),
         meaning="A disk is full.",

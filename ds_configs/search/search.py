@@ -579,7 +579,8 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
     ]
     jobs = generation_choices(job, hardware)
     for second in job.second_models:
-        names = second.automatic_placements(context.model, adapters=job.method != "full", ranks=hardware.world_size)
+        shards = hardware.world_size > 1 or TASKS[job.task].head != "model"
+        names = second.automatic_placements(context.model, adapters=job.method != "full", shards=shards)
         if second.placement == "auto":
             jobs = [part.placed(second.role, name) for part in jobs for name in names]
         elif second.placement not in names and (second.trained or second.placement in _CONDITIONS):

@@ -46,14 +46,15 @@ class SecondModel:
             return "layout"
         return "replica" if self.placement == "auto" else self.placement
 
-    def automatic_placements(self, trained: ModelSpec, *, adapters: bool, ranks: int) -> tuple[Placement, ...]:
+    def automatic_placements(self, trained: ModelSpec, *, adapters: bool, shards: bool) -> tuple[Placement, ...]:
         """Return the placements to choose from, in order of preference.
 
-        A reference that is the trained model without its `adapters` needs no weights of its own.
+        A reference that is the trained model without its `adapters` needs no weights of its own. `shards` is whether an
+        engine shards second models: over several ranks, or as TRL does under ZeRO-3 even on one.
         """
         if self.trained:
             return ("layout",)
-        separate = tuple(name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or ranks > 1)
+        separate = tuple(name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or shards)
         has_base = adapters and self.role == "reference" and self.spec == trained
         return ("shared", *separate) if has_base else separate
 

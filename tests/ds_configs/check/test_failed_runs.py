@@ -84,6 +84,46 @@ def test_messages_of_gpus_are_read() -> None:
     assert first("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n")[0] == "host_out_of_memory"
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (
+            "AssertionError: Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
+            "gradient_acc_step * world_size 8 != 2 * 1 * 1",
+            "batch_equation",
+        ),
+        (
+            "deepspeed.runtime.zero.utils.ZeRORuntimeException: The checkpoint being loaded used a DP world size of 8 "
+            "but the current world size is 16. Automatic adjustment of ZeRO's optimizer state partitioning with a new "
+            "world size is not currently supported.",
+            "checkpoint_of_other_ranks",
+        ),
+        (
+            "ValueError: DeepSpeed Zero-3 is not compatible with `low_cpu_mem_usage=True` or with passing a "
+            "`device_map`.",
+            "loading_under_zero3",
+        ),
+        (
+            "ValueError: Model was not initialized with `Zero-3` despite being configured for DeepSpeed Zero-3.",
+            "loading_under_zero3",
+        ),
+        (
+            "RuntimeError: Only Tensors of floating point and complex dtype can require gradients",
+            "quantized_storage",
+        ),
+        (
+            "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try "
+            "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
+            "vllm_out_of_memory",
+        ),
+    ],
+)
+def test_errors_that_people_report_are_named(line: str, name: str) -> None:
+    """Lines of issues of DeepSpeed (6914, 6441), TRL (3523), PEFT (2014) and others."""
+    (cause,) = find_causes(io.BytesIO(f"[rank1]: {line}\n".encode()))
+    assert (cause.failure.name, cause.rank) == (name, 1)
+
+
 def test_ranks_that_the_launcher_killed_are_no_cause() -> None:
     """torchrun kills ranks that do not end after a failure; its summary lists them above the first failure."""
     summary = "Failures:\n[1]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 2)\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from paths import CONFIGS
 from planning import public_model
 from shardwright.ds_configs.check.files import check
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
@@ -75,6 +76,14 @@ def test_small_accelerators_are_offered_adapters_and_train_them_with_the_base_as
         planned("1xRTX4090", task="dpo")
     plan = planned("1xRTX4090", task="dpo", method="qlora")
     assert plan.chosen.placements["reference"].placement == "shared"
+
+
+def test_one_accelerator_has_a_reference_under_zero3_too() -> None:
+    with pytest.raises(PlanDoesNotFitError, match="closest: ZeRO-3 with the reference sharded lacks GPU memory"):
+        planned("1xA100-80GB", task="dpo", strategy="zero3", offload="none")
+    plan = make(str(CONFIGS / "Qwen--Qwen2.5-7B"), "1xRTX4090", host_memory="512GB", task="dpo", seq_len=2048)
+    assert plan.chosen.layout.label.startswith("zero3+cpu")
+    assert plan.chosen.placements["reference"].placement == "sharded"
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo", "kto", "orpo", "reward", "grpo"])
