@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from browsing import accessibility_errors
@@ -15,10 +16,30 @@ from paths import CONFIGS
 from readable_hub import readable_hub
 from shardwright.cli.main import run
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 COMMAND = str(Path(sys.executable).parent / "shardwright")
 BROKEN = '{\n  "train_batch_size": 7,\n  "zero_optimization": {\n    "stage": 3,\n    "overlap_com": true\n  }\n}'
+
+
+FIELDS = ["Model", "Upload or paste a config.json", "Hardware", "Method", "Task", "Seq len", "Global batch size"]
+RESULTS = ["Download the files as ZIP", "Kept; plan again to compare", "Address of this plan"]
+FOCUSED = "() => { const e = document.activeElement; return e.labels?.[0]?.innerText || e.ariaLabel || e.innerText }"
+
+
+def tabbed_to(page: Page, name: str) -> list[str]:
+    """Press Tab until an element of this name has the focus, and return the names of those before it."""
+    names: list[str] = []
+    while len(names) < 60:
+        page.keyboard.press("Tab")
+        focused = page.evaluate(FOCUSED).strip()
+        if focused == name:
+            return names
+        names.append(focused)
+    raise AssertionError(names)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +76,15 @@ def test_the_page_plans_checks_and_opens_a_shared_address(visitor, address, tmp_
     page.get_by_label("Model", exact=True).fill("org/plain")
     page.get_by_label("Model", exact=True).press("Enter")
     page.locator("#seq_len textarea, #seq_len input").fill("2048")
-    page.get_by_role("button", name="Plan", exact=True).click()
+    assert tabbed_to(page, "Plan")[:2] == ["Global batch size", "Strategy"]
+    page.keyboard.press("Enter")
     page.wait_for_function("(field) => field.value.includes('org%2Fplain')", arg=shared.element_handle())
     page.get_by_text("kept plan").first.wait_for()
+    after = tabbed_to(page, "Command")
+    assert [name for name in after if name in RESULTS] == RESULTS, after
+    assert "Layout" in after, "the table of figures has the focus, so that its keys scroll it"
+    fields = tabbed_to(page, "Strategy")
+    assert [name for name in fields if name in FIELDS] == FIELDS, fields
     with page.expect_download() as download:
         page.get_by_text("Download the files as ZIP").click()
     download.value.save_as(tmp_path / "plan.zip")
