@@ -57,6 +57,10 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     meanings = explained_texts()
     names = texts_about(name, meanings)
+    if not names and " " in subject:
+        # Words of a sentence, such as zero3 vs fsdp.
+        words = subject.lower().replace("-", "_").split()
+        names = list(dict.fromkeys(each for word in words for each in texts_about(word, meanings)))
     within = [each for each in meanings if f"_{name}_" in f"_{each}_"]
     exists = os.path.exists(subject)  # noqa: PTH110 - a name may be longer than a path
     if not exists and name == "names":
@@ -78,7 +82,8 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         near = [] if is_path else [*within, *get_close_matches(name, [*meanings, *SYNONYMS], n=6, cutoff=0.5)]
         near = [each for each in dict.fromkeys(near) if texts_about(each, meanings)][:3]
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
-        fix = REMOVED.get(name, fix)
+        options_of_commands = {option.name for meant in SYNONYMS.values() for option in meant}
+        fix = fix if name in options_of_commands else REMOVED.get(name, fix)
         rule = "no such file or directory" if is_path else "is not a path or a known name"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)

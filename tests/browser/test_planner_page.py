@@ -35,7 +35,7 @@ def tabbed_to(page: Page, name: str) -> list[str]:
     names: list[str] = []
     while len(names) < 60:
         page.keyboard.press("Tab")
-        focused = page.evaluate(FOCUSED).strip()
+        focused = page.evaluate(FOCUSED).partition("\n")[0].strip()
         if focused == name:
             return names
         names.append(focused)

@@ -139,6 +139,8 @@ def test_python_names_the_setting_too() -> None:
         ("dpo", ["dpo"]),
         ("lr", ["learning_rate"]),
         ("packing", ["packing"]),
+        ("ZeRO-3 vs FSDP", ["zero3", "fsdp2"]),
+        ("which stage", ["zero1", "zero2", "zero3"]),
     ],
 )
 def test_explain_answers_the_words_that_people_type(
