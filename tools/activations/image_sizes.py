@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .kind_sizes import Values, draw_cohere, draw_vit
+from .kind_sizes import Values, draw_cohere, draw_delta_rule, draw_qwen3_next, draw_vit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +112,29 @@ def draw_qwen3_vl(choose: random.Random) -> Values:
         "vision_config": vision | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 25},
         **_special_tokens(text),
     }
+
+
+def draw_qwen3_5_vl(choose: random.Random) -> Values:
+    """Draw sizes of Qwen3.5, of whose head dimensions a quarter is rotated."""
+    drawn = draw_qwen3_vl(choose)
+    return drawn | {"text_config": _quarter_rotated(drawn["text_config"] | draw_delta_rule(choose), choose)}
+
+
+def draw_qwen3_5_moe_vl(choose: random.Random) -> Values:
+    """Draw sizes of Qwen3.5 with experts."""
+    drawn, experts = draw_qwen3_vl(choose), draw_qwen3_next(choose)
+    same = ("vocab_size", "hidden_size")
+    text = drawn["text_config"] | {name: value for name, value in experts.items() if name not in same}
+    del text["intermediate_size"]
+    return drawn | {"text_config": _quarter_rotated(text, choose)}
+
+
+def _quarter_rotated(text: Values, choose: random.Random) -> Values:
+    text |= {"head_dim": choose.choice([32, 64])}
+    pairs = text["head_dim"] // 8
+    axes = [pairs // 2, pairs // 4, pairs - pairs // 2 - pairs // 4]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": axes}
+    return text | {"rope_parameters": rope, "pad_token_id": 0}
 
 
 def draw_internvl(choose: random.Random) -> Values:

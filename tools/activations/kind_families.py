@@ -23,6 +23,8 @@ from .image_sizes import (
     draw_pooled_square,
     draw_qwen2_5_vl,
     draw_qwen2_vl,
+    draw_qwen3_5_moe_vl,
+    draw_qwen3_5_vl,
     draw_qwen3_vl,
     draw_scaled_square,
     draw_smolvlm,
@@ -48,10 +50,12 @@ from .kind_sizes import (
     draw_granite_hybrid,
     draw_grouped_experts,
     draw_lfm2,
+    draw_lfm2_moe,
     draw_llama4,
     draw_modernbert,
     draw_nemotron_h,
     draw_opt,
+    draw_qwen3_5,
     draw_qwen3_next,
     draw_shared_experts,
     draw_t5,
@@ -96,6 +100,8 @@ class KindFamily:
     """Name of the input that has 1 for each token of an image."""
     loops_over_sequences: tuple[str, ...] = ()
     """Functions that run operators for each sequence: traces meter what they return, but not what they free."""
+    lengths: tuple[int, ...] = tuple(range(9, 24, 2))
+    """Tokens of a sequence: odd numbers, some larger than a chunk of linear attention if its states are kept."""
     shallow_layers: int = SHALLOW_LAYERS
     """Layers of each kind in the shallow models."""
     attentions: tuple[str, ...] = ("fused", "eager")
@@ -203,6 +209,11 @@ def _dense_then_sparse(values: Values, depths: Mapping[str, int]) -> Values:
     return values | {"num_hidden_layers": len(kinds), "mlp_layer_types": kinds}
 
 
+def _lfm2_moe(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = ["conv"] * (depths["dense"] + depths["conv"]) + ["full_attention"] * depths["full"]
+    return values | {"num_hidden_layers": len(kinds), "layer_types": kinds, "num_dense_layers": depths["dense"]}
+
+
 def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
     kinds = ["sliding_attention", "full_attention"] * depths["layer"]
     return values | {"num_hidden_layers": depths["layer"], "layer_types": kinds[: depths["layer"]]}
@@ -231,6 +242,11 @@ def _qwen_vl(values: Values, depths: Mapping[str, int]) -> Values:
         "text_config": text | {"num_hidden_layers": depths["text"]},
         "vision_config": vision | {"depth": depths["vision"]},
     }
+
+
+def _qwen3_5_vl(values: Values, depths: Mapping[str, int]) -> Values:
+    text = _layer_types(values["text_config"], {kind: depths[kind] for kind in ("linear", "full")})
+    return values | {"text_config": text, "vision_config": values["vision_config"] | {"depth": depths["vision"]}}
 
 
 def _qwen3_vl(values: Values, depths: Mapping[str, int]) -> Values:
@@ -308,12 +324,27 @@ _EXAONE4: dict[str, Any] = {
 """Full layers have positions only where none has a window (EXAONE 4)."""
 
 
-_DELTA_RULE = (
-    *("linear_num_value_heads", "linear_num_key_heads*linear_key_head_dim"),
-    *("linear_num_value_heads*linear_key_head_dim", "linear_num_value_heads*linear_value_head_dim"),
-)
-_DELTA_RULE_STATES = "chunk*linear_num_value_heads*linear_key_head_dim*linear_value_head_dim"
+def _delta_rule(prefix: str = "") -> tuple[str, ...]:
+    """Return the widths of a gated delta rule: heads, queries, repeated queries, values."""
+    keys, values = f"{prefix}linear_num_key_heads", f"{prefix}linear_num_value_heads"
+    key, value = f"{prefix}linear_key_head_dim", f"{prefix}linear_value_head_dim"
+    return (values, f"{keys}*{key}", f"{values}*{key}", f"{values}*{value}")
+
+
+_DELTA_RULE, _DELTA_RULE_OF_TEXT = _delta_rule(), _delta_rule("text_config.")
+_DELTA_RULE_STATES = f"chunk*{_DELTA_RULE[2]}*linear_value_head_dim"
 _HYBRID: dict[str, Any] = {"depth": _layer_types, "interleaved": True, "attentions": ("fused", "math")}
+_DELTA_HYBRID: dict[str, Any] = _HYBRID | {
+    "kinds": {
+        "linear": "model.layers.*.linear_attn.out_proj.weight",
+        "full": "model.layers.*.self_attn.q_proj.weight",
+    }
+}
+_DELTA_EXPERTS: dict[str, Any] = _DELTA_HYBRID | {
+    "sizes": draw_qwen3_next,
+    "widths": (*_GROUPED_WIDTHS, "shared_expert_intermediate_size", *_DELTA_RULE),
+    "more": (*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, _DELTA_RULE_STATES),
+}
 
 
 def _mamba(heads: str, width: str, state: str, groups: str, chunk: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -387,6 +418,40 @@ def _smolvlm(model_type: str) -> KindFamily:
     )
 
 
+def _qwen3_5(
+    model_type: str,
+    sizes: Callable[[random.Random], Values],
+    inner: str,
+    more: tuple[str, ...] = (),
+    settings: tuple[str, ...] = (),
+) -> KindFamily:
+    heads, keys, _, values = _DELTA_RULE_OF_TEXT
+    states = f"{heads}*text_config.linear_key_head_dim*text_config.linear_value_head_dim"
+    return KindFamily(
+        model_type=model_type,
+        sizes=sizes,
+        widths=(*_GROUPED_WIDTHS, inner, "head_dim", *_DELTA_RULE_OF_TEXT),
+        more=(
+            *_image_text("hidden_size", "intermediate_size", "num_heads", "head_dim"),
+            # The Trainer leaves the cache of the text model on: states after a sequence, and inputs of convolutions.
+            *(f"chunk*{states}", f"sequence*{states}", f"sequence*{keys}", f"sequence*{values}", *more),
+        ),
+        depth=_qwen3_5_vl,
+        kinds={
+            "vision": "model.visual.blocks.*.mlp.linear_fc2.weight",
+            "linear": "model.language_model.layers.*.linear_attn.out_proj.weight",
+            "full": "model.language_model.layers.*.self_attn.q_proj.weight",
+        },
+        interleaved=True,
+        settings=(
+            *("text_config.hidden_act", "text_config.linear_conv_kernel_dim", "vision_config.hidden_act", *settings),
+        ),
+        image=draw_patches,
+        lengths=(9, 13, 17, 67, 71, 135),
+        **_QWEN_VL,
+    )
+
+
 KIND_FAMILIES: Mapping[str, KindFamily] = {
     **_encoders(),
     "OPTForCausalLM": _encoder(
@@ -443,6 +508,20 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"conv": "model.layers.*.conv.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
         interleaved=True,
         settings=("conv_L_cache",),
+        attentions=("fused", "math"),
+    ),
+    "Lfm2MoeForCausalLM": KindFamily(
+        model_type="lfm2_moe",
+        sizes=draw_lfm2_moe,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "sequence*hidden_size", *_ROUTED),
+        depth=_lfm2_moe,
+        kinds={
+            "dense": "model.layers.*.feed_forward.w1.weight",
+            "conv": "model.layers.*.conv.in_proj.weight - model.layers.*.feed_forward.w1.weight",
+            "full": "model.layers.*.self_attn.q_proj.weight",
+        },
+        settings=("conv_L_cache", "norm_topk_prob", "use_expert_bias"),
         attentions=("fused", "math"),
     ),
     "Olmo3ForCausalLM": KindFamily(
@@ -550,18 +629,29 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
             }
         ),
     ),
+    "Qwen3_5ForCausalLM": KindFamily(
+        model_type="qwen3_5_text",
+        sizes=draw_qwen3_5,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size", "head_dim", *_DELTA_RULE),
+        more=(*_TEXT, "token*position*attention_heads", "sequence*head_dim", _DELTA_RULE_STATES),
+        settings=("hidden_act",),
+        **_DELTA_HYBRID,
+    ),
     "Qwen3NextForCausalLM": KindFamily(
         model_type="qwen3_next",
-        sizes=draw_qwen3_next,
-        widths=(*_GROUPED_WIDTHS, "shared_expert_intermediate_size", *_DELTA_RULE),
-        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, _DELTA_RULE_STATES),
-        kinds={
-            "linear": "model.layers.*.linear_attn.out_proj.weight",
-            "full": "model.layers.*.self_attn.q_proj.weight",
-        },
         settings=("hidden_act", "norm_topk_prob", "output_router_logits", "decoder_sparse_step"),
-        adapters=("none",),
-        **_HYBRID,
+        **_DELTA_EXPERTS,
+    ),
+    "Qwen3_5MoeForCausalLM": KindFamily(
+        model_type="qwen3_5_moe_text",
+        settings=("hidden_act", "output_router_logits"),
+        **(
+            _DELTA_EXPERTS
+            | {
+                "widths": (*_DELTA_EXPERTS["widths"], "head_dim"),
+                "more": (*_DELTA_EXPERTS["more"], "sequence*head_dim"),
+            }
+        ),
     ),
     "GraniteMoeHybridForCausalLM attention": KindFamily(
         model_type="granitemoehybrid",
@@ -615,7 +705,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         kinds={"layer": "model.layers.*.mlp.gate.weight"},
         settings=("hidden_act", "output_router_logits", "router_jitter_noise"),
         attentions=("fused", "math"),
-        adapters=("none",),
     ),
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",
@@ -758,6 +847,14 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         # Three layers of the tower feed as many layers of the text.
         shallow_layers=3,
         **_QWEN_VL,
+    ),
+    "Qwen3_5ForConditionalGeneration": _qwen3_5("qwen3_5", draw_qwen3_5_vl, "intermediate_size"),
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_5(
+        "qwen3_5_moe",
+        draw_qwen3_5_moe_vl,
+        "text_config.shared_expert_intermediate_size",
+        more=_ROUTED,
+        settings=("text_config.output_router_logits",),
     ),
     "Glm4vForConditionalGeneration": KindFamily(
         model_type="glm4v",

@@ -78,7 +78,7 @@ def drawn_shapes(architecture: str, count: int, *, adapter: Adapter, seed: int =
         shape = KindShape(
             values=family.sizes(choose),
             micro_batch_size=choose.choice([2, 3, 5, 6]),
-            seq_len_tokens=choose.choice([9, 11, 13, 15, 17, 19, 21, 23]),
+            seq_len_tokens=choose.choice(family.lengths),
             lora_rank=choose.choice(_LORA_RANKS) if adapter in _LORA else 0,
         )
         if family.image:

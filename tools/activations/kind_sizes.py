@@ -242,23 +242,37 @@ def draw_llama4(choose: random.Random) -> Values:
     return draw_grouped_experts(choose) | {"intermediate_size_mlp": 8 * choose.randint(51, 80)}
 
 
+def draw_delta_rule(choose: random.Random) -> Values:
+    """Draw sizes of gated delta rules, each key for several values."""
+    keys = choose.choice([2, 3, 4])
+    return {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * choose.choice([2, 3]),
+        "linear_key_head_dim": choose.choice([8, 16, 24, 32]),
+        "linear_value_head_dim": choose.choice([8, 16, 24, 32]),
+    }
+
+
 def draw_qwen3_next(choose: random.Random) -> Values:
     """Draw sizes of Qwen3-Next, all of whose layers have experts."""
     drawn = draw_grouped_experts(choose)
     drawn["num_experts"] = drawn.pop("num_local_experts")
     experts = {name: 8 * choose.randint(6, 30) for name in ("moe_intermediate_size", "shared_expert_intermediate_size")}
-    keys = choose.choice([2, 3, 4])
+    return drawn | experts | draw_delta_rule(choose) | {"head_dim": choose.choice([16, 32])}
+
+
+def draw_qwen3_5(choose: random.Random) -> Values:
+    """Draw sizes of Qwen3.5 without its tower, of whose head dimensions a quarter is rotated."""
+    drawn = draw_cohere(choose) | draw_delta_rule(choose)
+    return drawn | {"hidden_size": 24 * choose.randint(3, 10), "head_dim": choose.choice([32, 64])}
+
+
+def draw_lfm2_moe(choose: random.Random) -> Values:
+    """Draw sizes of LFM2 with experts."""
     return (
-        drawn
-        | experts
-        | {
-            # Each key is for several values.
-            "linear_num_key_heads": keys,
-            "linear_num_value_heads": keys * choose.choice([2, 3]),
-            "linear_key_head_dim": choose.choice([8, 16, 24, 32]),
-            "linear_value_head_dim": choose.choice([8, 16, 24, 32]),
-            "head_dim": choose.choice([16, 32]),
-        }
+        draw_cohere(choose)
+        | _experts(choose, count="num_experts")
+        | {"moe_intermediate_size": 8 * choose.randint(6, 30)}
     )
 
 

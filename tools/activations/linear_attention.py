@@ -72,8 +72,12 @@ def _states(k: Tensor, v: Tensor) -> Tensor:
     return k.new_zeros(k.shape[0], -(-k.shape[1] // _CHUNK_TOKENS), v.shape[2], k.shape[-1], v.shape[-1])
 
 
-def _gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any) -> Any:
-    return _GatedDeltaRule.apply(query, key, value, g, beta), None  # type: ignore[no-untyped-call]
+def _gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, output_final_state: bool = False, **_: Any
+) -> Any:
+    output = _GatedDeltaRule.apply(query, key, value, g, beta)  # type: ignore[no-untyped-call]
+    sizes = (key.shape[0], value.shape[2], key.shape[-1], value.shape[-1])
+    return output, torch.zeros(sizes) if output_final_state else None
 
 
 class _Mamba2(torch.autograd.Function):

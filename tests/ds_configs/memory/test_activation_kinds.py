@@ -40,9 +40,9 @@ def fresh_shape(architecture: str, adapter: Adapter = "none", images: tuple[int,
     drawn = next(image for sequence in shape.images for image in sequence)
     sizes = [drawn, drawn]
     if KIND_FAMILIES[architecture].inputs == "patches":
-        # Another size, whose last windows have other numbers of patches.
+        # Another size, whose last windows have other numbers of patches, an even number as a sequence has half of them.
         merged = shape.values["vision_config"]["spatial_merge_size"]
-        rows = drawn.rows + merged
+        rows = drawn.rows + merged * (1 + merged * drawn.columns % 2)
         sizes[1] = Image(rows=rows, columns=drawn.columns, tokens=rows * drawn.columns // merged**2)
     return with_images(replace(shape, micro_batch_size=2), [sizes[:count] for count in images])
 
@@ -126,7 +126,9 @@ def test_measured_bytes_of_new_shapes_and_depths_match_estimate(architecture: st
         ("DeepseekV3ForCausalLM", "bf16", "lora_experts"),
         ("Exaone4ForCausalLM", "bf16", "lora_all_linear"),
         ("GraniteMoeHybridForCausalLM mamba", "bf16", "lora_all_linear"),
+        ("Lfm2MoeForCausalLM", "bf16", "lora_all_linear"),
         ("Qwen3NextForCausalLM", "bf16_autocast", "none"),
+        ("Qwen3_5ForCausalLM", "bf16", "lora_all_linear"),
     ],
 )
 def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, mode: Mode, adapter: Adapter) -> None:
