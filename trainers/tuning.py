@@ -29,6 +29,7 @@ from ..ds_configs.search.tuning import (
     layouts_to_measure,
     measured,
     spread,
+    with_other_micro_batch,
 )
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..ds_configs.specs.tasks import TASKS
@@ -222,10 +223,9 @@ def tune(
         raise UsageError(errors)
     plan = replace(plan, trials=())
     if target is None:
-        return tuned_plan(plan, _measure_all(plan, trials, steps, deadline, time_limit_minutes))
+        return _measure_all(plan, trials, steps, deadline, time_limit_minutes)
     with reserved(target, force=force, own=own_files):
-        done = _measure_all(plan, trials, steps, deadline, time_limit_minutes)
-        tuned = replace(tuned_plan(plan, done), command=command)
+        tuned = replace(_measure_all(plan, trials, steps, deadline, time_limit_minutes), command=command)
         (target / "ds_config.json").unlink(missing_ok=True)
         tuned.write(target, force=True)
         write_html(target)
@@ -253,11 +253,14 @@ def _task_trial_errors(plan: Plan) -> list[ConfigError]:
     return errors
 
 
-def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
-    """Run the trials."""
+def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> Plan:
+    """Run the trials, and return the plan of the fastest layout."""
     layouts = layouts_to_measure(plan.chosen, plan.rejected, trials=most)
     trials: list[Trial] = []
-    for index, layout in enumerate(layouts):
+    other: Evaluated | None = None
+    index = 0
+    while index < len(layouts):
+        layout = layouts[index]
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             logger.info(f"the time limit is over after {index} of {len(layouts)} layouts")
@@ -272,6 +275,13 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
             raise
         logger.info(f"{trial.name}: {_result(trial)}")
         trials.append(trial)
+        index += 1
+        if index == len(layouts) < most and layout is not other and measured(trials):
+            key = measured(trials)[0].key
+            best = next(candidate for candidate in layouts if (candidate.layout, candidate.loss) == key)
+            if other := with_other_micro_batch(best, plan.model, plan.hardware, plan.job):
+                layouts.append(other)
+                plan = replace(plan, rejected=(*plan.rejected, other))
         if trial.outcome != "measured" or trial.step_seconds is None:
             continue
         if TASKS[plan.job.task].generates:
@@ -305,7 +315,7 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
     if (complete[0].spread or 0.0) > NOISY_SPREAD:
         share = f"{100 * (complete[0].spread or 0.0):.0f} %"
         logger.info(f"step times of the fastest layout vary by {share}: another job may use this machine")
-    return tuple(trials)
+    return tuned_plan(plan, tuple(trials))
 
 
 def _run_trial(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from ..specs.job import LossImplementation
+from ..legality.rules import legality_errors
+from ..memory.estimate import estimate_memory
+from ..specs.hardware import HardwareSpec
+from ..specs.job import LossImplementation, TrainingJob
 from ..specs.layout import Layout
+from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
+from ..step_time.estimate import estimate_step_time
 from .reasons import display_name
 from .search import Evaluated
 
@@ -75,6 +80,27 @@ def layouts_to_measure(chosen: Evaluated, rejected: Iterable[Evaluated], *, tria
     return [chosen, *sorted(near, key=order)][:trials]
 
 
+def with_other_micro_batch(
+    best: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> Evaluated | None:
+    """Return the layout with half or twice its micro-batch and the same global batch, the one predicted to be faster.
+
+    Returns `None` if neither fits, or if the job sets the micro-batch.
+    """
+    layout, job, fitting = best.layout, replace(job, loss=best.loss), []
+    if job.micro_batch_size:
+        return None
+    for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
+        steps, rest = divmod(layout.micro_batch_size * layout.gradient_accumulation_steps, size) if size else (0, 0)
+        other = replace(layout, micro_batch_size=max(1, size), gradient_accumulation_steps=max(1, steps))
+        if not size or not steps or rest or legality_errors(model, other, job, hardware):
+            continue
+        memory = estimate_memory(other, model, hardware, job)
+        time = estimate_step_time(other, model, hardware, job)
+        fitting += [replace(best, layout=other, memory=memory, time=time, reason="")] if memory.fits else []
+    return max(fitting, key=lambda other: other.time.tokens_per_second, default=None)
+
+
 def cannot_win(timed_seconds: Sequence[float], *, steps: int, best_seconds: float | None) -> bool:
     """Return whether the median of `steps` steps will not be below the best one, whatever the remaining steps take.
 
@@ -105,7 +131,10 @@ def tuned_reason(best: Trial, trials: Sequence[Trial]) -> str:
         # A trial that ended early was timed too, so that the next layout is not the slowest one.
         second = min(others, key=lambda trial: trial.step_seconds or 0.0)
         gain = (second.step_seconds or 0.0) / best.step_seconds - 1
-        sentences.append(f"{best.name} is measured {100 * gain:.1f} % faster than {second.name}.")
+        name = second.name
+        if name == best.name:
+            name = f"with micro-batch {second.layout.micro_batch_size}"
+        sentences.append(f"{best.name} is measured {100 * gain:.1f} % faster than {name}.")
         if gain < best.spread:
             sentences.append(f"Its own steps vary by {100 * best.spread:.0f} %, so the two may be equally fast.")
     else:
@@ -132,9 +161,12 @@ def rejected_by_trial(trial: Trial, best: Trial) -> str:
     """Return why a measured layout was not kept."""
     if trial.step_seconds is not None and best.step_seconds is not None:
         slower = 100 * (trial.step_seconds / best.step_seconds - 1)
+        name = trial.name
+        if name == best.name:
+            name += f" with micro-batch {trial.layout.micro_batch_size}"
         early = f", ended after {trial.steps} steps" if trial.outcome == "slower" else ""
         return (
-            f"{trial.name} is measured {slower:.1f} % slower: {_seconds(trial.step_seconds)} s per step, "
+            f"{name} is measured {slower:.1f} % slower: {_seconds(trial.step_seconds)} s per step, "
             f"{_seconds(trial.predicted_seconds)} s predicted{early}."
         )
     return f"{trial.name} was not measured: {trial.outcome}: {trial.detail}"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from commands import Shell, shell_in
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.search.tuning import layouts_to_measure
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError
@@ -76,6 +77,19 @@ def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any,
     assert "zero1" in (tmp_path / "out" / "accelerate.yaml").read_text()
     page = report_html(tmp_path / "out")
     assert "Measured layouts" in page and all(trial.name in page for trial in tuned.trials)
+
+
+def test_a_trial_that_remains_measures_another_micro_batch_of_the_fastest_layout(
+    planned: Path, ranks: Any, tmp_path: Path
+) -> None:
+    ranks(lambda label, task: ([0.2] if task.best_seconds is None else [0.1]) * task.steps)
+    plan = Plan.load(planned)
+    near = layouts_to_measure(plan.chosen, plan.rejected, trials=99)
+    tuned = tune(planned, trials=99, output_dir=tmp_path / "out")
+    assert len(tuned.trials) == len(near) + 1
+    *before, last = tuned.trials
+    assert last.layout.label in {one.layout.label for one in before if one.step_seconds == 0.1}
+    assert last.key not in {one.key for one in before} and Plan.load(tmp_path / "out").trials == tuned.trials
 
 
 def test_out_of_memory_and_failures_are_results(

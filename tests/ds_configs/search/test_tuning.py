@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from planning import public_model
 from shardwright.ds_configs.plan.plan import Plan, make_plan, plan_from_dict, plan_to_dict, tuned_plan
 from shardwright.ds_configs.search.search import Evaluated
-from shardwright.ds_configs.search.tuning import Trial, cannot_win, layouts_to_measure, measured
+from shardwright.ds_configs.search.tuning import (
+    Trial,
+    cannot_win,
+    layouts_to_measure,
+    measured,
+    with_other_micro_batch,
+)
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 
@@ -53,6 +59,22 @@ def test_measured_layouts_begin_with_the_chosen_one_and_are_near_the_fastest(dat
     for layout in layouts[1:]:
         assert any(layout is other for other in runnable)
         assert layout.time.tokens_per_second * 1.2 >= fastest
+
+
+def test_another_micro_batch_keeps_layout_and_global_batch_and_fits() -> None:
+    plan = planned()
+    layout = plan.chosen.layout
+    other = with_other_micro_batch(plan.chosen, plan.model, plan.hardware, plan.job)
+    assert other is not None and other.memory.fits
+    sizes = {"micro_batch_size": layout.micro_batch_size, "gradient_accumulation_steps": 1}
+    assert replace(other.layout, **sizes) == replace(layout, **sizes)
+    assert other.layout.global_batch_size == layout.global_batch_size
+    assert other.layout.micro_batch_size / layout.micro_batch_size in (0.5, 2)
+    requested = replace(plan.job, micro_batch_size=layout.micro_batch_size)
+    assert with_other_micro_batch(plan.chosen, plan.model, plan.hardware, requested) is None
+    tuned = tuned_plan(replace(plan, rejected=(*plan.rejected, other)), (trial(plan.chosen, 1.2), trial(other, 1.0)))
+    assert f"% faster than with micro-batch {layout.micro_batch_size}." in tuned.chosen.reason
+    assert f"with micro-batch {layout.micro_batch_size} is measured" in tuned.rejected[0].reason
 
 
 @given(TIMES, TIMES, st.floats(0.1, 10.0))
