@@ -232,7 +232,7 @@ NVME_BYTES_PER_S = 6e9
 
 HOST_ADAM_BYTES = 30
 """Memory traffic of CPU Adam per parameter: reads gradient, weight and two moments, writes the latter three and the
-16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
+16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp). FSDP2 writes no 16-bit weight."""
 
 
 def offload_seconds(
@@ -248,7 +248,9 @@ def offload_seconds(
     """Return the seconds of what `offloaded_states` keeps on the host, by term, for one optimizer step of a rank.
 
     Gradients are copied during the backward pass, updated weights after the step, and offloaded parameters before each
-    of `passes` through the layers.
+    of `passes` through the layers. FSDP2 copies weights before both passes of each micro-batch and gradients after it,
+    in the type in which it keeps them, and adds the gradients on the host (torch 2.13.0, `FSDPParam.all_gather_inputs`
+    and `foreach_reduce`).
 
     `parameters` and `frozen_bytes` are those of the rank's shard; the link's rate is that of one direction.
     """
@@ -261,9 +263,15 @@ def offload_seconds(
     if layout.offload_param != "none":
         slowest = min(host_link_bytes_per_s, nvme_rate) if layout.offload_param == "nvme" else host_link_bytes_per_s
         copies += passes * (weights + frozen_bytes) / slowest
-    terms = {"host_optimizer": parameters * HOST_ADAM_BYTES / rate, "host_copies": copies}
+    # Moments are read and written.
+    states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+    moved = HOST_ADAM_BYTES + 2 * (states - 8)
+    if layout.engine == "fsdp2":
+        width, micro_batches = job.trained_weight_bytes, layout.gradient_accumulation_steps
+        copies = micro_batches * (3 * width * parameters + 2 * frozen_bytes) / host_link_bytes_per_s
+        moved = 3 * width * micro_batches + states * width / 2
+    terms = {"host_optimizer": parameters * moved / rate, "host_copies": copies}
     if layout.offload_optimizer == "nvme":
         # Everything is read and written.
-        states = parameters * OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-        terms["nvme"] = 2 * (SWAPPED_BYTES * parameters + states) / nvme_rate
+        terms["nvme"] = 2 * parameters * (SWAPPED_BYTES + states) / nvme_rate
     return terms

@@ -265,6 +265,11 @@ def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
     # Weights, two moments and gradients in fp32 are read and written, by all ranks of a node.
     assert stored["nvme"] == pytest.approx(2 * 16 * 72.7e9 / 4 / NVME_BYTES_PER_S)
     assert terms_of(replace(layout, offload_optimizer="none"), cluster, 72.7e9 / 32) == {}
+    # FSDP2 copies fp32 weights for both passes of a micro-batch and its gradients, which are added on the host.
+    fsdp2 = replace(layout, engine="fsdp2", zero_stage=None, offload_param="cpu", gradient_accumulation_steps=3)
+    sharded = terms_of(fsdp2, cluster, 72.7e9 / 32)
+    assert sharded["host_copies"] == pytest.approx(3 * 3 * 4 * 72.7e9 / 32 / link)
+    assert sharded["host_optimizer"] / terms["host_optimizer"] == pytest.approx((28 + 2 * 12) / 30)
     alone = replace(layout, dp_shard=1)
     one = terms_of(alone, parse_hardware("1xA100-80GB"), 1e9)
     assert one["host_optimizer"] < terms["host_optimizer"] / 2
