@@ -25,6 +25,7 @@ FLAGS_OF_OTHERS = {
     *("--nproc-per-node", "--standalone"),  # torchrun
     *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank", "--speculative-config"),  # vLLM
     "--tasks",  # lm-evaluation-harness
+    "--all-files",  # pre-commit
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     *("--dist", "--durations"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
