@@ -75,8 +75,6 @@ def rounded_by_range(low: Any, high: Any, values: torch.Tensor, bits: int, symme
 
 def rounded_weight(tensors: dict[str, Any], rounding: Rounding) -> torch.Tensor:
     weight, how = tensors["weight"], rounding
-    if tensors["adapter_a"] is not None:
-        weight = weight + rounding.adapter_scaling * tensors["adapter_b"] @ tensors["adapter_a"]
     strategy, bits = how.quantization.strategy, how.quantization.bits
     columns = {"tensor": weight.numel(), "channel": weight.shape[1], "group": GROUP}[strategy]
     if how.rule == "learned":
@@ -155,7 +153,6 @@ def drawn(
     rows: int = 5,
     groups: int = 2,
     biased: bool = False,
-    rank: int = 0,
 ) -> Drawn:
     """Draw a layer in fp64 whose learned ranges cut a part of the values off at both ends."""
     draw = torch.Generator().manual_seed(seed)
@@ -175,8 +172,6 @@ def drawn(
         "weight_zero_point": largest * 0.4 * random(*scales) if learned and not symmetric else None,
         "input_scale": torch.full((1,), 1.3 / 2 ** (activations.bits - 1), dtype=EXACT) if static else None,
         "input_zero_point": (11 * random(1)).round() if static and not activations.symmetric else None,
-        "adapter_a": 0.3 * random(rank, columns) if rank else None,
-        "adapter_b": 0.3 * random(rows, rank) if rank else None,
     }
     asked = weights_of(bits, symmetric, strategy)
     rounding = Rounding(
@@ -184,7 +179,6 @@ def drawn(
         rule=rule,
         stored_dtype=EXACT,
         inputs=activations,
-        adapter_scaling=0.7 if rank else 0.0,
     )
     return Drawn(tensors=tensors, rounding=rounding, weigh=random(*batch, rows))
 

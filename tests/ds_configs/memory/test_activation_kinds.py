@@ -143,7 +143,7 @@ def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, m
         (name, adapter)
         for name in READS_IMAGES
         for adapter in ("none", "frozen_tower", "none_liger", "lora_full_tower")
-        if adapter in KIND_FAMILIES[name].adapters
+        if adapter in stored_facts(KINDS_FILE, RELEASE)["families"][name]["tables"]["bf16"]
     ],
 )
 def test_measured_bytes_with_images_match_estimate(

@@ -71,7 +71,8 @@ def test_stored_shapes_match_the_meta_device(architecture: str) -> None:
 
 COUNTED_BY_TRANSFORMERS = {
     *("ElectraForSequenceClassification", "ElectraForTokenClassification", "Glm4vForConditionalGeneration"),
-    *("Lfm2ForCausalLM", "ModernBertForMaskedLM", "NemotronHForCausalLM"),
+    *("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "ModernBertForMaskedLM", "NemotronHForCausalLM"),
+    "Qwen3_5ForConditionalGeneration",
     *("ModernBertForSequenceClassification", "ModernBertForTokenClassification"),
 }
 """Classes whose shapes are not stored."""
