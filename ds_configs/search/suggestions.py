@@ -135,7 +135,7 @@ def adapters_without_offload(context: SearchContext, chosen: Evaluated) -> str:
     if adapted is None or adapted.layout.offload_optimizer != "none":
         return ""
     speed = f"{adapted.time.tokens_per_second:,.0f} tokens/s, up to {gigabytes(adapted.memory.gpu.high_bytes)} GB"
-    return f" Without offload: --method lora ({display_name(adapted.layout)}, {speed}), which trains adapters only."
+    return f" Without offload: --method lora ({display_name(adapted.layout)}, {speed})."
 
 
 def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[TrainingJob]]:
