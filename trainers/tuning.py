@@ -258,9 +258,8 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
     layouts = layouts_to_measure(plan.chosen, plan.rejected, trials=most)
     trials: list[Trial] = []
     other: Evaluated | None = None
-    index = 0
-    while index < len(layouts):
-        layout = layouts[index]
+    # One more is appended below.
+    for index, layout in enumerate(layouts):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             logger.info(f"the time limit is over after {index} of {len(layouts)} layouts")
@@ -275,8 +274,7 @@ def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minut
             raise
         logger.info(f"{trial.name}: {_result(trial)}")
         trials.append(trial)
-        index += 1
-        if index == len(layouts) < most and layout is not other and measured(trials):
+        if index + 1 == len(layouts) < most and layout is not other and measured(trials):
             key = measured(trials)[0].key
             best = next(candidate for candidate in layouts if (candidate.layout, candidate.loss) == key)
             if other := with_other_micro_batch(best, plan.model, plan.hardware, plan.job):

@@ -232,7 +232,7 @@ NVME_BYTES_PER_S = 6e9
 
 HOST_ADAM_BYTES = 30
 """Memory traffic of CPU Adam per parameter: reads gradient, weight and two moments, writes the latter three and the
-16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp). FSDP2 writes no 16-bit weight."""
+16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
 
 
 def offload_seconds(
@@ -258,18 +258,19 @@ def offload_seconds(
         return {}
     ranks = min(layout.world_size, hardware.gpus_per_node)
     rate, nvme_rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks), NVME_BYTES_PER_S / ranks
-    weights = parameters * job.compute_bytes
-    copies = 2 * weights / host_link_bytes_per_s
-    if layout.offload_param != "none":
-        slowest = min(host_link_bytes_per_s, nvme_rate) if layout.offload_param == "nvme" else host_link_bytes_per_s
-        copies += passes * (weights + frozen_bytes) / slowest
-    # Moments are read and written.
     states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
-    moved = HOST_ADAM_BYTES + 2 * (states - 8)
     if layout.engine == "fsdp2":
         width, micro_batches = job.trained_weight_bytes, layout.gradient_accumulation_steps
         copies = micro_batches * (3 * width * parameters + 2 * frozen_bytes) / host_link_bytes_per_s
-        moved = 3 * width * micro_batches + states * width / 2
+        # Moments, which have the type of the weights, are read and written.
+        moved = 3 * width * micro_batches + 2 * states * width / 4
+    else:
+        weights = parameters * job.compute_bytes
+        copies = 2 * weights / host_link_bytes_per_s
+        if layout.offload_param != "none":
+            slowest = min(host_link_bytes_per_s, nvme_rate) if layout.offload_param == "nvme" else host_link_bytes_per_s
+            copies += passes * (weights + frozen_bytes) / slowest
+        moved = HOST_ADAM_BYTES + 2 * (states - 8)
     terms = {"host_optimizer": parameters * moved / rate, "host_copies": copies}
     if layout.offload_optimizer == "nvme":
         # Everything is read and written.

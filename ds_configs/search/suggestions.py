@@ -129,13 +129,10 @@ def adapters_without_offload(context: SearchContext, chosen: Evaluated) -> str:
     if job.method != "full" or job.offload != "auto" or chosen.layout.offload_optimizer == "none":
         return ""
     try:
-        adapted = search(replace(context, job=replace(job, method="lora")), compare=False).chosen
+        fits = anything_fits(replace(context, job=replace(job, method="lora", offload="none")))
     except ShardwrightError:
         return ""
-    if adapted is None or adapted.layout.offload_optimizer != "none":
-        return ""
-    speed = f"{adapted.time.tokens_per_second:,.0f} tokens/s, up to {gigabytes(adapted.memory.gpu.high_bytes)} GB"
-    return f" Without offload: --method lora ({display_name(adapted.layout)}, {speed})."
+    return " With --method lora it fits without offload." if fits else ""
 
 
 def _changed_jobs(hardware: HardwareSpec, job: TrainingJob) -> Iterator[list[TrainingJob]]:

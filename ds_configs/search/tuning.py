@@ -92,8 +92,10 @@ def with_other_micro_batch(
         return None
     for size in (2 * layout.micro_batch_size, layout.micro_batch_size // 2):
         steps, rest = divmod(layout.micro_batch_size * layout.gradient_accumulation_steps, size) if size else (0, 0)
-        other = replace(layout, micro_batch_size=max(1, size), gradient_accumulation_steps=max(1, steps))
-        if not size or not steps or rest or legality_errors(model, other, job, hardware):
+        if not steps or rest:
+            continue
+        other = replace(layout, micro_batch_size=size, gradient_accumulation_steps=steps)
+        if legality_errors(model, other, job, hardware):
             continue
         memory = estimate_memory(other, model, hardware, job)
         time = estimate_step_time(other, model, hardware, job)
