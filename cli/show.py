@@ -18,7 +18,7 @@ from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
-from ..ds_configs.specs.job import ROLES, TrainingJob
+from ..ds_configs.specs.job import MODEL_ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import term_title
 from ..ds_configs.step_time.utilization import utilization
@@ -162,9 +162,8 @@ def _show_terms(out: Console, plan: Plan) -> None:
     out.print()
     title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s{_model_flops(plan)}"
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
-    terms = sorted(time.terms.items(), key=lambda item: -item[1])
     rows: list[tuple[str | Text, str | Text]]
-    rows = [(term_title(name), f"{seconds:.4f}") for name, seconds in terms if seconds >= shown]
+    rows = [(term.title, f"{term.seconds:.4f}") for term in chosen.terms if (term.seconds or 0.0) >= shown]
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
     rows.append((Text("total", style="bold"), Text(interval, style="bold")))
     print_rows(out, (title, "seconds"), rows, figures=("seconds",))
@@ -240,7 +239,7 @@ def terms_rows(terms: Mapping[str, int]) -> list[tuple[Text, Text]]:
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     """Print every setting with the source of its value."""
-    rows, chosen = [], TrainingJob().options().keys() - set(ROLES)
+    rows, chosen = [], TrainingJob().options().keys() - set(MODEL_ROLES)
     for name, value in values.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if value is None and name in chosen:

@@ -16,15 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
-from ..ds_configs.specs.terms import Role
+from ..ds_configs.specs.terms import ROLES, Role
 from . import patches
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 MeterPhase = Literal["init", "generate", "score", "forward", "loss", "backward", "step", "other"]
-
-ROLES: tuple[Role, ...] = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 
 _SHARDING_CODE = ("/deepspeed/runtime/zero/", "/deepspeed/runtime/utils.py", "/deepspeed/utils/", "/fsdp/_fully_shard/")
 _MODEL_CODE = ("/torch/nn/modules/module.py", "/torch/autograd/graph.py", "/torch/autograd/__init__.py")

@@ -49,7 +49,7 @@ from ..ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ..ds_configs.specs.job import ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
+from ..ds_configs.specs.job import MODEL_ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ..ds_configs.specs.model import ModelSpec
 from ..ds_configs.specs.synonyms import REMOVED
 from ..ds_configs.specs.texts import read_small_file, strict_json, yaml_mapping
@@ -194,14 +194,14 @@ def checked_job(job: TrainingJob | None, fields: Mapping[str, object]) -> Traini
     errors += adapter_errors(values, values.get("method", "full"))
     made = job
     with collecting(errors):
-        for role in ROLES:
+        for role in MODEL_ROLES:
             if isinstance(values.get(role), str):
                 second = load_model_spec(values[role], packaged=True)
                 for note in second.notes:
                     logger.warning(f"{role}: {note}")
                 values[role] = second.spec
         made = job or TrainingJob(**values)
-        for role in ROLES:
+        for role in MODEL_ROLES:
             name = f"{role}_placement"
             if values.get(name, "auto") != "auto" and not made.needs(role):
                 rule, fix = f"requires a {role}", f"pass --{role} too"

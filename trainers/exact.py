@@ -52,7 +52,7 @@ from .counting.counts import (
     checked_loss,
     evaluated_mean,
     multiplies_by_ranks,
-    shifts_labels,
+    predicts_next_token,
     with_values,
     without_balance_loss,
 )
@@ -586,7 +586,7 @@ class ExactTrainer(_Trainer):
             if weight is None:
                 evaluation.weighs_samples = False
                 # Transformers derives from the class whether a loss shifts labels, and misses GPT-2.
-                shifts = self._loss_shifts_labels or shifts_labels(self.model)
+                shifts = self._loss_shifts_labels or predicts_next_token(self.model)
                 with with_values(self, _loss_shifts_labels=shifts):
                     self._get_num_items_in_batch([step.batch], self.args.device)
                 weight = counting.labels_in(step.batch) if self._evaluated_labels is None else self._evaluated_labels

@@ -26,6 +26,7 @@ from ...ds_configs.specs.job import JobSettings
 from ...ds_configs.specs.settings import choices_of
 from ...ds_configs.specs.synonyms import REMOVED, SYNONYMS, texts_about
 from ...ds_configs.specs.tasks import TASKS
+from ...ds_configs.specs.terms import Place
 from ...ds_configs.step_time.estimate import TERMS
 from ..options import Output
 from ..settings import FILLED, Options
@@ -87,21 +88,21 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         rule = "no such file or directory" if is_path else "is not a path or a known name"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
-    chosen, bytes_of = plan.chosen, dict[str, Any]()
+    chosen = plan.chosen
     if options.as_json:
-        for place in ("accelerator", "host"):
-            terms = [term for term in chosen.terms if term.bytes is not None and term.lives_on == place]
-            bytes_of[place] = {term.name: {"bytes": term.bytes, "meaning": term.meaning} for term in terms}
-        seconds = [term for term in chosen.terms if term.seconds is not None]
+        of_place: dict[Place, dict[str, Any]] = {"accelerator": {}, "host": {}, "step": {}}
+        for term in chosen.terms:
+            value = {"bytes": term.bytes} if term.seconds is None else {"seconds": term.seconds}
+            of_place[term.lives_on][term.name] = value | {"meaning": term.meaning}
         explained: dict[str, Any] = {
             "schema_version": 1,
             "model": plan.model.name,
             "layout": chosen.layout.label,
             "reason": chosen.reason,
             "phases": chosen.memory.gpu.phases,
-            "terms": bytes_of["accelerator"],
-            "host_terms": bytes_of["host"],
-            "step_time": {term.name: {"seconds": term.seconds, "meaning": term.meaning} for term in seconds},
+            "terms": of_place["accelerator"],
+            "host_terms": of_place["host"],
+            "step_time": of_place["step"],
             "rejected": [{"layout": other.layout.label, "reason": other.reason} for other in plan.rejected],
         }
         if plan.learned_from:

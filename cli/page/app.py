@@ -35,14 +35,14 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import gpu_catalog, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
-from ...ds_configs.specs.terms import Term
+from ...ds_configs.specs.terms import Place
 from ...ds_configs.specs.texts import flag_words
 from ...ds_configs.step_time.estimate import term_title
 from ...plugins.huggingface_hub import ModelSource, read_hub_source
 from ...plugins.planning import LoadedModel, model_from_source
 from ...plugins.planning import plan as select_plan
 from ...plugins.releases import transformers_release
-from ...trainers.reports.report import gb, plain
+from ...trainers.reports.report import plain, rows_of_terms
 from ...trainers.reports.runs import plan_report
 from ..options import CheckedFor, PlanSettings
 
@@ -167,14 +167,8 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
 
 def term_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Return every term of memory on an accelerator and on a host, and of the step's time, the largest first."""
-    groups: dict[str, list[Term]] = {"accelerator memory": [], "host memory": [], "step": []}
-    for term in sorted(plan.chosen.terms, key=lambda term: -(term.bytes or term.seconds or 0)):
-        groups["step" if term.bytes is None else f"{term.lives_on} memory"].append(term)
-    return [
-        (group, term.title, f"{term.seconds:.4f} s" if term.bytes is None else gb(term.bytes), term.meaning)
-        for group, terms in groups.items()
-        for term in terms
-    ]
+    groups: dict[Place, str] = {"accelerator": "accelerator memory", "host": "host memory", "step": "step"}
+    return [(group, *row) for place, group in groups.items() for row in rows_of_terms(plan.chosen.terms, place)]
 
 
 def archive(files: Mapping[str, str]) -> bytes:

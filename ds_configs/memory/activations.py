@@ -121,8 +121,6 @@ class ActivationEstimate:
     """The part of the above that MLPs hold; `None` if the source does not separate it."""
     loss_forward_peak_bytes: int
     """Largest live bytes from the output head to the end of the loss, beyond what the layers and `outside` keep."""
-    loss_kept_bytes: int
-    """Kept by head and loss until the backward pass; slightly negative if less is live than before."""
     loss_backward_peak_bytes: int
     """Largest live bytes in the backward of loss, head and final norm, counted like the forward peak."""
     autocast_weight_copy_bytes_per_parameter: int
@@ -230,7 +228,6 @@ def _evaluated(
         recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
         forward_transient_bytes=transient("forward_transient", checkpointed),
         loss_forward_peak_bytes=_largest(table["loss_forward_peak"], point),
-        loss_kept_bytes=_largest(table["loss_kept"], point),
         loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
     )
@@ -537,7 +534,6 @@ def _with_chunked_loss(
     return replace(
         estimate,
         loss_forward_peak_bytes=peak + hidden_gradient,
-        loss_kept_bytes=hidden_gradient,
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
     )
 
@@ -715,7 +711,7 @@ _NORM_ELEMENT_BYTES = 16
 _SCORE_BYTES = 10
 """Bytes of a score in eager attention: fp32 softmax 4, its copy in the compute type 2 or 4, a dropout mask 1."""
 _SCORE_TRANSIENT_BYTES = 14
-_LOGIT_BYTES = {"forward": 12, "kept": 8, "backward": 16}
+_LOGIT_BYTES = {"forward": 12, "backward": 16}
 """Bytes of a logit in the loss, capped ones (Gemma-2) included: an fp32 copy, log-probabilities, gradients."""
 _EVERY_EXPERT = frozenset({"llama4", "llama4_text"})
 """Mixtures that run every token through all experts (transformers 5.17, `Llama4TextMoe`)."""
@@ -809,7 +805,6 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
         + (_SCORE_BYTES + _SCORE_TRANSIENT_BYTES) * largest_scores,
         forward_transient_bytes=largest + _SCORE_TRANSIENT_BYTES * largest_scores,
         loss_forward_peak_bytes=_LOGIT_BYTES["forward"] * logits + beside_logits,
-        loss_kept_bytes=_LOGIT_BYTES["kept"] * logits + beside_logits,
         loss_backward_peak_bytes=_LOGIT_BYTES["backward"] * logits + beside_logits,
         autocast_weight_copy_bytes_per_parameter=2 if mode == "bf16_autocast" else 0,
         is_bound=True,

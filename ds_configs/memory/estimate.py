@@ -16,11 +16,11 @@ from ..specs.second_models import SecondModel
 from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import Term
 from . import communication, generation, host, layers, loss, model_states, second_models
-from .activations import Attention, activation_mode, activations_of, tiled_mlp_elements
+from .activations import Attention, tiled_mlp_elements
 from .communication import buffer_terms, viewed_elements
 from .generation import generation_moments, vllm_share
 from .host import HostMemory, estimate_host_memory, offloaded_states, second_model_host_terms
-from .layers import activation_terms, checkpoint_bytes, in_tiles_or_between_modules, rank_step, weight_copies
+from .layers import activation_terms, in_tiles_or_between_modules, offloaded_inputs, rank_step, weight_copies
 from .loss import head_bytes, loss_terms
 from .model_states import model_state_terms
 from .rank_parameters import (
@@ -494,14 +494,11 @@ def cpu_share_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> list[
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
         # What offload keeps on the host is there in every phase of generation too.
         phases = fullest_by_phase({moment: summed(device[moment], host.get(moment, host["init"])) for moment in device})
-        layers = share.model.dimensions.num_layers
-        if count := layout.offloaded_layers(layers):
-            sequences = in_sequences(layout, job.task).micro_batch_size
-            traced = activations_of(share.model, job, sequences, activation_mode(layout, job), unmasked="fused")
+        count, size = offloaded_inputs(layout, share.model, job, unmasked="fused")
+        if count:
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
-            size = checkpoint_bytes(layout, traced)
-            waiting: dict[Phase, int] = {"loss": count, "backward": min(count, layers - 1)}
+            waiting: dict[Phase, int] = {"loss": count, "backward": min(count, share.model.dimensions.num_layers - 1)}
             for phase, inputs in waiting.items():
                 phases[phase] = phases[phase] | {"offloaded_checkpoints": inputs * size}
         by_share.append((share, phases))

@@ -11,11 +11,9 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS
 from ..specs.second_models import SecondModel
-from ..specs.tasks import in_sequences
 from ..specs.terms import StepTerm, Term
 from ..specs.units import pinned_block_bytes
-from .activations import activation_mode, activations_of
-from .layers import checkpoint_bytes
+from .layers import offloaded_inputs
 from .model_states import loaded_unit, optimizer_state_bytes, zero3_weights
 from .rank_parameters import Moment, RankParameters, Terms, at_moments, growing_gradients, rank_parameters, rank_shares
 from .second_models import frozen_model_host_terms, terms_of_role
@@ -71,10 +69,8 @@ def estimate_host_memory(layout: Layout, model: ModelSpec, hardware: HardwareSpe
         if second.trained:
             alone = job.without_second_models()
             nvme += offloaded_states(layout, second.spec, alone, rank_parameters(second.spec, alone, layout)).nvme_bytes
-    if count := layout.offloaded_layers(model.dimensions.num_layers):
-        sequences = in_sequences(layout, job.task).micro_batch_size
-        traced = activations_of(model, job, sequences, activation_mode(layout, job))
-        size = checkpoint_bytes(layout, traced)
+    count, size = offloaded_inputs(layout, model, job)
+    if count:
         training["offloaded_checkpoints"] = ranks * count * size
         rounding = ranks * count * (pinned_block_bytes(size) - size)
         training["pinned_rounding"] = training.get("pinned_rounding", 0) + rounding

@@ -7,8 +7,8 @@ from math import ceil
 
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
-from ..specs.model import adapted_experts, targeted_linears
-from ..specs.tasks import TASKS
+from ..specs.model import ModelSpec, adapted_experts, targeted_linears
+from ..specs.tasks import TASKS, in_sequences
 from ..specs.terms import Term
 from .activations import (
     SMALLEST_MASK_TOKENS,
@@ -138,6 +138,17 @@ def rank_step(
 def checkpoint_bytes(layout: Layout, traced: ActivationEstimate) -> int:
     """Return the bytes of the input of one recomputed layer on a rank."""
     return traced.checkpointed_bytes_per_layer // (layout.sp * layout.cp)
+
+
+def offloaded_inputs(
+    layout: Layout, model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto"
+) -> tuple[int, int]:
+    """Return how many inputs of recomputed layers wait in host memory for a rank, and the bytes of one."""
+    if not (count := layout.offloaded_layers(model.dimensions.num_layers)):
+        return 0, 0
+    sequences = in_sequences(layout, job.task).micro_batch_size
+    traced = activations_of(model, job, sequences, activation_mode(layout, job), unmasked=unmasked)
+    return count, checkpoint_bytes(layout, traced)
 
 
 def _mask_bytes(step: RankStep) -> int:

@@ -85,7 +85,6 @@ def with_tiled_loss(
     return replace(
         traced,
         loss_forward_peak_bytes=forward,
-        loss_kept_bytes=0,
         loss_backward_peak_bytes=max(backward, norm),
         loss_tiles=tiles,
     )

@@ -9,7 +9,14 @@ from math import prod
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, ParameterShape
-from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
+from ..specs.optimizers import (
+    LOW_RANK,
+    OPTIMIZERS,
+    QUANTIZED_BLOCK,
+    OptimizerSpec,
+    added_state_bytes,
+    parsed_optim_args,
+)
 from ..specs.terms import Term
 from .rank_parameters import PHASES, Moment, RankParameters, Terms, at_moments, growing_gradients, trained_parameters
 
@@ -196,7 +203,7 @@ def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: Tr
     shape = parameter.shape
     projected = len(shape) == 2 and parameter.kind == "linear"
     small, large = min(shape), max(shape)
-    rank = min(small, job.optimizer_rank)
+    rank = min(small, int(parsed_optim_args(job.optim_args).get("rank", LOW_RANK)))
     moments = (large, rank) if projected else shape
     # GaLore keeps a view of the complete singular vectors, unless it converts the view to 16 bit.
     is_view = optimizer.package == "galore-torch" and job.trained_weight_bytes == 4

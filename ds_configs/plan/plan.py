@@ -22,7 +22,7 @@ from ..search.suggestions import Suggestion, adapters_without_offload, cheapest_
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import ROLES, TrainingJob
+from ..specs.job import MODEL_ROLES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
@@ -293,7 +293,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
         "chosen": evaluated_dict(plan.chosen)
-        | dict.fromkeys(ROLES)
+        | dict.fromkeys(MODEL_ROLES)
         | {role: asdict(choice) for role, choice in plan.chosen.placements.items()},
         "global_batch": {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason},
         "rejected": [evaluated_dict(candidate) for candidate in plan.rejected],
@@ -464,7 +464,7 @@ def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
         "nvme_capacity_bytes_per_node": host.pop("nvme_capacity_bytes_per_node"),
         "host": host | {"nvme_bytes_per_node": rest.pop("nvme_bytes_per_node")},
     }
-    time, second = rest.pop("step_time"), {role: rest.pop(role, None) for role in ROLES}
+    time, second = rest.pop("step_time"), {role: rest.pop(role, None) for role in MODEL_ROLES}
     placements = {role: choice for role, choice in second.items() if choice}
     return rest | {"layout": layout, "time": time, "placements": placements, "memory": memory}
 

@@ -373,17 +373,11 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     half of the time.
 
     Raises:
-        UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
+        UsageError: the job is invalid, or every layout that it allows breaks a rule.
     """
     job = context.job
     if wrong := job_errors(job):
-        # Report broken layout rules together with the wrong values, as if those had their defaults.
-        names = {"seq_len_tokens" if error.where == "seq_len" else error.where for error in wrong}
-        defaults = replace(job, **{name: getattr(TrainingJob(), name) for name in names})
-        usual, errors = replace(context, job=defaults), list[ConfigError]()
-        layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
-        legal = [Search(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
-        raise UsageError(wrong + ([] if any(legal) else _of_requests(errors, job)))
+        raise UsageError(wrong)
     for attempt in _attempts(context):
         outcome = _search_batch(attempt, compare=compare)
         chosen, smallest = outcome.chosen, _with_smallest_batch(attempt)

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from .errors import ConfigError
 from .images import IMAGE_PARTS, image_part
 from .model import ModelSpec
-from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
+from .optimizers import optimizer_errors
 from .second_models import TRAINED_ROLES, Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareFields, Names, RevisionFields, raises_all_errors
 from .tasks import TASKS, TaskName
@@ -315,7 +315,7 @@ class TrainingJob(  # type: ignore[misc]
         usual = TrainingJob().options()
         values, known = self.options(), usual if base is None else base.options()
         unused = set(_OF_LORA) if self.method == "full" else set()
-        unused |= {f"{role}_placement" for role in ROLES if not self.needs(role)}
+        unused |= {f"{role}_placement" for role in MODEL_ROLES if not self.needs(role)}
         if base is not None and base.method == "full":
             # A command of full training cannot have these.
             known |= {name: usual[name] for name in _OF_LORA}
@@ -326,7 +326,7 @@ class TrainingJob(  # type: ignore[misc]
             if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
         }
         for name, value in changed.items():
-            if name in ROLES:
+            if name in MODEL_ROLES:
                 changed[name] = value and value.name
             elif value is None:
                 changed[name] = "auto"
@@ -338,7 +338,7 @@ class TrainingJob(  # type: ignore[misc]
             SecondModel(
                 role=role, spec=spec, placement=getattr(self, f"{role}_placement"), trained=role in TRAINED_ROLES
             )
-            for role in ROLES
+            for role in MODEL_ROLES
             if (spec := getattr(self, role)) is not None
         )
 
@@ -397,8 +397,8 @@ class TrainingJob(  # type: ignore[misc]
         """Return the supervised job of the trained model alone."""
         if not self.second_models and self.task == "sft":
             return self
-        alone: dict[str, Any] = {field.name: field.default for field in fields(TaskFields)} | dict.fromkeys(ROLES)
-        return replace(self, **alone)
+        usual: dict[str, Any] = {field.name: field.default for field in fields(TaskFields)}
+        return replace(self, **usual, **dict.fromkeys(MODEL_ROLES))
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""
@@ -426,20 +426,17 @@ class TrainingJob(  # type: ignore[misc]
         return 2 if self.weights_dtype == "bf16" else 4
 
     @property
-    def optimizer_rank(self) -> int:
-        """Rank of the projections of GaLore and APOLLO."""
-        return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
-
-    @property
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
 _FIELDS: Mapping[str, Any] = getattr(TrainingJob, "__pydantic_fields__", {})
-ROLES = tuple(cast(SecondModelRole, name) for name, field in _FIELDS.items() if ModelSpec in get_args(field.annotation))
+MODEL_ROLES = tuple(
+    cast(SecondModelRole, name) for name, field in _FIELDS.items() if ModelSpec in get_args(field.annotation)
+)
 """Roles of the second models that a job can have."""
-PLACEMENT_FIELDS = tuple(f"{role}_placement" for role in ROLES)
+PLACEMENT_FIELDS = tuple(f"{role}_placement" for role in MODEL_ROLES)
 """Fields of `TrainingJob` with the placement of a second model."""
 
 
@@ -517,7 +514,7 @@ def _task_errors(job: TrainingJob) -> list[ConfigError]:
         **dict.fromkeys(_OF_GENERATION[1:], grouped),
         "completion_tokens": task.head != "model",
         "generation": grouped or (task.generates and not on_vllm),
-    } | {role: role in task.second_models or (role, job.task) == ("teacher", "sft") for role in ROLES}
+    } | {role: role in task.second_models or (role, job.task) == ("teacher", "sft") for role in MODEL_ROLES}
     errors = []
     for name, is_read in reads.items():
         value = getattr(job, name)
@@ -595,13 +592,13 @@ class _JobSettings(
 
     def second_models(self) -> dict[SecondModelRole, str]:
         """Return the names of the second models by role."""
-        return {role: name for role in ROLES if (name := getattr(self, role)) is not None}
+        return {role: name for role in MODEL_ROLES if (name := getattr(self, role)) is not None}
 
 
 if TYPE_CHECKING:
     JobSettings = _JobSettings
 else:
-    _named = {role: (str | None, Field(None, description=_FIELDS[role].description)) for role in ROLES}
+    _named = {role: (str | None, Field(None, description=_FIELDS[role].description)) for role in MODEL_ROLES}
     _open = [name for name in PLACEMENT_FIELDS if name not in _JobSettings.model_fields]
     _placed = {name: (_FIELDS[name].annotation, _FIELDS[name]) for name in _open}
     JobSettings = create_model("JobSettings", __base__=_JobSettings, **_named, **_placed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "other"]
 """Kinds of tensors, as the byte meter distinguishes them."""
+ROLES: tuple[Role, ...] = get_args(Role)
 
 Place = Literal["accelerator", "host", "step"]
 """`accelerator` and `host`: bytes of their memory; `step`: seconds."""

@@ -110,13 +110,13 @@ TERMS: Mapping[str, Term] = {
 
 
 def valued_terms(memory: MemoryEstimate, time: StepTime) -> tuple[Term, ...]:
-    """Return the terms of a layout with their values: bytes of an accelerator and of a host, then seconds of a step."""
-
-    return (
-        *(replace(_declared(name), bytes=count) for name, count in memory.gpu.terms.items()),
+    """Return the terms of a layout: bytes on an accelerator or a host, or seconds of a step; the largest first."""
+    valued = (
+        *(replace(_declared(name), lives_on="accelerator", bytes=count) for name, count in memory.gpu.terms.items()),
         *(replace(_declared(name), lives_on="host", bytes=count) for name, count in memory.host.terms.items()),
-        *(replace(_declared(name), seconds=seconds) for name, seconds in time.terms.items()),
+        *(replace(_declared(name), lives_on="step", seconds=seconds) for name, seconds in time.terms.items()),
     )
+    return tuple(sorted(valued, key=lambda term: -(term.bytes or term.seconds or 0)))
 
 
 def _declared(name: str) -> Term:

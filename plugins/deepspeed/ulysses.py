@@ -50,13 +50,6 @@ class SharedSequence:
         self._data_group: Any = None
 
     @property
-    def group(self) -> Any:
-        """The process group of this rank's sequence; DeepSpeed assigns consecutive ranks to one sequence."""
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-        return parallel_state_sp.get_sequence_parallel_group()
-
-    @property
     def rank(self) -> int:
         """Index of this rank's shard."""
         import torch.distributed as dist
@@ -237,10 +230,10 @@ def keep_own_attention(model: PreTrainedModel) -> None:
 
 
 def sequence_group() -> Any:
-    """Return the process group whose ranks share one sequence."""
-    from deepspeed.utils import groups
+    """Return the process group of this rank's sequence; DeepSpeed assigns consecutive ranks to one sequence."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
-    return groups._get_sequence_parallel_group()
+    return parallel_state_sp.get_sequence_parallel_group()
 
 
 def whole_sequences(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
-from shardwright.ds_configs.specs.job import AXIS_FIELDS, ROLES, JobSettings, TrainingJob, job_errors
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, MODEL_ROLES, JobSettings, TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.specs.texts import flag_words
 from shardwright.plugins.planning import checked_job, load_model_spec, read_hardware
@@ -72,7 +72,7 @@ def _used(job: TrainingJob) -> TrainingJob:
         job = replace(job, task="sft")
     while errors := job_errors(job):
         job = replace(job, **{error.where: getattr(usual, error.where) for error in errors})
-    unplaced = {f"{role}_placement": "auto" for role in ROLES if not job.needs(role)}
+    unplaced = {f"{role}_placement": "auto" for role in MODEL_ROLES if not job.needs(role)}
     assert not job_errors(job)
     return replace(job, **unplaced)
 
@@ -108,7 +108,7 @@ def _changed(words: list[str], change: list[str]) -> list[str]:
 def test_flags_make_the_same_job(job: TrainingJob, base: TrainingJob) -> None:
     job = _used(job)
     # No option removes a second model.
-    base = _used(replace(base, task=job.task, **{role: getattr(job, role) for role in ROLES}))
+    base = _used(replace(base, task=job.task, **{role: getattr(job, role) for role in MODEL_ROLES}))
     words = shlex.split(shlex.join(["m", "--hardware", "8xH20", *job.flags()]))
     assert _planned_job(_parsed("plan", words)) == job
     if base.method == "full" or job.method != "full":
@@ -147,7 +147,7 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     made, names = training_job(own, parse_hardware("8xH20")), job_options(own)
     shared = {"seq_len", "precision", "optimizer", "optim_args", "weights_dtype", "offload_activations", "tiled_mlp"}
     assert shared | {"micro_batch_size", "method", "lora_targets", "offload", "strategy"} <= names
-    unused = {"teacher_placement", *ROLES}
+    unused = {"teacher_placement", *MODEL_ROLES}
     assert kind is not TrainSettings or names == TrainingJob().options().keys() - unused
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 

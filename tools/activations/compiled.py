@@ -141,7 +141,6 @@ def derive_compiled_table(family: str, mode: Mode, eager: Mapping[str, Any]) -> 
         "backward_transient": bounded(eager["backward_transient"]),
         # Under autocast, Accelerate also returns the logits in fp32, which live until the loss is returned.
         "loss_forward_peak": [row(loss | {"token*vocab_size": logits + (4 if mode == "bf16_autocast" else 0)})],
-        "loss_kept": [row(loss)],
         # The targets are scattered into fp32 zeros, besides the logits and their gradient.
         "loss_backward_peak": [
             row(loss | {"token*vocab_size": 2 * logits + 4}),

@@ -118,7 +118,6 @@ def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str, l
         ),
         "forward_transient": solved("forward", [case.shallow.layer_forward for case in checkpointed]),
         "loss_forward_peak": solved("loss forward", [above_head(run, run.loss_forward) for run in runs]),
-        "loss_kept": solved("loss kept", [[run.kept - run.head_start] for run in runs]),
         "loss_backward_peak": solved("loss backward", [above_head(run, run.loss_backward) for run in runs]),
         "weight_copy_bytes_per_parameter": 2 if mode == "bf16_autocast" and copies == {True} else 0,
     }

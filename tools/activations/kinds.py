@@ -364,7 +364,6 @@ def _table(
         "forward_transient": {kind: solver.rows(checkpointed.layers[kind][-1].forward) for kind in kinds},
         # A cache of keys and values that dies before the backward pass exists without checkpointing only.
         "loss_forward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_forward]),
-        "loss_kept": solver.rows([run.kept - run.head_start for run in runs]),
         "loss_backward_peak": solver.rows([live - run.head_start for run in runs for live in run.loss_backward]),
     }
     copies = how["mode"] == "bf16_autocast" and plain.shallow.weight_copy_bytes > 0

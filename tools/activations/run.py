@@ -88,8 +88,6 @@ class Phases:
 
     head_start: int
     """Live when the output head starts: every saved tensor of the layers and of what surrounds them."""
-    kept: int
-    """Live when the forward has returned and its outputs are dropped."""
     layer_forward: list[int]
     """After each operator of the last layer's forward, beyond what lived when that layer started."""
     loss_forward: list[int]
@@ -274,7 +272,6 @@ def _cut(
     first_gradient = next(number for number, name in enumerate(names) if name.startswith("gradient"))
     return Phases(
         head_start=marks[head],
-        kept=marks["kept"],
         layer_forward=[live - marks[start] for live in spans[start]],
         loss_forward=spans[head],
         loss_backward=spans["kept"],

@@ -305,7 +305,7 @@ class Counting:
         labels = _labels(batch)
         if labels is None:
             return self.rows_in(batch)
-        shifts = self._trainer._loss_shifts_labels or shifts_labels(self._trainer.model)
+        shifts = self._trainer._loss_shifts_labels or predicts_next_token(self._trainer.model)
         shifts = shifts and batch.get("shift_labels") is None
         return int((labels[..., 1:] if shifts else labels).ne(IGNORED_LABEL).sum())
 
@@ -342,10 +342,16 @@ def at_least_one(items: Any) -> Any:
     return 1 if items == 0 else items
 
 
-def shifts_labels(model: PreTrainedModel) -> bool:
+def predicts_next_token(model: PreTrainedModel) -> bool:
+    """Return whether position t of the logits predicts token t + 1.
+
+    The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) derives it from the class name and misses
+    GPT-2, whose count then includes the first token of every sample.
+    """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    return getattr(base_model(model), "loss_function", None) is ForCausalLMLoss
+    inner = base_model(model)
+    return getattr(inner, "loss_function", None) is ForCausalLMLoss and not inner.config.is_encoder_decoder
 
 
 def _labelled_if_weightless(inputs: Any, weight: float) -> Any:

@@ -12,7 +12,6 @@ import torch
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.transformers.attention import hidden_states_of
-from ...plugins.transformers.loading import text_classes
 from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.second_model import PlacedModel
 from ..data.chat import IGNORED_LABEL
@@ -82,15 +81,6 @@ def inner_model(trainer: Trainer) -> PreTrainedModel:
     """Return the Transformers model inside PEFT and wrappers."""
     inner: PreTrainedModel = base_model(trainer.accelerator.unwrap_model(trainer.model))
     return inner
-
-
-def predicts_next_token(model: PreTrainedModel) -> bool:
-    """Return whether position t of the logits predicts token t + 1.
-
-    The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) derives it from the class name and misses
-    GPT-2, whose count then includes the first token of every sample.
-    """
-    return not model.config.is_encoder_decoder and type(model).__name__ in text_classes()
 
 
 class EarlyExit:

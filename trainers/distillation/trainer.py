@@ -24,6 +24,7 @@ from ...plugins.transformers.attention import hidden_states_of
 from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
 from ...plugins.transformers.second_model import PlacedModel, gathered_head, place_second_model
 from ...plugins.transformers.training_arguments import own_class, trainer_errors
+from ..counting.counts import predicts_next_token
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks
@@ -37,7 +38,6 @@ from .teacher import (
     TeacherOutput,
     check_arguments,
     inner_model,
-    predicts_next_token,
     run_teacher,
     split_batch,
     with_decoder_inputs,

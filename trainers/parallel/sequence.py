@@ -32,6 +32,7 @@ from ...plugins.deepspeed.ulysses import (
     SharedSequence,
     forget_sequence_parallelism,
     gradients_are_added_over_a_sequence,
+    sequence_group,
 )
 from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.training_arguments import deepspeed_configuration, trainer_errors
@@ -247,8 +248,8 @@ class SequenceAxis(Axis):
         import torch
         import torch.distributed as dist
 
-        shared, device = self.shared, trainer.args.device
-        source = dist.get_global_rank(shared.group, 0)
+        group, device = sequence_group(), trainer.args.device
+        source = dist.get_global_rank(group, 0)
         for batch in batches:
             # Preference pairs, for example, have no sequence per row.
             if not hasattr(batch, "get") or all(batch.get(name) is None for name in ("input_ids", "inputs_embeds")):
@@ -256,17 +257,17 @@ class SequenceAxis(Axis):
                 rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
                 raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
             own = torch.tensor([digest_of(batch)], device=device)
-            digests = [torch.empty_like(own) for _ in range(shared.size)]
-            dist.all_gather(digests, own, group=shared.group)
+            digests = [torch.empty_like(own) for _ in range(self.shared.size)]
+            dist.all_gather(digests, own, group=group)
             for name in sorted(batch) if len(set(torch.cat(digests).tolist())) > 1 else ():
                 value = batch[name]
                 if torch.is_tensor(value):
                     shape = torch.tensor(value.shape, device=device)
-                    dist.broadcast(shape, source, group=shared.group)
+                    dist.broadcast(shape, source, group=group)
                     is_same = tuple(shape.tolist()) == value.shape
                     sent = value if is_same else value.new_empty(shape.tolist(), device=device)
                     sent = sent.to(device).contiguous()
-                    dist.broadcast(sent, source, group=shared.group)
+                    dist.broadcast(sent, source, group=group)
                     batch[name] = sent.to(value.device)
             yield batch
 
@@ -323,7 +324,7 @@ class SequenceAxis(Axis):
         total = loss.float() * ((labelled > 0) if self._is_sum else labelled)
         if not trainer.model.training:
             sums = torch.stack([total.detach(), labelled.to(total)])
-            dist.all_reduce(sums, group=self.shared.group)
+            dist.all_reduce(sums, group=sequence_group())
             loss = sums[0] / sums[1].clamp(min=1)
         else:
             loss = total * dist.get_world_size() / self._loss_tokens.to(loss.device).clamp(min=1)
@@ -674,5 +675,5 @@ def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:
         raise UsageError(ConfigError(where="model outputs", value=shape, rule=rule, fix=fix))
     own = value[:, :length].contiguous()
     parts = [torch.empty_like(own) for _ in range(shared.size)]
-    dist.all_gather(parts, own, group=shared.group)
+    dist.all_gather(parts, own, group=sequence_group())
     return torch.cat(parts, dim=1)[:, :whole_tokens]

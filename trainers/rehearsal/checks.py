@@ -265,7 +265,6 @@ LOGIT_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2.0**-6}
 SCHEMA_VERSION = 1
 """Version of `rehearsal.json` and of `rehearse --format json`."""
 REPORT_FILE = "rehearsal.json"
-ROLES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 PHASES = ("generate", "score", "loss", "backward", "step")
 
 OFFLOADED = "offloaded_checkpoints"

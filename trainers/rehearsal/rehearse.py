@@ -21,6 +21,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, InputError, ShardwrightError, UsageError, not_a_count
 from ...ds_configs.specs.job import GROUPED_TASKS
 from ...ds_configs.specs.tasks import TASKS
+from ...ds_configs.specs.terms import ROLES
 from ...ds_configs.step_time.estimate import TERMS
 from ...plugins.planning import installed_release_difference, installed_versions
 from ...plugins.transformers.training_arguments import byte_tokenizer
@@ -30,7 +31,6 @@ from .checks import (
     OFFLOADED,
     PHASES,
     REPORT_FILE,
-    ROLES,
     Check,
     Rehearsal,
     check_checkpoint,

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.specs.terms import Place, Term
 from ...ds_configs.specs.units import gigabytes
 
 Points = Sequence[tuple[float, float]]
@@ -70,6 +71,15 @@ def gb(count: float) -> str:
     ('75.4 GB', '2.50 MB')
     """
     return f"{gigabytes(count)} GB" if abs(count) >= 10**8 else f"{count / 10**6:.2f} MB"
+
+
+def rows_of_terms(terms: Iterable[Term], place: Place) -> list[tuple[str, str, str]]:
+    """Return title, value and meaning of the terms that belong to a place."""
+    return [
+        (term.title, f"{term.seconds:.4f} s" if term.bytes is None else gb(term.bytes), term.meaning)
+        for term in terms
+        if term.lives_on == place
+    ]
 
 
 def significant(value: float, digits: int = 4) -> str:

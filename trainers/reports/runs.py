@@ -34,6 +34,7 @@ from .report import (
     mean_with_error,
     plain,
     points,
+    rows_of_terms,
     short_name,
     significant,
     with_error,
@@ -76,24 +77,17 @@ def plan_report(plan: Plan) -> Report:
     if plan.trials:
         caption = "Spread: longest minus shortest timed step, divided by the median. Tensors: of the fullest rank."
         sections.append(Section("Measured layouts", tables=(Table(*trial_rows(plan.trials), caption),)))
-    seconds_of_terms = [(term, term.seconds) for term in chosen.terms if term.seconds is not None]
     step = Table(
         ("term", "time", "meaning"),
-        [
-            (term.title, f"{seconds:.4f} s", term.meaning)
-            for term, seconds in sorted(seconds_of_terms, key=lambda item: -item[1])
-        ],
+        rows_of_terms(chosen.terms, "step"),
         f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s).",
     )
     phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
-    memory = []
-    for place, caption in (
-        ("accelerator", f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."),
-        ("host", "Host memory of a node."),
-    ):
-        sizes = [(term, term.bytes) for term in chosen.terms if term.bytes is not None and term.lives_on == place]
-        rows = [(term.title, gb(count), term.meaning) for term, count in sorted(sizes, key=lambda item: -item[1])]
-        memory.append(Table(("term", "size", "meaning"), rows, caption))
+    of_phase = f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."
+    memory = [
+        Table(("term", "size", "meaning"), rows_of_terms(chosen.terms, "accelerator"), of_phase),
+        Table(("term", "size", "meaning"), rows_of_terms(chosen.terms, "host"), "Host memory of a node."),
+    ]
     others = []
     for other in plan.rejected:
         name, peak = display_name(other.layout), other.memory.gpu

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...ds_configs.plan.output import output_errors
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import AXIS_FIELDS, ROLES, TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, MODEL_ROLES, TrainingJob
 from ...plugins.planning import LoadedModel, load_model_spec, read_hardware
 from ...plugins.transformers.loading import refuse_other_formats
 from ..checkpoints import Reader, Selection, compared, finished, newest_whole, read_complete, read_whole
@@ -148,7 +148,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 def job_options(settings: LaunchedSettings) -> set[str]:
     """Return the options of a command that are fields of its job, without second models and a student's loss."""
     names = TrainingJob().options().keys() & type(settings).model_fields.keys()
-    return names - {*ROLES} - settings.own_options
+    return names - {*MODEL_ROLES} - settings.own_options
 
 
 CHECKPOINTS = "checkpoints"

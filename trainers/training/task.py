@@ -12,12 +12,12 @@ from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.legality.rules import images_stay_whole
 from ...ds_configs.models.images import RULES, image_tokens
 from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
-from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.settings import settings_of
@@ -269,7 +269,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     errors = [] if request.dry_run and plan.hardware.gpu != "CPU" else generation_errors(plan)
     errors += planned_argument_errors(settings, plan)
     if statistics.image_rows:
-        errors += image_layout_errors(plan.chosen.layout)
+        with_images = replace(plan.job, images_per_sample=statistics.images_per_sample)
+        errors += images_stay_whole(plan.model, plan.chosen.layout, with_images, plan.hardware)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         where, rule = "arg per_device_eval_batch_size", "must be at least 1"
@@ -328,16 +329,6 @@ def _with_images(settings: TrainSettings, spec: ModelSpec, statistics: SampleSta
 _LARGEST_SIDE = 4096
 _SIDE_STEP = 16
 """Pixels between the squares that stand for images of several sizes; no family has smaller merged patches."""
-
-
-def image_layout_errors(layout: Layout) -> list[ConfigError]:
-    """Return the errors of parallel axes with which images do not train as in one process."""
-    rule, fix = "is not supported with images", "use data parallelism: ddp, zero1 to zero3, or fsdp2"
-    return [
-        ConfigError(where=field, value=layout.axes[axis], rule=rule, fix=fix)
-        for field, axis in AXIS_FIELDS.items()
-        if layout.axes.get(axis, 1) > 1
-    ]
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:

@@ -31,7 +31,6 @@ BYTES = (
     "recompute_backward_transient_bytes",
     "forward_transient_bytes",
     "loss_forward_peak_bytes",
-    "loss_kept_bytes",
     "loss_backward_peak_bytes",
 )
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")

@@ -74,7 +74,6 @@ def test_loss_takes_twelve_bytes_per_logit_at_its_peak() -> None:
     )
     logits = 4096 * LLAMA_8B.vocab_size
     assert result.loss_forward_peak_bytes == pytest.approx(10 * logits, rel=1e-3)
-    assert result.loss_kept_bytes == pytest.approx(4 * logits, rel=1e-3)
     assert result.loss_backward_peak_bytes == pytest.approx(12 * logits, rel=1e-3)
 
 
@@ -95,7 +94,6 @@ def test_chunked_loss_no_longer_grows_with_logits() -> None:
     chunk_tokens = chunked_loss_tokens(4 * 8192, LLAMA_8B.vocab_size, LLAMA_8B.hidden_size)
     assert chunk_tokens == 1024  # 32,768 tokens over 32 chunks
     chunk_logits = chunk_tokens * LLAMA_8B.vocab_size
-    assert chunked.loss_kept_bytes == hidden_gradient
     assert chunked.loss_forward_peak_bytes == pytest.approx(12 * chunk_logits + hidden_gradient, rel=1e-3)
     assert chunked.saved_bytes_per_layer == whole.saved_bytes_per_layer
 
@@ -150,7 +148,6 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
     slack = 8 * length + mask_bytes * shape.micro_batch_size * length * length
     for measured, expected in (
         (run.head_start, base),
-        (run.kept, base + estimated.loss_kept_bytes),
         (max(run.loss_forward), base + estimated.loss_forward_peak_bytes),
         (max(run.loss_backward), base + estimated.loss_backward_peak_bytes),
     ):
@@ -212,9 +209,10 @@ def test_public_hooks_count_the_same_saved_storages(family: str) -> None:
     assert loss.requires_grad
     estimated = estimate(family, shape, "bf16")
     layers = shape.dimensions.num_layers * estimated.saved_bytes_per_layer
-    assert sum(sizes.values()) == pytest.approx(
-        layers + estimated.outside_layer_bytes + estimated.loss_kept_bytes, rel=2e-3
-    )
+    # The loss keeps log-probabilities and labels.
+    tokens = shape.micro_batch_size * shape.seq_len_tokens
+    loss = tokens * (4 * shape.dimensions.vocab_size + 8) + 8
+    assert sum(sizes.values()) == pytest.approx(layers + estimated.outside_layer_bytes + loss, rel=2e-3)
 
 
 def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
@@ -260,11 +258,10 @@ def test_the_compilers_partition_keeps_the_stored_bytes() -> None:
     if document["versions"]["transformers"] != RELEASE:
         pytest.skip("other releases may compile another graph")
     table = document["tables"]["compiled"]["llama"]["bf16"]["fused"]
-    layer, outside, loss = (
-        dict(zip(table["features"], table[name][0], strict=True))
-        for name in ("saved_per_layer", "outside_layers", "loss_kept")
+    layer, outside = (
+        dict(zip(table["features"], table[name][0], strict=True)) for name in ("saved_per_layer", "outside_layers")
     )
     kept = kept_by_compiled("llama", "bf16", 2)
-    assert kept["token*vocab_size"] == loss["token*vocab_size"] == 2
+    assert kept["token*vocab_size"] == 2
     del layer["token*vocab_size"], outside["token*vocab_size"]
     assert {name: kept[name] for name in layer} == {name: 2 * layer[name] + outside[name] for name in layer}

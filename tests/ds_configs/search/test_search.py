@@ -86,9 +86,9 @@ def test_all_errors_of_a_job_come_together():
         TrainingJob(seq_len_tokens=-1, lora_rank=0, strategy="zero9")
     assert {error.where for error in caught.value.errors} == {"seq_len", "lora_rank", "strategy"}
     with pytest.raises(UsageError) as caught:
-        wrong = TrainingJob(optimizer="x", strategy="fsdp2", zero_quantized_weights=True)
+        wrong = TrainingJob(optimizer="x", image_size="1x")
         make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), wrong)
-    assert {error.where for error in caught.value.errors} == {"optimizer", "zero_quantized_weights"}
+    assert {error.where for error in caught.value.errors} == {"optimizer", "image_size"}
 
 
 @given(

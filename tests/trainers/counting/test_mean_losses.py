@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from shardwright.trainers.counting.counts import divides_by_count, passes_count, returns_mean
+from shardwright.trainers.counting.counts import divides_by_count, passes_count, predicts_next_token, returns_mean
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -59,3 +59,12 @@ def test_the_table_says_of_every_class_of_transformers_what_its_source_does() ->
                     if divides_by_count(made) != passes_count(method):
                         wrong.append(kind.name)
     assert not wrong
+
+
+def test_only_logits_of_a_decoder_alone_predict_the_next_token() -> None:
+    t5 = transformers.T5Config(vocab_size=8, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+    gpt2 = transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)
+    assert predicts_next_token(transformers.GPT2LMHeadModel(gpt2))
+    assert predicts_next_token(LlamaForCausalLM(LlamaConfig(**SIZES)))
+    assert not predicts_next_token(transformers.T5ForConditionalGeneration(t5))
+    assert not predicts_next_token(classifier(num_labels=3))
