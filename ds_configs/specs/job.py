@@ -398,7 +398,7 @@ class TrainingJob(  # type: ignore[misc]
         if not self.second_models and self.task == "sft":
             return self
         usual: dict[str, Any] = {field.name: field.default for field in fields(TaskFields)}
-        return replace(self, **usual, **dict.fromkeys(MODEL_ROLES))
+        return replace(self, **usual | dict.fromkeys(MODEL_ROLES))
 
     def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
         """Return the job with another placement of a second model."""

@@ -395,7 +395,7 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         return rehearsal, [failed("launch", str(error))]
     records = rank_records(work, "train", settings.ranks)
     losses = list(records[0]["losses"])
-    bytes_by_phase = {}
+    bytes_by_phase: dict[str, dict[str, int]] = {}
     for phase in PHASES:
         # The plan's loss phase begins with the last layer's forward pass.
         metered = ("forward", "loss") if phase == "loss" else (phase,)
@@ -443,7 +443,7 @@ def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
         if phase in PHASES:
             # CPU ranks have both in the same memory, but the meter counts the host's apart.
             terms = {name: count for name, count in terms.items() if name != OFFLOADED}
-            roles = dict.fromkeys(ROLES, 0)
+            roles: dict[str, int] = dict.fromkeys(ROLES, 0)
             for term, count in terms.items():
                 roles[TERMS[term].role] += count
             predictions[str(phase)] = {**roles, "terms": terms}
