@@ -59,8 +59,9 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
     meanings = explained_texts()
     names = texts_about(name, meanings)
     if not names and " " in subject:
-        # Words of a sentence, such as zero3 vs fsdp.
-        words = subject.lower().replace("-", "_").split()
+        # Words of a sentence, such as zero3 vs fsdp, or out of memory.
+        words = [word for word in SYNONYMS if "_" in word and f"_{word}_" in f"_{name}_"]
+        words += subject.lower().replace("-", "_").split()
         names = list(dict.fromkeys(each for word in words for each in texts_about(word, meanings)))
     within = [each for each in meanings if f"_{name}_" in f"_{each}_"]
     exists = os.path.exists(subject)  # noqa: PTH110 - a name may be longer than a path
@@ -137,6 +138,14 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
     return 0
 
 
+SLOW_STEPS = (
+    "The plan has the seconds of each term, and the report of a run the measured seconds beside them. If communication "
+    "or offload dominates, use another layout. If GPUs wait between steps, raise dataloader_num_workers. If a report "
+    "says that steps differ from the plan, compare links: nvidia-smi topo -m. Next: shardwright explain PLAN; "
+    "shardwright report RUN; shardwright tune PLAN"
+)
+
+
 def explained_texts() -> dict[str, str]:
     """Return all texts by name: options, tasks, layouts, terms, rules, keys of TRL and errors of runs."""
     from ...trainers.training.settings import TrainSettings
@@ -151,6 +160,7 @@ def explained_texts() -> dict[str, str]:
     texts |= {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
     texts |= {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in RULES}
     texts |= dict(KERNEL_MEANINGS) | dict(MEANINGS)
+    texts["slow_steps"] = SLOW_STEPS
     # Texts with a placeholder need the line of a log.
     failures = (failure for failure in FAILURES if "{0}" not in failure.meaning)
     return texts | {each.name: " ".join((each.meaning, *each.fix, f"Next: {each.command}")) for each in failures}

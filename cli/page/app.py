@@ -241,7 +241,7 @@ def _plan_tab(page: gr.Blocks) -> None:
             with gr.Row():
                 files = gr.DownloadButton("Download the files as ZIP", min_width=160)
                 keep = gr.Button("Keep to compare", min_width=160)
-            facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
+            facts = gr.Dataframe(label="Figures", interactive=False, wrap=True, column_widths=["36%", "24%", "40%"])
             address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
             bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
             terms = gr.Dataframe(label="Memory and time by term", interactive=False, wrap=True)
@@ -261,10 +261,10 @@ def _plan_tab(page: gr.Blocks) -> None:
         reasons = [text for section in report.sections[:1] for text in section.texts]
         (layouts,) = report.sections[-1].tables
         sizes = [(term_title(name), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
-        figures = pd.DataFrame(report.summary[0].rows, columns=["", "value", "detail"])
-        current = dict(zip(figures[""], figures["value"], strict=True))
+        figures = pd.DataFrame(report.summary[0].rows, columns=["figure", "value", "detail"])
+        current = dict(zip(figures["figure"], figures["value"], strict=True))
         if kept:
-            figures.insert(2, "kept plan", [kept.get(name, "") for name in figures[""]])
+            figures.insert(2, "kept plan", [kept.get(name, "") for name in figures["figure"]])
         rendered = render_files(plan) | ({CONFIG_FILE: config} if config else {})
         return [
             "\n".join([*reasons, *notes]),
@@ -378,7 +378,9 @@ def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
                     button_primary_background_fill="*primary_700",
                     button_primary_background_fill_hover="*primary_800",
                     button_primary_background_fill_dark="*primary_700",
+                    color_accent="*primary_700",
                 ),
+                css=".dark { --color-accent: var(--primary-400) }",
                 max_file_size=LARGEST_CONFIG_BYTES,
                 strict_cors=True,
                 app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=names), Middleware(Guard)]},

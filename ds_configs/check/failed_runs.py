@@ -99,6 +99,18 @@ FAILURES = (
         command=_RERUN,
     ),
     Failure(
+        name="active_zero3_weight",
+        words=("still active in submodules", "'active_sub_modules': "),
+        pattern=r"still active in submodules|AssertionError: \{'id': .*'active_sub_modules': ",
+        meaning="ZeRO-3 freed a weight while a module used it, or a module used a weight that is not gathered.",
+        fix=(
+            "Change weights in `GatheredParameters` with modifier_rank=0, not None.",
+            "If batches or ranks run different modules, such as experts, pass their parent's class to",
+            "`deepspeed.utils.set_z3_leaf_modules`. ZeRO-2 does not shard weights.",
+        ),
+        command=f"{_PLAN} --strategy zero2",
+    ),
+    Failure(
         name="port_in_use",
         words=("EADDRINUSE", "ddress already in use", "another process is utilizing it"),
         pattern=r"(?:Error|error|failed).*(?:EADDRINUSE|[Aa]ddress already in use)|another process is utilizing it",
@@ -229,6 +241,20 @@ FAILURES = (
         fix=(
             "Pass bnb_4bit_quant_storage=torch.bfloat16 to BitsAndBytesConfig, and dtype=torch.bfloat16 to",
             "from_pretrained. A plan with --method qlora does that, or selects ZeRO-2 or less.",
+        ),
+        command=f"{_PLAN} --method qlora",
+    ),
+    Failure(
+        name="quantized_checkpoint",
+        words=(
+            "incompatible with PTQ-quantized",
+            "is incompatible with DeepSpeed ZeRO-3",
+            "on purely quantized models",
+        ),
+        meaning="The weights are quantized: they have no gradients, and ZeRO-3 and FSDP cannot shard them.",
+        fix=(
+            "Train adapters, with DDP, ZeRO-1 or ZeRO-2. Or load the checkpoint that is not quantized; QLoRA quantizes",
+            "its weights to 4 bits as they load, also under ZeRO-3 and FSDP2.",
         ),
         command=f"{_PLAN} --method qlora",
     ),

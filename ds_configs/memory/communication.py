@@ -101,12 +101,12 @@ def _stage1_and_2_buckets(
 ) -> dict[Moment, Terms]:
     """Reduction buckets of ZeRO-1 and ZeRO-2.
 
-    Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
-    1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
-    during a layer's backward pass. A bucket for all gradients is reduced after the backward pass. A gradient larger
-    than the bucket waits for the next gradient, that of the head for that of the final norm. Offload clones such a
-    gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). The gradient of a tied head waits in
-    autograd for that of the embedding.
+    Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket.
+    Stage 1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket
+    fills during a layer's backward pass. A bucket for all gradients is reduced after the backward pass. A gradient
+    larger than the bucket waits until the next gradient is complete: the gradient of the head waits for the final
+    norm. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). The
+    gradient of a tied head waits in autograd until the embedding has its gradient.
     """
     width = job.compute_bytes
     size, offload = layout.zero.reduce_bucket_size, layout.offload_optimizer != "none"

@@ -94,13 +94,15 @@ def test_the_page_plans_checks_and_opens_a_shared_address(visitor, address, tmp_
     assert run(["check", "plan"]) == 0
     assert "0 error(s), 0 warning(s)" in capsys.readouterr().out
 
-    other = visitor.open(address + shared.input_value(), (390, 844), "dark")
-    opened = other.locator("#address textarea, #address input").element_handle()
-    other.wait_for_function("(field) => field.value.includes('org%2Fplain')", arg=opened)
-    assert other.get_by_label("Model", exact=True).input_value() == "org/plain"
-    assert other.locator("#seq_len textarea, #seq_len input").input_value() == "2048"
-    assert other.evaluate("document.documentElement.scrollWidth") <= 390
-    visitor.picture(other, "ui-phone")
+    for scheme in ("light", "dark"):
+        other = visitor.open(address + shared.input_value(), (390, 844), scheme)
+        opened = other.locator("#address textarea, #address input").element_handle()
+        other.wait_for_function("(field) => field.value.includes('org%2Fplain')", arg=opened)
+        assert other.get_by_label("Model", exact=True).input_value() == "org/plain"
+        assert other.locator("#seq_len textarea, #seq_len input").input_value() == "2048"
+        assert other.evaluate("document.documentElement.scrollWidth") <= 390
+        assert accessibility_errors(other) == []
+        visitor.picture(other, f"ui-phone-{scheme}")
 
     page.get_by_text("Upload or paste a config.json").click()
     page.locator("input[type=file]").first.set_input_files(CONFIGS / "Qwen--Qwen2.5-0.5B" / "config.json")

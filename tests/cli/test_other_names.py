@@ -141,6 +141,8 @@ def test_python_names_the_setting_too() -> None:
         ("packing", ["packing"]),
         ("ZeRO-3 vs FSDP", ["zero3", "fsdp2"]),
         ("which stage", ["zero1", "zero2", "zero3"]),
+        ("why out of memory", ["accelerator_out_of_memory", "host_out_of_memory"]),
+        ("why is training slow", ["slow_steps"]),
     ],
 )
 def test_explain_answers_the_words_that_people_type(

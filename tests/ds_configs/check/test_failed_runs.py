@@ -111,6 +111,19 @@ def test_messages_of_gpus_are_read() -> None:
             "RuntimeError: Only Tensors of floating point and complex dtype can require gradients",
             "quantized_storage",
         ),
+        ("ValueError: DeepSpeed ZeRO-3 or FSDP is incompatible with PTQ-quantized models.", "quantized_checkpoint"),
+        (
+            "AssertionError: {'id': 419, 'status': 'INFLIGHT', 'numel': 16777216, 'ds_numel': 16777216, 'shape': "
+            "(8192, 2048), 'ds_shape': (8192, 2048), 'requires_grad': True, 'grad_shape': None, 'persist': False, "
+            "'active_sub_modules': {425}, 'ds_tensor.shape': torch.Size([4194304])}",
+            "active_zero3_weight",
+        ),
+        (
+            "RuntimeError: Cannot free a ZeRO-3 parameter while it is still active in submodules. This can happen if: "
+            "(1) submodules have not released the parameter, or (2) you modified parameters inside a "
+            "`GatheredParameters` context with `modifier_rank=None`.",
+            "active_zero3_weight",
+        ),
         (
             "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try "
             "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
@@ -119,7 +132,7 @@ def test_messages_of_gpus_are_read() -> None:
     ],
 )
 def test_errors_that_people_report_are_named(line: str, name: str) -> None:
-    """Lines of issues of DeepSpeed (6914, 6441), TRL (3523), PEFT (2014) and others."""
+    """Lines of issues of DeepSpeed (3647, 6441, 6914, 7811), TRL (3523), PEFT (2014) and others."""
     (cause,) = find_causes(io.BytesIO(f"[rank1]: {line}\n".encode()))
     assert (cause.failure.name, cause.rank) == (name, 1)
 
