@@ -5,12 +5,13 @@ Each rule is that of the family's image processor in Transformers 5.17, with the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isqrt, sqrt
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.images import IMAGE_PARTS, ImageSizes
+from ..specs.images import IMAGE_PARTS, RESOLUTIONS, ImageSizes
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
 
@@ -28,6 +29,8 @@ class ImageTokens:
     text_tokens: int
     """Features, and the tokens around and between them."""
     formula: str
+    has_fixed_size: bool = False
+    """Whether an image of any size becomes the same."""
 
 
 Settings = Mapping[str, bool | int | float | str]
@@ -113,13 +116,22 @@ def _side(settings: Settings) -> tuple[int, int]:
 
 
 def _llava(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    if settings.get("vision_config.model_type") == "pixtral":
+        return _pixtral({**settings, "spatial_merge_size": 1}, height, width, frames, max_pixels)
     side, patch = _side(settings)
     patches = (side // patch) ** 2
     has_class_row = settings.get("vision_config.model_type") == "clip_vision_model"
     first_row_is_cut = settings.get("vision_feature_select_strategy", "default") == "default"
     features = patches + has_class_row - first_row_is_cut
     formula = f"({side} / {patch})²" + (f" {features - patches:+d}" if features != patches else "") + f" = {features}"
-    return ImageTokens(tiles=1, patches=patches, features=features, text_tokens=features, formula=formula)
+    return ImageTokens(
+        tiles=1, patches=patches, features=features, text_tokens=features, formula=formula, has_fixed_size=True
+    )
+
+
+def _every_patch(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """PaliGemma, DeepSeek-VL: a token for each patch of one resolution."""
+    return _llava({**settings, "vision_feature_select_strategy": "full"}, height, width, frames, max_pixels)
 
 
 def _best_resolution(height: int, width: int, choices: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -135,12 +147,15 @@ def _best_resolution(height: int, width: int, choices: Sequence[tuple[int, int]]
 
 
 def _any_resolution(
-    settings: Settings, height: int, width: int, choices: Sequence[tuple[int, int]], most_tiles: int | None
+    settings: Settings, height: int, width: int, model_type: str, most_tiles: int | None
 ) -> ImageTokens:
     """Tiles in the best of some resolutions, of which padding is cut off, and a thumbnail; a token ends each row."""
     side, patch = _side(settings)
     across = side // patch
-    rows, columns = _best_resolution(height, width, [(side * row, side * column) for row, column in choices])
+    stated = str(settings.get("image_grid_pinpoints") or RESOLUTIONS[model_type])
+    pairs = [pair.split("x") for pair in stated.split()]
+    choices = [(max(side, int(rows)), max(side, int(columns))) for rows, columns in pairs]
+    rows, columns = _best_resolution(height, width, choices)
     high, wide = across * (rows // side), across * (columns // side)
     if width / height > wide / high:
         high -= 2 * ((high - int(round(height * (wide / width), 7))) // 2)
@@ -148,20 +163,21 @@ def _any_resolution(
         wide -= 2 * ((wide - int(round(width * (high / height), 7))) // 2)
     if most_tiles and (ratio := sqrt(high * wide / (most_tiles * across**2))) > 1.1:
         high, wide = int(high // ratio), int(wide // ratio)
-    tiles = 1 + rows * columns // side**2
-    features = high * wide + high + across**2
-    formula = f"{high} x {wide} + {high} line ends + {across}² = {features}"
+    tiles = 1 + (rows // side) * (columns // side)
+    thumbnail = _llava(settings, height, width, 0, None).features
+    features = high * wide + high + thumbnail
+    formula = f"{high} x {wide} + {high} line ends + {thumbnail} = {features}"
     return ImageTokens(tiles=tiles, patches=tiles * across**2, features=features, text_tokens=features, formula=formula)
 
 
 def _llava_next(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
-    return _any_resolution(settings, height, width, [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)], None)
+    return _any_resolution(settings, height, width, "llava_next", None)
 
 
 def _llava_onevision(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    side, patch = _side(settings)
+    across = side // patch
     if frames:
-        side, patch = _side(settings)
-        across = side // patch
         features = frames * ceil(across / 2) ** 2 + 1
         return ImageTokens(
             tiles=frames,
@@ -170,26 +186,42 @@ def _llava_onevision(settings: Settings, height: int, width: int, frames: int, m
             text_tokens=features,
             formula=f"{frames} frames x {ceil(across / 2)}² + 1 = {features}",
         )
-    choices = [(row, column) for row in range(1, 7) for column in range(1, 7)]
-    return _any_resolution(settings, height, width, choices, 9)
+    most_tiles = int(re.sub(r"\D", "", str(settings.get("vision_aspect_ratio"))) or 9)
+    full = {**settings, "vision_feature_select_strategy": "full"}
+    return _any_resolution(full, height, width, "llava_onevision", most_tiles)
 
 
-def _internvl(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
-    """Up to 12 tiles in the grid with the closest ratio, and a thumbnail beside more than one."""
+def _llava_onevision_padded(
+    settings: Settings, height: int, width: int, frames: int, max_pixels: int | None
+) -> ImageTokens:
+    """One of several images of a sequence, padded to a square without tiles, and a token that ends it."""
     side, patch = _side(settings)
-    tiles = frames or 1
-    if not frames:
-        ratio, best, closest = width / height, (1, 1), float("inf")
-        grids = [(columns, rows) for columns in range(1, 13) for rows in range(1, 13) if columns * rows <= 12]
-        for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
-            distance = abs(ratio - columns / rows)
-            covers = distance == closest and width * height > 0.5 * side**2 * columns * rows
-            if distance < closest or covers:
-                closest, best = distance, (columns, rows)
-        tiles = best[0] * best[1]
-        tiles += tiles > 1
-    per_tile = int(settings["image_seq_length"])
-    around = 2 * (frames or 1)
+    patches = (side // patch) ** 2
+    return ImageTokens(
+        tiles=1,
+        patches=patches,
+        features=patches + 1,
+        text_tokens=patches + 1,
+        formula=f"({side} / {patch})² + 1 = {patches + 1}",
+        has_fixed_size=True,
+    )
+
+
+def _tiles_of_grid(side: int, height: int, width: int) -> int:
+    """Return up to 12 tiles in the grid with the closest ratio, and a thumbnail beside more than one."""
+    ratio, best, closest = width / height, (1, 1), float("inf")
+    grids = [(columns, rows) for columns in range(1, 13) for rows in range(1, 13) if columns * rows <= 12]
+    for columns, rows in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        distance = abs(ratio - columns / rows)
+        covers = distance == closest and width * height > 0.5 * side**2 * columns * rows
+        if distance < closest or covers:
+            closest, best = distance, (columns, rows)
+    tiles = best[0] * best[1]
+    return tiles + (tiles > 1)
+
+
+def _equal_tiles(settings: Settings, tiles: int, per_tile: int, around: int) -> ImageTokens:
+    side, patch = _side(settings)
     return ImageTokens(
         tiles=tiles,
         patches=tiles * (side // patch) ** 2,
@@ -197,6 +229,18 @@ def _internvl(settings: Settings, height: int, width: int, frames: int, max_pixe
         text_tokens=tiles * per_tile + around,
         formula=f"{tiles} tiles x {per_tile} = {tiles * per_tile}",
     )
+
+
+def _internvl(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    tiles = frames or _tiles_of_grid(_side(settings)[0], height, width)
+    return _equal_tiles(settings, tiles, int(settings["image_seq_length"]), 2 * (frames or 1))
+
+
+def _aya(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
+    """As InternVL, with a token before each tile."""
+    side, patch = _side(settings)
+    tiles = _tiles_of_grid(side, height, width)
+    return _equal_tiles(settings, tiles, (side // (patch * int(settings["downsample_factor"]))) ** 2, tiles + 2)
 
 
 def _gemma(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
@@ -211,6 +255,7 @@ def _gemma(settings: Settings, height: int, width: int, frames: int, max_pixels:
         features=features,
         text_tokens=features + 4,
         formula=f"({side} / {patch})² patches / {pooled}² = {features}",
+        has_fixed_size=True,
     )
 
 
@@ -225,16 +270,8 @@ def _idefics(settings: Settings, height: int, width: int, frames: int, max_pixel
         rows, columns = longest, int(longest * (width / height))
         columns += columns % 2
     down, across = ceil(max(1, rows) / side), ceil(max(1, columns) / side)
-    tiles = down * across + 1
     per_tile = (side // patch) ** 2 // int(settings["scale_factor"]) ** 2
-    around = 3 + down * (2 * across + 1)
-    return ImageTokens(
-        tiles=tiles,
-        patches=tiles * (side // patch) ** 2,
-        features=tiles * per_tile,
-        text_tokens=tiles * per_tile + around,
-        formula=f"({down} x {across} + 1) tiles x {per_tile} = {tiles * per_tile}",
-    )
+    return _equal_tiles(settings, down * across + 1, per_tile, 3 + down * (2 * across + 1))
 
 
 def _pixtral(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
@@ -264,37 +301,31 @@ def _llama4(settings: Settings, height: int, width: int, frames: int, max_pixels
     larger = [scale for scale in scales.values() if scale >= 1]
     chosen = min(larger) if larger else max(scales.values())
     down, across = min((c for c, scale in scales.items() if scale == chosen), key=lambda canvas: canvas[0] * canvas[1])
-    tiles = down * across
-    separators = down * across if tiles > 1 else 0
-    tiles += tiles > 1
+    cells = down * across if (down, across) != (1, 1) else 0
     per_tile = round((side // patch) ** 2 * float(settings["vision_config.pixel_shuffle_ratio"]) ** 2)
-    return ImageTokens(
-        tiles=tiles,
-        patches=tiles * (side // patch) ** 2,
-        features=tiles * per_tile,
-        text_tokens=tiles * per_tile + separators + 3,
-        formula=f"{tiles} tiles x {per_tile} = {tiles * per_tile}",
-    )
+    return _equal_tiles(settings, cells + 1, per_tile, cells + 3)
 
 
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _glm),
-    "llava": _llava,
-    "llava_next": _llava_next,
+    **dict.fromkeys(("llava", "vipllava"), _llava),
+    **dict.fromkeys(("paligemma", "deepseek_vl"), _every_patch),
+    **dict.fromkeys(("llava_next", "llava_next_video"), _llava_next),
     "llava_onevision": _llava_onevision,
     "internvl": _internvl,
+    "aya_vision": _aya,
     "gemma3": _gemma,
     **dict.fromkeys(("idefics3", "smolvlm"), _idefics),
     "mistral3": _pixtral,
     "llama4": _llama4,
 }
 """By model type."""
+_OF_SEVERAL_IMAGES: Mapping[str, Rule] = {"llava_onevision": _llava_onevision_padded}
+"""Instead of these, if a sequence has several images."""
 _NATIVE_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _READ_FRAMES = (*_NATIVE_QWEN, "internvl", "llava_onevision")
-FIXED_SIZES = ("llava", "gemma3")
-"""Model types whose images have the same tokens whatever their size."""
 _READ_MAX_PIXELS = (*_NATIVE_QWEN, "glm4v", "glm4v_moe")
 
 
@@ -330,11 +361,14 @@ def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="crop such images"))
     if errors:
         raise UsageError(errors)
-    found = RULES[model.model_type](dict(model.settings), height, width, job.frames, job.max_pixels)
+    rule_of = RULES[model.model_type]
+    if job.images_per_sample > 1 and not job.frames:
+        rule_of = _OF_SEVERAL_IMAGES.get(model.model_type, rule_of)
+    found = rule_of(dict(model.settings), height, width, job.frames, job.max_pixels)
     needed = job.images_per_sample * found.text_tokens
     if needed >= job.seq_len_tokens:
         rule = f"become {needed} tokens, but a sequence has {job.seq_len_tokens}, with the text"
-        smaller = "" if model.model_type in FIXED_SIZES else ", smaller ones"
+        smaller = "" if found.has_fixed_size else ", smaller ones"
         smaller += ", or --max-pixels" if model.model_type in _READ_MAX_PIXELS else ""
         fix = f"use --seq-len {2 ** (needed + 1).bit_length()}, or fewer images{smaller}"
         raise UsageError(ConfigError(where="images_per_sample", value=job.images_per_sample, rule=rule, fix=fix))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, Literal
 
+from ..specs.images import RESOLUTIONS
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
@@ -105,6 +106,11 @@ def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str,
         elif name in ("image_size", "patch_size") and isinstance(value, list) and len(set(value)) == 1:
             # Both sides.
             yield prefix + name, value[0]
+        elif name == "image_grid_pinpoints" and isinstance(value, list):
+            pairs = [pair for pair in value if isinstance(pair, list | tuple) and list(map(type, pair)) == [int, int]]
+            resolutions = " ".join(f"{height}x{width}" for height, width in pairs if min(height, width) > 0)
+            if resolutions != RESOLUTIONS.get(str(config.get("model_type"))):
+                yield prefix + name, resolutions
         elif name == "layer_types" and isinstance(value, list):
             yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
 

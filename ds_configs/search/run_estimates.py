@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ..memory.activations import activations_are_stored
-from ..models.images import FIXED_SIZES, RULES, image_tokens
+from ..models.images import RULES, image_tokens
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
@@ -100,16 +100,16 @@ def doubts(layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: Traini
         sentences.append(f"sequences of {job.seq_len_tokens:,} tokens: {longest}")
     images = image_tokens(model, job)
     if images is not None:
-        size = "" if model.model_type in FIXED_SIZES else f" of {job.image_size} pixels"
+        size = "" if images.has_fixed_size else f" of {job.image_size} pixels"
         what = f"a video of {job.frames} frames" if job.frames else "an image"
         sentences.append(
             f"{what}{size} becomes {images.features} tokens ({images.formula}) of {images.patches:,} patches, and a "
             f"sequence has {job.images_per_sample}; more or larger ones need more memory"
         )
-    elif model.reads_images and model.model_type in RULES:
-        sentences.append(
-            "samples are planned without images: pass --images-per-sample and --image-size for data with some"
-        )
+    elif model.reads_images:
+        known = "pass --images-per-sample and --image-size for data with some"
+        unknown = f"how many tokens an image becomes in {model.model_type} is unknown"
+        sentences.append(f"samples are planned without images: {known if model.model_type in RULES else unknown}")
     if model.dimensions.num_experts:
         sentences.append("the one published step of a mixture of experts took twice its prediction")
     scans = any(parameter.name.endswith(".conv1d.weight") for parameter in model.parameters)

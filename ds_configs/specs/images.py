@@ -26,6 +26,14 @@ _MODULES: Mapping[ImagePart, re.Pattern[str]] = {
     "projector": re.compile(_PROJECTOR),
 }
 
+_NEXT = "336x672 672x336 672x672 1008x336 336x1008"
+RESOLUTIONS: Mapping[str, str] = {
+    "llava_next": _NEXT,
+    "llava_next_video": _NEXT,
+    "llava_onevision": " ".join(f"{384 * row}x{384 * column}" for row in range(1, 7) for column in range(1, 7)),
+}
+"""Default of `image_grid_pinpoints` by model type: heights and widths in pixels."""
+
 
 @cache
 def image_part(name: str) -> ImagePart | None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ds_configs.models.images import FIXED_SIZES
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.bitsandbytes import is_divided, keep_layout, on_host, place_for_division
 from ...plugins.huggingface_hub import TOKENIZER_FILES, model_directory
@@ -236,7 +235,11 @@ def load_processor(source: StartingModel, config: Any, tokenizer: Any, max_pixel
         if hasattr(processor, name):
             pairs[name] = (getattr(processor, name) or unset, expected)
     # Pixtral's tower reads any size.
-    if config.model_type in FIXED_SIZES and tower != "pixtral" and isinstance(side, int):
+    if (
+        config.model_type in ("llava", "vipllava", "paligemma", "deepseek_vl", "gemma3")
+        and tower != "pixtral"
+        and isinstance(side, int)
+    ):
         from PIL import Image
 
         with refused_by_name(f"processor of {source.model}"):

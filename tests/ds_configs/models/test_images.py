@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,25 +16,39 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from planning import RELEASE
 from shardwright.ds_configs.memory.rank_parameters import trained_parameters
 from shardwright.ds_configs.models.images import RULES, image_sizes, image_tokens
-from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config, plain_settings
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.images import IMAGE_PARTS, image_part, names_of_parts
 from shardwright.ds_configs.specs.job import TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import lora_parameter_count
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 SIDES = st.integers(40, 3000)
 
@@ -93,26 +109,6 @@ def test_glm(height: int, width: int) -> None:
     assert planned("glm4v", height, width).patches == processor.get_number_of_image_patches(height, width, {})
 
 
-@given(SIDES, SIDES)
-def test_any_resolution(height: int, width: int) -> None:
-    pinpoints = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-    for model_type, side, kind, choices in (
-        ("llava_next", 336, LlavaNextProcessor, pinpoints),
-        ("llava_onevision", 384, LlavaOnevisionProcessor, LlavaOnevisionImageProcessorPil.image_grid_pinpoints),
-    ):
-        owner = SimpleNamespace(
-            image_processor=SimpleNamespace(image_grid_pinpoints=choices),
-            num_image_tokens=(side // 14) ** 2,
-            patch_size=14,
-            num_additional_image_tokens=0,
-            vision_aspect_ratio="anyres_max_9",
-        )
-        owner._get_unpadded_features = lambda *sizes, kind=kind, owner=owner: kind._get_unpadded_features(owner, *sizes)
-        assert planned(model_type, height, width).features == kind._get_number_of_features(
-            owner, height, width, side, side
-        )
-
-
 @pytest.mark.parametrize(("tower", "rows"), [("clip_vision_model", 1), ("siglip_vision_model", 0)])
 @pytest.mark.parametrize("strategy", ["default", "full"])
 def test_llava_counts_the_class_row_as_its_processor_does(tower: str, rows: int, strategy: str) -> None:
@@ -133,23 +129,12 @@ def test_llava_counts_the_class_row_as_its_processor_does(tower: str, rows: int,
 
 
 @given(SIDES, SIDES)
-def test_internvl(height: int, width: int) -> None:
-    processor = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, min_patches=1, max_patches=12)
-    tiles = processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
-    found = planned("internvl", height, width)
-    assert (found.tiles, found.patches, found.features) == (tiles, 1024 * tiles, 256 * tiles)
-
-
-@given(SIDES, SIDES)
-def test_idefics(height: int, width: int) -> None:
-    tiles, rows, columns = Idefics3ImageProcessorPil().get_number_of_image_patches(height, width, {})
-    found = planned("idefics3", height, width)
-    assert found.tiles == tiles
-    assert found.text_tokens == 169 + 3 + rows * (columns * (169 + 2) + 1)
-
-
-@given(SIDES, SIDES)
 def test_pixtral(height: int, width: int) -> None:
+    tower = {"vision_config.model_type": "pixtral", "vision_config.image_size": 1024, "vision_config.patch_size": 16}
+    rows, columns = (
+        side // 16 for side in get_resize_output_image_size(np.zeros((height, width, 3)), (1024, 1024), (16, 16))
+    )
+    assert RULES["llava"](tower, height, width, 0, None).text_tokens == rows * (columns + 1)
     resized = get_resize_output_image_size(np.zeros((height, width, 3)), (1540, 1540), (28, 28))
     rows, columns = (side // 28 for side in resized)
     found = planned("mistral3", height, width)
@@ -160,8 +145,8 @@ def test_pixtral(height: int, width: int) -> None:
     )
 
 
-def test_llama4() -> None:
-    # The module needs torchvision, its pure functions do not.
+def _llama4_functions() -> Any:
+    """Return the pure functions of a module that needs torchvision."""
     wanted = ("get_factors", "find_supported_resolutions", "get_best_fit")
     tree = ast.parse((Path(transformers.__file__).parent / "models/llama4/image_processing_llama4.py").read_text())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
@@ -169,17 +154,166 @@ def test_llama4() -> None:
     for function in functions:
         function.decorator_list = []
     exec(compile(ast.Module(functions, []), "llama4", "exec"), names)  # noqa: S102
-    llama4 = SimpleNamespace(**{name: names[name] for name in wanted})
-    canvases = torch.tensor(llama4.find_supported_resolutions(16, SimpleNamespace(height=336, width=336)))
-    for height, width in ((336, 336), (100, 90), (1000, 500), (720, 1280), (3000, 200), (2000, 3000)):
-        rows, columns = (int(side) // 336 for side in llama4.get_best_fit((height, width), canvases))
-        found = planned("llama4", height, width)
-        assert found.tiles == rows * columns + (rows * columns > 1), (height, width)
+    found = SimpleNamespace(**{name: names[name] for name in wanted})
+    found.canvases = torch.tensor(found.find_supported_resolutions(16, SimpleNamespace(height=336, width=336)))
+    return found
+
+
+LLAMA4 = _llama4_functions()
+
+
+@given(SIDES, SIDES)
+def test_llama4(height: int, width: int) -> None:
+    rows, columns = (int(side) // 336 for side in LLAMA4.get_best_fit((height, width), LLAMA4.canvases))
+    text = Llama4Processor._prompt_split_image(None, (rows, columns), 144)
+    found = planned("llama4", height, width)
+    assert found.tiles == rows * columns + (rows * columns > 1)
+    assert (found.features, found.text_tokens) == (text.count("<|patch|>"), text.count("<"))
 
 
 MODEL = model_spec_from_config(
     {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}, name="vl", release=RELEASE
 )
+
+
+def _with_tokenizer(kind: Any, *arguments: Any, tokens: Sequence[str] = (), **keywords: Any) -> Any:
+    """Return a processor with a tokenizer of bytes and special tokens, and none of videos, which needs torchvision."""
+    names = {
+        **{"image_token": "<image>", "video_token": "<video>", "context_image_token": "<image>"},
+        **{"start_image_token": "<img>", "end_image_token": "</img>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
+    }
+    tokenizer = byte_tokenizer(400)
+    # Tokenizers of Gemma 3 and SmolLM have a token of a blank line.
+    tokenizer.add_tokens(["\n\n", *dict.fromkeys(names.values()), *tokens], special_tokens=True)
+    tokenizer.pad_token = tokenizer.bos_token = tokenizer.eos_token
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    return made(arguments[0], tokenizer, *arguments[1:], **keywords)
+
+
+SQUARE = {"height": 28, "width": 28}
+CLIP = {"patch_size": 7, "num_additional_image_tokens": 1}
+RESOLUTIONS = {
+    "llava_next": [[28, 56], [56, 28], [56, 56], [84, 28], [28, 84]],
+    "llava_onevision": [[28 * row, 28 * column] for row in range(1, 7) for column in range(1, 7)],
+}
+TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{
+        f"llava_next {strategy}": (
+            _with_tokenizer(
+                LlavaNextProcessor,
+                LlavaNextImageProcessorPil(
+                    size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=RESOLUTIONS["llava_next"]
+                ),
+                **CLIP,
+                vision_feature_select_strategy=strategy,
+            ),
+            {
+                "image_grid_pinpoints": RESOLUTIONS["llava_next"],
+                "vision_feature_select_strategy": strategy,
+                "vision_config": {"model_type": "clip_vision_model"},
+            },
+        )
+        for strategy in ("default", "full")
+    },
+    **{
+        f"llava_onevision {most_tiles}": (
+            _with_tokenizer(
+                LlavaOnevisionProcessor,
+                LlavaOnevisionImageProcessorPil(
+                    size=SQUARE, image_grid_pinpoints=RESOLUTIONS["llava_onevision"][:most_tiles]
+                ),
+                None,
+                num_image_tokens=16,
+                vision_feature_select_strategy="full",
+                vision_aspect_ratio=f"anyres_max_{most_tiles}",
+            ),
+            {
+                "image_grid_pinpoints": RESOLUTIONS["llava_onevision"][:most_tiles],
+                "vision_aspect_ratio": f"anyres_max_{most_tiles}",
+            },
+        )
+        for most_tiles in (9, 36)
+    },
+    "internvl": (
+        _with_tokenizer(
+            InternVLProcessor, GotOcr2ImageProcessorPil(size=SQUARE, max_patches=12), None, image_seq_length=4
+        ),
+        {"image_seq_length": 4},
+    ),
+    "aya_vision": (
+        _with_tokenizer(
+            AyaVisionProcessor,
+            GotOcr2ImageProcessorPil(size=SQUARE, max_patches=12),
+            patch_size=7,
+            img_size=28,
+            downsample_factor=2,
+            tokens=["<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE_GLOBAL"]
+            + [f"TILE_{tile}" for tile in range(1, 13)],
+        ),
+        {"downsample_factor": 2},
+    ),
+    "idefics3": (
+        _with_tokenizer(
+            Idefics3Processor,
+            Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 28}),
+            image_seq_len=4,
+            tokens=["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES],
+        ),
+        {"scale_factor": 2},
+    ),
+    "gemma3": (
+        _with_tokenizer(Gemma3Processor, Gemma3ImageProcessorPil(size=SQUARE), image_seq_length=4),
+        {"mm_tokens_per_image": 4},
+    ),
+    "paligemma": (
+        _with_tokenizer(PaliGemmaProcessor, SiglipImageProcessorPil(size=SQUARE, image_seq_length=16)),
+        {},
+    ),
+    "vipllava": (
+        _with_tokenizer(
+            LlavaProcessor,
+            CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=SQUARE),
+            **CLIP,
+            vision_feature_select_strategy="default",
+        ),
+        {"vision_config": {"model_type": "clip_vision_model"}},
+    ),
+    "deepseek_vl": (
+        _with_tokenizer(DeepseekVLProcessor, DeepseekVLImageProcessorPil(size=SQUARE), num_image_tokens=16),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("images", [1, 2])
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 250), st.integers(2, 250))
+def test_processors_make_the_planned_tokens_and_tiles(name: str, images: int, height: int, width: int) -> None:
+    processor, values = PROCESSORS[name]
+    tower = {"image_size": 28, "patch_size": 7} | values.get("vision_config", {})
+    assert MODEL is not None
+    model_type = name.partition(" ")[0]
+    model = replace(MODEL, model_type=model_type, settings=tuple(plain_settings(values | {"vision_config": tower})))
+    job = TrainingJob(images_per_sample=images, image_size=f"{width}x{height}", seq_len_tokens=8192)
+    found = image_tokens(model, job)
+    assert found is not None
+    text = (processor.tokenizer.boi_token if model_type == "gemma3" else processor.image_token) * images
+    pictures = [[Image.new("RGB", (width, height))] * images]
+    made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
+    (ids,) = made["input_ids"]
+    counted = processor.tokenizer.image_token_id if model_type == "gemma3" else processor.image_token_id
+    features = int((ids == counted).sum())
+    shape = made["pixel_values"].shape
+    tiles = prod(shape[:-3])
+    # PaliGemma's begins its text after the images, and ends it with a line end.
+    around = len(ids) - 2 * (model_type == "paligemma")
+    assert (images * found.features, images * found.tiles, images * found.patches) == (features, tiles, 16 * tiles)
+    assert images * found.text_tokens == around
 
 
 def test_errors_of_images() -> None:
