@@ -9,14 +9,12 @@ EXTRAS ?= dev,lint,quantize
 TESTS ?=
 NEWEST := build/newest-environment
 OLDEST := build/oldest-environment
-WITH_NEWEST := VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev WITHOUT=libaio
-WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev WITHOUT=libaio
-# What the tests of an environment do without: see tests/host.py.
-WITHOUT ?=
+WITH_NEWEST := VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev
+WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev
 # What the oldest supported releases of other libraries can change: settings, tables, files, data sets and adapters. torch,
 # Transformers, Accelerate and DeepSpeed are the pinned ones there too, whose layouts `make test` trains.
 OLDEST_TESTS := tests/cli tests/ds_configs/check tests/ds_configs/plan tests/plugins tests/trainers/data \
-	tests/trainers/formats tests/trainers/reports $(patsubst %,tests/distributed/test_%.py,qlora_layouts rehearse train)
+	tests/trainers/formats tests/trainers/reports $(patsubst %,tests/distributed/test_%.py,qlora_layouts train)
 GRID_TESTS := tests/equivalence $(patsubst %,tests/distributed/test_%.py,trainer_layouts unused_parameters)
 # What the newest releases can change: adapters, canaries, a launch of each layout, saving, loading, exports and whatever
 # trains, quantizes or evaluates.
@@ -30,11 +28,13 @@ TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 # A file stays on one worker, which creates what its tests share once. Compiled modules are kept: every process reads them.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TESTS_WITHOUT=$(WITHOUT) \
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 K ?=
 # What the tests of an environment are chosen by; `once` marks what `make test` alone runs.
 MARKS ?= not clusters and not full
+# Of what `make test` does not run: 2/3 is the second third of it.
+PART ?= 1/1
 SERVING := build/serving-environment
 # vLLM's engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
 SERVING_INSTALLED := $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(SERVING)/.installed)
@@ -73,7 +73,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 # DeepSpeed's CPU operators, compiled beside the environment once: torch's common directory would serve two in turn.
 $(VENV)/.operators: $(VENV)/.installed
-	TESTS_WITHOUT=$(WITHOUT) TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python tests/operators.py
+	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python tests/operators.py
 	touch $@
 
 demo: install
@@ -81,7 +81,7 @@ demo: install
 
 # make test K=distillation runs the tests with that word in their path or name.
 test: $(VENV)/.operators
-	$(PYTEST) --durations=25 -m "$(MARKS)" $(if $(K),-k "$(K)") $(TESTS)
+	$(PYTEST) --durations=25 -m "$(MARKS)" --part $(PART) $(if $(K),-k "$(K)") $(TESTS)
 
 test-full:
 	$(MAKE) test MARKS="not clusters"

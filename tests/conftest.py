@@ -6,7 +6,9 @@ import gc
 import os
 import sys
 from collections import Counter
+from itertools import compress
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -55,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run say how many trainers with options and layouts it draws."""
     parser.addoption("--draw", type=int, default=6, help="trainers that test_drawn_trainers.py draws")
     parser.addoption("--seed", type=int, default=1, help="of these draws")
+    parser.addoption("--part", default="1/1", help="of what make test does not run: 2/3 is the second third of it")
     parser.addoption("--pictures", type=Path, help="directory for what tests/browser sees")
 
 
@@ -86,7 +89,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On workers, sort files by duration, longest first, so that all workers end together."""
+    """Keep a part of what `make test` does not run; on workers, sort files by duration, longest first."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    drawn = [not item.get_closest_marker("full") or crc32(item.nodeid.encode()) % parts == part - 1 for item in items]
+    config.hook.pytest_deselected(items=[item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn])
+    items[:] = compress(items, drawn)
     if not hasattr(config, "workerinput"):
         return
     weights: Counter[Path] = Counter()

@@ -1,7 +1,6 @@
 """What a host may lack: looked for once, and named with the line that would let its tests run.
 
-`TESTS_REQUIRE`, names separated by commas, makes a missing one an error: CI installs what it can. `TESTS_WITHOUT` names
-what another run has: DeepSpeed takes four minutes to compile what uses libaio, and is the same in every environment.
+`TESTS_REQUIRE`, names separated by commas, makes a missing one an error: CI installs what it can.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
 
 @cache
 def is_there(name: str) -> bool:
-    return name not in os.environ.get("TESTS_WITHOUT", "").split(",") and OPTIONAL[name][0]()
+    return OPTIONAL[name][0]()
 
 
 def require(*names: str) -> None:

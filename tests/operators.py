@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from host import is_there
 from shardwright.plugins.deepspeed.compiled_operators import prepare_operators
 from warm_ranks.protocol import OPERATORS
 
 if __name__ == "__main__":
-    prepare_operators([*OPERATORS, *["async_io"] * is_there("libaio")])
+    prepare_operators(OPERATORS)

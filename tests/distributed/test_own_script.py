@@ -65,8 +65,9 @@ def arguments(words: str, model: Path, plan: Path) -> list[object]:
 @pytest.mark.parametrize(
     "script",
     [
-        *("own_trainer", "own_deepspeed_loop", "own_run_clm"),
+        *("own_trainer", "own_deepspeed_loop"),
         pytest.param("own_sft", marks=pytest.mark.needs("trl")),
+        pytest.param("own_run_clm", marks=pytest.mark.full),
         pytest.param("own_peft", marks=pytest.mark.full),
         pytest.param("own_dpo", marks=[pytest.mark.needs("trl"), pytest.mark.full]),
         pytest.param("own_grpo", marks=[pytest.mark.needs("trl"), pytest.mark.full]),

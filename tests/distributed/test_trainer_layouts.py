@@ -135,11 +135,7 @@ def records(
 
 @pytest.mark.parametrize(
     "case",
-    marked(
-        [*EQUAL, *CELLS],
-        lambda case: (case.trainer, case.layout, case.family, *case.options),
-        lambda case: (case.trainer, case.full_layout.engine),
-    ),
+    marked([*EQUAL, *CELLS], lambda case: (case.trainer, case.full_layout.engine)),
     ids=lambda case: case.name,
 )
 def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[str, Any]]) -> None:

@@ -23,28 +23,16 @@ _RUNS_OF_A_LAUNCH = 30
 """Every engine leaves groups of ranks with their threads in its process; more of them make the next runs slower."""
 
 
-def marked(
-    cases: Iterable[Value],
-    values_of: Callable[[Value], Iterable[Any]],
-    of_releases: Callable[[Value], Iterable[Any]] | None = None,
-) -> list[Any]:
+def marked(cases: Iterable[Value], values_of: Callable[[Value], Iterable[Any]]) -> list[Any]:
     """Return parameters of tests in which a case stays in `make test` if it is the first with one of its values.
 
-    All others, the rest of a grid, run in `make test-grid`. With other releases of the libraries, a case runs if it is
-    also the first with one of the values `of_releases`: those that an engine or a model treats by other code.
+    All others, the rest of a grid, run in `make test-full` and `make test-grid`.
     """
     seen: set[Any] = set()
-    seen_of_releases: set[Any] = set()
     parameters = []
     for case in cases:
-        values, marks = set(values_of(case)), []
-        if values <= seen:
-            marks.append(pytest.mark.full)
-        elif of_releases is not None and set(of_releases(case)) <= seen_of_releases:
-            marks.append(pytest.mark.once)
-        elif of_releases is not None:
-            seen_of_releases |= set(of_releases(case))
-        parameters.append(pytest.param(case, marks=marks))
+        values = set(values_of(case))
+        parameters.append(pytest.param(case, marks=[pytest.mark.full] if values <= seen else []))
         seen |= values
     return parameters
 

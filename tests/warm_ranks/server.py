@@ -230,6 +230,7 @@ def _fill_caches() -> None:
     import cpuinfo
     import deepspeed.ops
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")
@@ -239,6 +240,8 @@ def _fill_caches() -> None:
     # Each of DeepSpeed's CPU optimizers asks for it, which starts a process and takes a second.
     processor = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: dict(processor)
+    # Each rendezvous asks for names of its callers with inspect.stack(), which looks through thousands of modules.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def _load_operators() -> None:

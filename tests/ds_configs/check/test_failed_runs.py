@@ -149,6 +149,7 @@ def test_a_run_without_errors_has_no_cause() -> None:
     assert find_causes(io.BytesIO(log.encode())) == []
 
 
+@pytest.mark.once
 def test_a_large_log_takes_seconds_and_little_memory() -> None:
     class Repeated(io.RawIOBase):
         """A log of 50 MB: progress bars without an end of line, then lines, then the error."""

@@ -128,6 +128,7 @@ def test_a_server_has_gpus_of_its_own(
     assert not plan.chosen.memory.gpu.terms.get("vllm_engine")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("hardware", "model", "fields", "offered"),
     [

@@ -46,6 +46,7 @@ def test_model_source_shows_whether_labels_are_counted(hands_on: bool) -> None:
     assert returns_mean(trainer_of(model)) is not hands_on
 
 
+@pytest.mark.full
 def test_the_table_says_of_every_class_of_transformers_what_its_source_does() -> None:
     """Fails when a release changes a loss or adds a class: correct `data/label_counts.toml`."""
     root, wrong = Path(transformers.__file__).parent, []

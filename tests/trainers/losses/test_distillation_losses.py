@@ -411,8 +411,8 @@ def step_of(case: Case, divergence: Any) -> list[torch.Tensor]:
     return [*torch.autograd.grad(sums.loss, [case.hidden, case.head.weight_VH]), *sums.rows.values()]
 
 
+@pytest.mark.full
 @pytest.mark.once
-@pytest.mark.slow
 def test_compiled_kernels_equal_the_uncompiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = step_of(Case(student=70, teacher=70), "jsd")
     monkeypatch.setattr(fused_loss, "_COMPILED_DEVICES", ("cpu",))
