@@ -163,7 +163,7 @@ def _show_terms(out: Console, plan: Plan) -> None:
     title = f"Time per step, {chosen.time.tokens_per_second:,.0f} tokens/s{_model_flops(plan)}"
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
     rows: list[tuple[str | Text, str | Text]]
-    rows = [(term.title, f"{term.seconds:.4f}") for term in chosen.terms if (term.seconds or 0.0) >= shown]
+    rows = [(term.title, f"{term.seconds:.4f}") for term in chosen.terms if term.seconds and term.seconds >= shown]
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
     rows.append((Text("total", style="bold"), Text(interval, style="bold")))
     print_rows(out, (title, "seconds"), rows, figures=("seconds",))

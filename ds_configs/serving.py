@@ -379,7 +379,18 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
             for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size)
         ]
         cache = key_value_cache(tuple(layers), number_bytes=1 if is_fp8 else 2, block_tokens=block_tokens)
-        memory = _memory(models, request, size)
+        # Bytes per GPU without the cache, by term.
+        memory: dict[str, int] = {}
+        for name, served in zip(("weights", "draft_weights"), models, strict=False):
+            memory[name] = 2 * served.spec.parameter_count // size
+            if served.weights:
+                heads, dense = served.spec.dimensions.num_key_value_heads, not served.quantization
+                memory[name] = weight_bytes(
+                    served.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
+                )
+        steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
+        parts = [workspace_bytes(each.spec.dimensions, tensor_parallel_size=size, **steps) for each in models]
+        memory |= {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}
         free = int(request.device_bytes * request.memory_share) - sum(memory.values())
         left = free if request.kv_cache_bytes is None else request.kv_cache_bytes
         blocks = cache.blocks(left)
@@ -484,20 +495,3 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
             fix = "use a draft model with the same tokenizer"
             errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix=fix))
     return errors
-
-
-def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> dict[str, int]:
-    """Return the bytes per GPU without the cache, by term."""
-    terms = {}
-    for name, model in zip(("weights", "draft_weights"), models, strict=False):
-        dense = not model.quantization
-        if not model.weights:
-            terms[name] = 2 * model.spec.parameter_count // size
-        else:
-            heads = model.spec.dimensions.num_key_value_heads
-            terms[name] = weight_bytes(
-                model.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
-            )
-    steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
-    parts = [workspace_bytes(model.spec.dimensions, tensor_parallel_size=size, **steps) for model in models]
-    return terms | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}

@@ -211,7 +211,22 @@ def tune(
             rule = "is not loaded by trials"
             errors.append(ConfigError(where=second.role, value=second.spec.name, rule=rule, fix="plan without it"))
     else:
-        errors += _task_trial_errors(plan)
+        job, name = plan.job, plan.model.name
+        errors += [error for error in task_errors(job.task, reward=None) if error.where == "task"]
+        errors += generation_errors(plan)
+        if job.generation == "vllm-server":
+            rule, fix = "needs a server, which trials do not start", "measure a short `shardwright train --max-steps`"
+            errors.append(ConfigError(where="generation", value=job.generation, rule=rule, fix=fix))
+        if (count := job.steps_per_generation) and count > plan.chosen.layout.gradient_accumulation_steps:
+            rule = "gives steps with and without generation, of which trials have one time"
+            fix = "plan without --steps-per-generation"
+            errors.append(ConfigError(where="steps_per_generation", value=count, rule=rule, fix=fix))
+        if plan.model.dimensions.vocab_size <= BYTE_COUNT:
+            rule = f"must be more than {BYTE_COUNT}, for the tokens of trials"
+            errors.append(ConfigError(where="vocab_size", value=plan.model.dimensions.vocab_size, rule=rule))
+        if is_without(Path(name), ["*.safetensors"]):
+            rule, fix = f"has no weights, from which task {job.task} starts", "plan for a trained model"
+            errors.append(ConfigError(where="model", value=name, rule=rule, fix=fix))
     if plan.model.task != "causal_lm":
         rule = f"is a {plan.model.task} model; trials train causal language models"
         errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule))
@@ -230,27 +245,6 @@ def tune(
         tuned.write(target, force=True)
         write_html(target)
     return tuned
-
-
-def _task_trial_errors(plan: Plan) -> list[ConfigError]:
-    """Return the errors of trials of a task other than `sft`."""
-    job, name = plan.job, plan.model.name
-    errors = [error for error in task_errors(job.task, reward=None) if error.where == "task"]
-    errors += generation_errors(plan)
-    if job.generation == "vllm-server":
-        rule, fix = "needs a server, which trials do not start", "measure a short `shardwright train --max-steps`"
-        errors.append(ConfigError(where="generation", value=job.generation, rule=rule, fix=fix))
-    if (count := job.steps_per_generation) and count > plan.chosen.layout.gradient_accumulation_steps:
-        rule = "gives steps with and without generation, of which trials have one time"
-        fix = "plan without --steps-per-generation"
-        errors.append(ConfigError(where="steps_per_generation", value=count, rule=rule, fix=fix))
-    if plan.model.dimensions.vocab_size <= BYTE_COUNT:
-        rule = f"must be more than {BYTE_COUNT}, for the tokens of trials"
-        errors.append(ConfigError(where="vocab_size", value=plan.model.dimensions.vocab_size, rule=rule))
-    if is_without(Path(name), ["*.safetensors"]):
-        rule, fix = f"has no weights, from which task {job.task} starts", "plan for a trained model"
-        errors.append(ConfigError(where="model", value=name, rule=rule, fix=fix))
-    return errors
 
 
 def _measure_all(plan: Plan, most: int, steps: int, deadline: float, limit_minutes: float) -> Plan:

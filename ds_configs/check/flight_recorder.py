@@ -66,7 +66,9 @@ class Stuck:
             where = f" ({operation.frame})" if operation.frame else ""
             by_operation.setdefault(f"{operation}{where}", []).append(rank)
         verb = "called" if self.differs else "waited in"
-        lines += [f"  {_ranks(ranks)} {verb} {text}" for text, ranks in by_operation.items()]
+        for text, ranks in by_operation.items():
+            listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+            lines.append(f"  rank{'s' * (len(ranks) > 1)} {listed} {verb} {text}")
         for rank, last in sorted(self.behind.items()):
             if rank in self.without_file:
                 lines.append(
@@ -81,11 +83,6 @@ class Stuck:
         elif not self.behind:
             lines.append("  Every rank reached it, so a link or an accelerator is slow or lost.")
         return lines
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 def record_files(start: Path, *, since: float = 0.0) -> dict[int, Path]:

@@ -198,7 +198,14 @@ def _stage3_gathers(
     held = gathered_elements(
         stored, zero, recomputed=("all" if recomputed == layers else "some" if recomputed else "none")
     )
-    viewed = _kept_by_views(layout, model, job, held=held["forward_end"])
+    # A grouped product of experts uses a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
+    # deepspeed 0.19.8, moe/ep_experts.py:269), and so do Falcon's linear layers. Autograd saves the view, and with it
+    # the gathered storage, until the layer's backward pass; recomputed layers save nothing before. A saved parameter
+    # loses its storage with its `data`. Adapted experts are sums and count as activations. At the end of the forward
+    # pass, all held elements except those of the tail belong to the last layer.
+    viewed = viewed_elements(model, job)
+    in_last_layer = min(viewed, max(0, held["forward_end"] - model.tail_parameters))
+    viewed = max(0, (max(1, layers) - recomputed) * viewed - in_last_layer)
     more = {
         moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
         for moment, count in held.items()
@@ -240,22 +247,6 @@ _ORDER = tuple(PHASES)
 
 _BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index("after_last_layer") + 1]
 """Moments from the last layer's forward pass to the end of its backward pass."""
-
-
-def _kept_by_views(layout: Layout, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
-    """Return the gathered elements that autograd keeps after ZeRO-3 released them, in addition to the `held` ones.
-
-    A grouped product of experts uses a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
-    deepspeed 0.19.8, moe/ep_experts.py:269), and so do Falcon's linear layers. Autograd saves the view, and with it the
-    gathered storage, until the layer's backward pass; recomputed layers save nothing before. A saved parameter, in
-    contrast, loses its storage with its `data`. Adapted experts are sums and count as activations. At the end of the
-    forward pass, all held elements except those of the tail belong to the last layer.
-    """
-
-    layers = max(1, model.dimensions.num_layers)
-    saved = layers - layout.recomputed_layers(layers)
-    viewed = viewed_elements(model, job)
-    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
 
 
 @lru_cache(maxsize=256)

@@ -118,14 +118,18 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
 
     `resident` is what every moment of a step has, and `engine_bytes` what a colocated vLLM uses.
     """
-    job = step.job
+    job, model = step.job, step.model
     if job.generation in ("vllm", "vllm-server"):
-        own = engine_bytes if job.generation == "vllm" else 0
-        generating = summed(resident, {"vllm_engine": own, "vllm_synchronization": _synchronized(step)})
+        own, sent = engine_bytes if job.generation == "vllm" else 0, 0
+        if step.layout.shards_parameters:
+            # Parameters are gathered while they are sent (trl 1.16.0, `_iter_named_params`): of adapters all together.
+            sends_all = job.method != "full" and step.layout.zero_stage == 3
+            sent = job.compute_bytes * (model.parameter_count if sends_all else model.largest_parameter)
+        generating = summed(resident, {"vllm_engine": own, "vllm_synchronization": sent})
     else:
         generating = summed(resident, _generate_terms(step))
     # FSDP2 keeps the unit of norm and head gathered from a forward pass without gradients to the next backward pass.
-    root = {"scoring_gathered": job.compute_bytes * step.model.tail_parameters} if step.layout.engine == "fsdp2" else {}
+    root = {"scoring_gathered": job.compute_bytes * model.tail_parameters} if step.layout.engine == "fsdp2" else {}
     scoring = [_scoring_terms(step) or root]
     for second in job.second_models:
         if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
@@ -161,15 +165,6 @@ def _generate_terms(step: RankStep) -> Terms:
         activations, gathered = max((prefill, layers), (0, outside + layers), (sampling, outside), key=sum)
     terms = {"kv_cache": cache, "generation_activations": activations, **autocast_copies(step)}
     return terms | ({"generation_weights": gathered} if gathered else {})
-
-
-def _synchronized(step: RankStep) -> int:
-    """Bytes of gathered parameters while they are sent to vLLM (trl 1.16.0, `_iter_named_params`)."""
-    layout, model, job = step.layout, step.model, step.job
-    if not layout.shards_parameters:
-        return 0
-    all_at_once = job.method != "full" and layout.zero_stage == 3
-    return job.compute_bytes * (model.parameter_count if all_at_once else model.largest_parameter)
 
 
 def scores_completions(layout: Layout, job: TrainingJob) -> bool:

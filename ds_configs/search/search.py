@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from math import ceil
@@ -393,13 +393,6 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     return outcome
 
 
-def _of_requests(errors: Sequence[ConfigError], job: TrainingJob) -> list[ConfigError]:
-    """Return different errors, without those of placements that the search tried, unless there are no others."""
-    tried = {f"{second.role}_placement" for second in job.second_models if second.placement == "auto"}
-    different = list(dict.fromkeys(errors))
-    return [error for error in different if error.where not in tried] or different
-
-
 def _attempts(context: SearchContext) -> list[SearchContext]:
     """Return what to try until something fits: with mechanisms for long sequences only these, else them last."""
     if context.long_sequences or "auto" not in (context.job.tiled_mlp, context.job.offload_activations):
@@ -443,7 +436,10 @@ def _search_batch(context: SearchContext, *, compare: bool) -> Outcome:
         rule = f"has no layout with --offload {job.offload} on this hardware"
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
-        raise UsageError(_of_requests(errors, job) or nothing)
+        # Errors of placements that the search tried are of use only if there are no others.
+        tried = {f"{second.role}_placement" for second in job.second_models if second.placement == "auto"}
+        different = list(dict.fromkeys(errors))
+        raise UsageError([error for error in different if error.where not in tried] or different or nothing)
     chosen = None
     if best is None:
         leanest_of: dict[int, Candidate] = {}

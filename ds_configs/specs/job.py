@@ -461,11 +461,6 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
     if job.method != "full" and not job.lora_targets:
         rule = "must contain at least one module name"
         errors.append(ConfigError(where="lora_targets", rule=rule, fix="use all-linear"))
-    return errors + _image_errors(job) + _task_errors(job)
-
-
-def _image_errors(job: TrainingJob) -> list[ConfigError]:
-    errors, usual = [], TrainingJob()
     if not re.fullmatch(r"[1-9]\d{0,5}x[1-9]\d{0,5}", job.image_size):
         rule = "must be width and height in pixels"
         errors.append(ConfigError(where="image_size", value=job.image_size, rule=rule, fix="write 1280x720"))
@@ -476,18 +471,14 @@ def _image_errors(job: TrainingJob) -> list[ConfigError]:
             ConfigError(where=name, value=getattr(job, name), rule=rule, fix="omit it")
             for name in (*(["images_per_sample"] if job.images_per_sample else []), *trained)
         ]
-    stated = [name for name in ("image_size", "max_pixels", "frames") if getattr(job, name) != getattr(usual, name)]
     if not job.images_per_sample:
+        rule, fix = "is not used without images", "add --images-per-sample, or omit it"
         errors += [
-            ConfigError(
-                where=name,
-                value=getattr(job, name),
-                rule="is not used without images",
-                fix="add --images-per-sample, or omit it",
-            )
-            for name in stated
+            ConfigError(where=name, value=value, rule=rule, fix=fix)
+            for name in ("image_size", "max_pixels", "frames")
+            if (value := getattr(job, name)) != getattr(TrainingJob, name)
         ]
-    return errors
+    return errors + _task_errors(job)
 
 
 _OF_GENERATION = (

@@ -147,9 +147,14 @@ def stage_seconds(
             for one, more in zip((forward, backward), _adapter_passes(step), strict=True)
         )
     if layout.cp > 1:
-        merged, added = _ring_seconds(step)
-        forward = replace(forward, attention=forward.attention + merged)
-        backward = replace(backward, attention=backward.attention + added)
+        # A ring step converts its output to fp32 (6 bytes per element), and three operations blend it with that of
+        # earlier ones (32). In the backward pass it adds its gradients (10), and copies those of keys and values to
+        # send them (8) (torch 2.13.0, `_context_parallel/_attention.py`: `_templated_ring_attention_backward`).
+        rate, sizes = step.device.memory_bytes_per_s / step.tokens, step.work.share
+        merged = 38 * (layout.cp - 1) * sizes.query_size
+        added = layout.cp * (10 * sizes.query_size + 18 * 2 * sizes.key_value_size)
+        forward = replace(forward, attention=forward.attention + merged / rate)
+        backward = replace(backward, attention=backward.attention + added / rate)
     head, head_back = Pass(), Pass()
     if stage.has_head:
         chunked = job.loss == "chunked" or TASKS[job.task].head == "fused"
@@ -248,7 +253,15 @@ def stage_seconds(
     alone = 0.0 if overlaps_reductions(step) else traffic.reductions_each
     terms["parameter_gathers"] = in_forward + in_backward + alone
     terms["overlap_slowdown"] = slowed + slowed_forward + slowed_backward
-    terms["checkpoint_copies"] = _checkpoint_copies(step, stage, ahead, busy - ahead)
+    # Copies of layer inputs to the host and back that these layers do not hide. Copy engines do not slow down
+    # computation, but the copies of Transformers run on its stream (5.24.0, `activation_checkpointing_enable`).
+    offloaded = layout.offloaded_layers(layers)
+    width = 4 if layout.engine in ("single", "ddp") else element
+    copied = offloaded * step.tokens * step.work.whole.hidden_size * width / step.constants.host_link_bytes_per_s
+    terms["checkpoint_copies"] = 2 * copied
+    if job.offload_activations != "transformers":
+        share = offloaded / max(1, layers)
+        terms["checkpoint_copies"] = sum(max(0.0, copied - share * seconds) for seconds in (ahead, busy - ahead))
     return terms
 
 
@@ -272,36 +285,6 @@ def _mlp_seconds(step: StepInputs) -> float:
     gradients = 3 * job.compute_bytes * weights * (tiles - 1) if job.method == "full" else 0.0
     inner = step.software.inner_bytes_forward * step.tokens * step.work.inner_size * job.compute_bytes / 2
     return products + (gradients + inner) / device.memory_bytes_per_s
-
-
-def _checkpoint_copies(step: StepInputs, stage: PipelineStage, ahead: float, behind: float) -> float:
-    """Return the seconds in which layer inputs are copied to the host and back that these layers do not hide.
-
-    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation, but
-    the copies of Transformers run on its stream (5.24.0, `activation_checkpointing_enable`).
-    """
-    layout, layers = step.layout, stage.num_layers
-    count = layout.offloaded_layers(layers)
-    width = 4 if layout.engine in ("single", "ddp") else step.job.compute_bytes
-    size = count * step.tokens * step.work.whole.hidden_size * width
-    seconds, share = size / step.constants.host_link_bytes_per_s, count / max(1, layers)
-    if step.job.offload_activations == "transformers":
-        return 2 * seconds
-    return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
-
-
-def _ring_seconds(step: StepInputs) -> tuple[float, float]:
-    """Return the seconds in which context parallelism joins the results of a layer's ring steps in fp32, in each pass.
-
-    A step converts its output to fp32 (6 bytes per element), and three operations blend it with that of earlier ones
-    (32). In the backward pass a step adds its gradients (10), and copies those of keys and values to send them (8)
-    (torch 2.13.0, `_context_parallel/_attention.py`: `_SDPAMerger`, `_templated_ring_attention_backward`).
-    """
-    steps, work = step.layout.cp, step.work
-    rate = step.device.memory_bytes_per_s / step.tokens
-    output = 38 * (steps - 1) * work.share.query_size
-    gradients = steps * (10 * work.share.query_size + 18 * 2 * work.share.key_value_size)
-    return output / rate, gradients / rate
 
 
 def overlaps_reductions(step: StepInputs) -> bool:
@@ -560,7 +543,15 @@ def estimate_step_time(
         moved = software.optimizer_bytes + 2 * (optimizer.state_bytes_per_parameter - 8)
         step_terms["optimizer"] = stepped * moved / step.device.memory_bytes_per_s
         if optimizer.matrix_states:
-            step_terms["optimizer"] += _orthogonalization_seconds(step)
+            # Five Newton-Schulz iterations of an m x n matrix, m <= n, multiply m x n by n x m, m x m by m x m and
+            # m x m by m x n (torch/optim/_muon.py). FSDP2 and ZeRO divide the matrices over ranks.
+            flops = 0.0
+            for parameter in step.model.parameters:
+                if is_stepped_by_muon(parameter):
+                    small, large = min(parameter.shape), max(parameter.shape)
+                    flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
+            ranks = layout.shard_size if layout.engine == "fsdp2" or layout.zero_stage else 1
+            step_terms["optimizer"] += flops / ranks / (step.hardware.flops_per_s * constants.matrix_efficiency)
     reduction, updates, slowed, slowed_updates = once.reductions_once, once.updates_once, 0.0, 0.0
     # Computation of a micro-batch that can hide reductions of gradients and gathers of updates.
     hiding = (*(term.name for term in COMPUTATION), "tensor_parallel")
@@ -602,18 +593,3 @@ def estimate_step_time(
 
 def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
-
-
-def _orthogonalization_seconds(step: StepInputs) -> float:
-    """Return the seconds of Muon's Newton-Schulz iterations, whose matrices FSDP2 and ZeRO divide over ranks.
-
-    Five iterations of an m x n matrix, m <= n, multiply m x n by n x m, m x m by m x m and m x m by m x n
-    (torch/optim/_muon.py).
-    """
-    flops = 0.0
-    for parameter in step.model.parameters:
-        if is_stepped_by_muon(parameter):
-            small, large = min(parameter.shape), max(parameter.shape)
-            flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
-    ranks = step.layout.shard_size if step.layout.engine == "fsdp2" or step.layout.zero_stage else 1
-    return flops / ranks / (step.hardware.flops_per_s * step.constants.matrix_efficiency)

@@ -403,11 +403,23 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         fullest = max(roles, key=lambda counts: sum(counts.values()))
         if fullest:
             bytes_by_phase[phase] = {role: fullest.get(role, 0) for role in ROLES}
-    predicted = _predicted(rehearsed)
-    rehearsal = replace(rehearsal, losses=tuple(losses), measured=bytes_by_phase, predicted=predicted)
+    phases = cpu_rank_terms(layout, rehearsed.plan.model, rehearsed.plan.job)
+    planned_host = max(terms.get(OFFLOADED, 0) for terms in phases.values())
+    if TASKS[rehearsed.plan.job.task].head in ("fused", "score"):
+        # Without logits the meter does not see where the backward pass begins.
+        parts = phases["loss"], phases.pop("backward")
+        phases["loss"] = max(parts, key=lambda terms: sum(terms.values()))
+    predictions: dict[str, dict[str, Any]] = {}
+    for name, terms in phases.items():
+        if name in PHASES:
+            # CPU ranks have both in the same memory, but the meter counts the host's apart.
+            terms = {term: count for term, count in terms.items() if term != OFFLOADED}
+            by_role: dict[str, int] = dict.fromkeys(ROLES, 0)
+            for term, count in terms.items():
+                by_role[TERMS[term].role] += count
+            predictions[str(name)] = {**by_role, "terms": terms}
+    rehearsal = replace(rehearsal, losses=tuple(losses), measured=bytes_by_phase, predicted=predictions)
     if layout.offloaded_checkpoints:
-        terms_by_phase = cpu_rank_terms(layout, rehearsed.plan.model, rehearsed.plan.job).values()
-        planned_host = max(terms.get(OFFLOADED, 0) for terms in terms_by_phase)
         measured_host = max(record["host_bytes"] for record in records)
         rehearsal = replace(rehearsal, host={"measured": measured_host, "predicted": planned_host})
     vocab_size = rehearsed.plan.model.dimensions.vocab_size
@@ -430,21 +442,3 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     error_text = resumed[0].get("export_error")
     checks.append(check_export(work / "export", *files, error_text, precision=rehearsed.plan.job.precision))
     return rehearsal, [launched, *checks]
-
-
-def _predicted(rehearsed: Rehearsed) -> dict[str, dict[str, Any]]:
-    plan, predictions = rehearsed.plan, dict[str, dict[str, Any]]()
-    phases = cpu_rank_terms(plan.chosen.layout, plan.model, plan.job)
-    if TASKS[plan.job.task].head in ("fused", "score"):
-        # Without logits the meter does not see where the backward pass begins.
-        parts = phases["loss"], phases.pop("backward")
-        phases["loss"] = max(parts, key=lambda terms: sum(terms.values()))
-    for phase, terms in phases.items():
-        if phase in PHASES:
-            # CPU ranks have both in the same memory, but the meter counts the host's apart.
-            terms = {name: count for name, count in terms.items() if name != OFFLOADED}
-            roles: dict[str, int] = dict.fromkeys(ROLES, 0)
-            for term, count in terms.items():
-                roles[TERMS[term].role] += count
-            predictions[str(phase)] = {**roles, "terms": terms}
-    return predictions
