@@ -100,8 +100,8 @@ FAILURES = (
     ),
     Failure(
         name="active_zero3_weight",
-        words=("still active in submodules", "'active_sub_modules': "),
-        pattern=r"still active in submodules|AssertionError: \{'id': .*'active_sub_modules': ",
+        words=("still active in submodules", "active_sub_modules"),
+        pattern=r"still active in submodules|\bds_active_sub_modules|AssertionError: \{'id': .*'active_sub_modules': ",
         meaning="ZeRO-3 freed a weight while a module used it, or a module used a weight that is not gathered.",
         fix=(
             "Change weights in `GatheredParameters` with modifier_rank=0, not None.",

@@ -118,6 +118,7 @@ def test_messages_of_gpus_are_read() -> None:
             "'active_sub_modules': {425}, 'ds_tensor.shape': torch.Size([4194304])}",
             "active_zero3_weight",
         ),
+        ("assert not param.ds_active_sub_modules, param.ds_summary()", "active_zero3_weight"),
         (
             "RuntimeError: Cannot free a ZeRO-3 parameter while it is still active in submodules. This can happen if: "
             "(1) submodules have not released the parameter, or (2) you modified parameters inside a "
