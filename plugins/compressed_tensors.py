@@ -468,7 +468,15 @@ def round_to_nearest(model: Any, scheme: QuantizationScheme, *, stored_names: Co
         for modules in _fused(model, compressed.quantized_layers):
             for module in modules:
                 weights = module.quantization_scheme.weights
-                low, high = _ranges(module.weight, module.weight_scale.shape, weights.block_structure)
+                # The smallest and largest weight of each scale, in the shape of the scales.
+                shape, weight_OI = module.weight_scale.shape, module.weight
+                if weights.block_structure is not None:
+                    height, width = weights.block_structure
+                    padding = (0, -weight_OI.shape[1] % width, 0, -weight_OI.shape[0] % height)
+                    weight_OI = torch.nn.functional.pad(weight_OI, padding)
+                rows, columns = (*shape, 1)[:2]
+                tiles = weight_OI.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+                low, high = tiles.amin((1, 3)).reshape(shape), tiles.amax((1, 3)).reshape(shape)
                 global_scale = None
                 if hasattr(module, "weight_global_scale"):
                     largest = torch.stack([each.weight.abs().amax() for each in modules]).amax().reshape(1)
@@ -493,16 +501,3 @@ def _fused(model: Any, names: Collection[str]) -> Iterator[list[Any]]:
             for path in chosen:
                 del remaining[path]
             yield [model.get_submodule(path) for path in chosen]
-
-
-def _ranges(weight_OI: Any, shape: Any, block: Any) -> tuple[Any, Any]:
-    """Return the smallest and largest weight of each scale, in the shape of the scales."""
-    import torch
-
-    if block is not None:
-        height, width = block
-        padding = (0, -weight_OI.shape[1] % width, 0, -weight_OI.shape[0] % height)
-        weight_OI = torch.nn.functional.pad(weight_OI, padding)
-    rows, columns = (*shape, 1)[:2]
-    tiles = weight_OI.unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
-    return tiles.amin((1, 3)).reshape(shape), tiles.amax((1, 3)).reshape(shape)

@@ -130,7 +130,17 @@ def generation_moments(step: RankStep, resident: Terms, *, engine_bytes: int) ->
         generating = summed(resident, _generate_terms(step))
     # FSDP2 keeps the unit of norm and head gathered from a forward pass without gradients to the next backward pass.
     root = {"scoring_gathered": job.compute_bytes * model.tail_parameters} if step.layout.engine == "fsdp2" else {}
-    scoring = [_scoring_terms(step) or root]
+    scoring = [root]
+    if scores_completions(step.layout, job):
+        # The trained model's forward pass over a micro-batch of completions, without gradients.
+        gathered = 0
+        if step.layout.shards_parameters:
+            gathered = job.compute_bytes * forward_gathered_elements(step.layout.engine, model, step.layout.zero)
+        layers = forward_bytes(step.layout, model, job), gathered
+        head = head_pass(step.layout, model, job, is_divided=gathered > 0, gpu=step.on_gpu)
+        activations, gathered = max(layers, head, key=sum)
+        terms = {"scoring_gathered": gathered, "scoring_activations": activations}
+        scoring = [terms | autocast_copies(step)]
     for second in job.second_models:
         if not second.trained and second.planned_placement != "cached" and not second.is_imitated:
             # A reward model reads all completions together (`_calculate_rewards`).
@@ -177,20 +187,6 @@ def scores_completions(layout: Layout, job: TrainingJob) -> bool:
         steps = job.steps_per_generation or layout.gradient_accumulation_steps
         return job.generation in ("vllm", "vllm-server") or layout.gradient_accumulation_steps % steps != 0
     return job.task in ("rloo", "ppo")
-
-
-def _scoring_terms(step: RankStep) -> Terms:
-    """Bytes of the trained model's forward pass over a micro-batch of completions, without gradients."""
-    layout, model, job = step.layout, step.model, step.job
-    if not scores_completions(layout, job):
-        return {}
-    gathered = 0
-    if layout.shards_parameters:
-        gathered = job.compute_bytes * forward_gathered_elements(layout.engine, model, layout.zero)
-    layers = forward_bytes(layout, model, job), gathered
-    head = head_pass(layout, model, job, is_divided=gathered > 0, gpu=step.on_gpu)
-    activations, gathered = max(layers, head, key=sum)
-    return {"scoring_gathered": gathered, "scoring_activations": activations, **autocast_copies(step)}
 
 
 def autocast_copies(step: RankStep) -> Terms:

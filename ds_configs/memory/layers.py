@@ -180,7 +180,14 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     layers = model.dimensions.num_layers
     recomputed = layout.recomputed_layers(layers)
     offloaded, checkpoint = layout.offloaded_layers(layers), checkpoint_bytes(layout, traced)
-    tile_gradients = _tile_gradients(step)
+    tile_gradients = 0
+    if in_tiles := tiled_mlp_elements(layout, model, job) if job.method == "full" else 0:
+        # The sum over tiles, which the engine gets, and a tile's own. Inner tensors are at their peak when only the
+        # gradient of the last matrix exists. Experts have many more weights than inner tensors in a tile, so that their
+        # fullest moment has all gradients.
+        matrices = [p for p in model.parameters if p.group == "mlp" and p.in_layer]
+        own = in_tiles if any(p.kind == "experts" for p in matrices) else max(p.numel for p in matrices)
+        tile_gradients = step.element_bytes * (in_tiles + own)
 
     def saved(count: int) -> Terms:
         terms: Terms = {"activations": (_kept_bytes(step, count) + traced.outside_layer_bytes) // ranks}
@@ -270,21 +277,6 @@ def in_tiles_or_between_modules(step: RankStep, terms: Terms, *, again: bool) ->
     else:
         changed = dict.fromkeys(between, 0) | {"module_gradients": waiting}
     return {name: count for name, count in (terms | changed).items() if count}
-
-
-def _tile_gradients(step: RankStep) -> int:
-    """Return the bytes of a tiled MLP's gradients: the sum over tiles, which the engine gets, and a tile's own.
-
-    A tile's inner tensors are at their peak when only the gradient of the last matrix exists. Experts have many more
-    weights than inner tensors in a tile, so that their fullest moment has all gradients.
-    """
-    in_layer = tiled_mlp_elements(step.layout, step.model, step.job) if step.job.method == "full" else 0
-    if not in_layer:
-        return 0
-    matrices = [p for p in step.model.parameters if p.group == "mlp" and p.in_layer]
-    is_mixture = any(p.kind == "experts" for p in matrices)
-    own = in_layer if is_mixture else max(p.numel for p in matrices)
-    return step.element_bytes * (in_layer + own)
 
 
 def weight_copies(step: RankStep) -> dict[Moment, Terms]:

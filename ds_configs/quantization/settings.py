@@ -30,7 +30,7 @@ from .scheme import (
     needs_calibration,
     scheme_named,
 )
-from .sizes import TensorShape, checkpoint_bytes, tensor_bytes
+from .sizes import TensorShape, quantized_tensors, tensor_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,8 @@ class ResolvedQuantization:
         """Return the bytes of the checkpoint, including the dense weights of own formats."""
         if self.has_own_format:
             return 2 * tensor_bytes(tensors.values())
-        return checkpoint_bytes(self.scheme, self.layers, tensors, dtype=dtype, kept_in_fp32=kept_in_fp32)
+        written = quantized_tensors(self.scheme, self.layers, tensors, dtype=dtype, kept_in_fp32=kept_in_fp32)
+        return tensor_bytes(written.values())
 
 
 class SchemeSettings(Settings):

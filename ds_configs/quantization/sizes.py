@@ -122,18 +122,6 @@ def quantized_tensors(
     return tensors
 
 
-def checkpoint_bytes(
-    scheme: QuantizationScheme,
-    layers: Iterable[LinearLayer],
-    source: Mapping[str, TensorShape],
-    *,
-    dtype: str = "bfloat16",
-    kept_in_fp32: Collection[str] = (),
-) -> int:
-    """Return the bytes of all tensors of the quantized checkpoint, without file headers; see `quantized_tensors`."""
-    return tensor_bytes(quantized_tensors(scheme, layers, source, dtype=dtype, kept_in_fp32=kept_in_fp32).values())
-
-
 def bits_per_weight(scheme: QuantizationScheme, layers: Sequence[LinearLayer], *, dtype: str = "bfloat16") -> float:
     """Return the stored bits per weight of quantized layers, including scales and zero points.
 

@@ -32,7 +32,7 @@ from ..runs.inputs import (
     run_output_errors,
     training_job,
 )
-from ..runs.ranks import RankContext, TrainingTask, loaded_second_model, starting_weights, trained_model
+from ..runs.ranks import RankContext, TrainingTask, loaded_teacher, starting_weights, trained_model
 from ..runs.run import (
     LaunchedOutcome,
     PreparedTraining,
@@ -123,7 +123,7 @@ class DistillTask(DistillJob, TrainingTask):
         settings, common = self.settings, context.trainer_arguments()
         student = trained_model(self.student, settings, context)
         if settings.teacher_cache is None:
-            teacher: Any = loaded_second_model("teacher", self.teacher, settings.teacher_revision, self, context)
+            teacher: Any = loaded_teacher(self.teacher, settings.teacher_revision, self, context)
         else:
             teacher = TeacherCache.open(settings.teacher_cache)
             for name in ("train_dataset", "eval_dataset"):

@@ -36,7 +36,7 @@ from ..runs.ranks import (
     RankContext,
     TrainingTask,
     held_out_cross_entropy,
-    loaded_second_model,
+    loaded_teacher,
     read_logged,
     trained_model,
 )
@@ -146,7 +146,7 @@ class QATTask(QATJob, TrainingTask):
 
             common |= {
                 "trainer_class": DistillationTrainer,
-                "teacher": loaded_second_model("teacher", self.model, self.settings.revision, self, context),
+                "teacher": loaded_teacher(self.model, self.settings.revision, self, context),
                 "teacher_placement": self.placements["teacher"],
                 "distillation": self.settings.distillation(self.vocab_size),
             }

@@ -21,7 +21,6 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.images import IMAGE_PARTS, ImagePart, image_part
-from ...ds_configs.specs.second_models import SecondModelRole
 from ...ds_configs.specs.tasks import TaskName
 from ...plugins import patches
 from ...plugins.accelerate import Engine, SamplesOnce, configure_cpu_ranks, engine_from_environment
@@ -336,16 +335,14 @@ def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:
     return model_directory(name, revision=settings.revision)
 
 
-def loaded_second_model(
-    role: SecondModelRole, name: str, revision: str | None, job: LaunchedJob, context: RankContext
-) -> Any:
-    """Return a frozen second model, loaded for the plan's placement in the compute type."""
+def loaded_teacher(name: str, revision: str | None, job: LaunchedJob, context: RankContext) -> Any:
+    """Return a frozen teacher, loaded for the plan's placement in the compute type."""
     from ...plugins.transformers.second_model import load_second_model
     from ...plugins.transformers.tiled_compute import share_tiled_mlps, tile_mlps, untiled_experts
 
     dtype = compute_dtype(context.arguments)
     engine = context.engine if job.world_size > 1 else "single"
-    placement = job.placements[role]
+    placement = job.placements["teacher"]
     model = load_second_model(name, revision=revision, placement=placement, dtype=dtype, engine=engine)
     if context.plan.chosen.layout.tiled_mlp and not untiled_experts(model):
         tile_mlps(model, None)
