@@ -124,7 +124,8 @@ def _stage1_and_2_buckets(
     # Elements of the largest gradient of head, layers and embedding.
     most = parameters.largest_trainable
     head = min(model.embedding_parameters if model.tied_embeddings else model.tail_parameters, most)
-    layer, embedding = min(model.largest_layer_parameter, most), min(model.embedding_parameters, most)
+    layer = min(max((parameter.numel for parameter in model.parameters if parameter.in_layer), default=0), most)
+    embedding = min(model.embedding_parameters, most)
     tied = head if model.tied_embeddings else 0
 
     def reduction(unit: int, waiting: int) -> Terms:

@@ -120,7 +120,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     recomputation = "reentrant" if job.gradient_checkpointing == "reentrant" else "on"
     input_offload = "transformers" if job.offload_activations == "transformers" else "on"
     changed |= {
-        "strategy": layout.strategy_name,
+        "strategy": layout.label.partition("+")[0],
         "micro_batch_size": layout.micro_batch_size,
         "global_batch_size": layout.global_batch_size,
         "gradient_checkpointing": recomputation if layout.gradient_checkpointing else "off",

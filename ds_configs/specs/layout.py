@@ -139,11 +139,6 @@ class Layout:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     @property
-    def strategy_name(self) -> str:
-        """The value of `--strategy` that selects engine and ZeRO stage."""
-        return self.label.partition("+")[0]
-
-    @property
     def offload_name(self) -> str:
         """The value of `--offload` that selects these devices."""
         return "cpu-all" if self.offload_param == "cpu" else self.offload_optimizer

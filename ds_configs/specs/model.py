@@ -410,10 +410,6 @@ class ModelSpec:
         return max(units.values())
 
     @property
-    def largest_layer_parameter(self) -> int:
-        return max((parameter.numel for parameter in self.parameters if parameter.in_layer), default=0)
-
-    @property
     def largest_layer_unit(self) -> int:
         """Elements of the largest module in a layer, which are gathered or reduced together."""
         units: dict[str, int] = defaultdict(int)

@@ -329,7 +329,9 @@ def relation_sum(
             batch, _, size, _ = student.shape
             weights_BS = weights_BS.float()
             total = weights_BS.new_zeros(())
-            for rows_R in row_blocks(weights_BS, batch * heads * size):
+            # Rows that have a weight in any sample.
+            rows_T = weights_BS.ne(0).any(dim=0).nonzero().squeeze(1)
+            for rows_R in rows_T.split(max(1, BLOCK_ELEMENTS // (batch * heads * size))) if len(rows_T) else ():
                 seen = visible(rows_R)[:, None]
                 products = (vectors.index_select(2, rows_R) @ vectors.transpose(2, 3) for vectors in (teacher, student))
                 taught, learned = (
@@ -346,9 +348,3 @@ def relation_sum(
             product = (student * gradient).sum()
             total = total + (product - product.detach())
         return total
-
-
-def row_blocks(weights_BS: torch.Tensor, elements: int) -> tuple[torch.Tensor, ...]:
-    """Split the rows that have a weight in any sample; ``elements`` is the size of the largest tensor per row."""
-    rows = weights_BS.ne(0).any(dim=0).nonzero().squeeze(1)
-    return tuple(rows.split(max(1, BLOCK_ELEMENTS // elements))) if len(rows) else ()

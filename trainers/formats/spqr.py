@@ -172,14 +172,11 @@ class _PackedMatrix:
         numbers = {name: value for name, value in values.items() if isinstance(value, int)}
         return {"kind": self.kind, "shape": self.shape, "dtype": str(self.dtype).removeprefix("torch."), **numbers}
 
-    def weight_codes(self) -> torch.Tensor:
-        """Return the codes of the weights, uint8 [O, I]."""
-        return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
-
     def values(self, scale_OG: torch.Tensor, zero_OG: torch.Tensor) -> torch.Tensor:
         """Return `scale·(code - zero)` in fp32 [O, I]."""
         group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
-        return scale_OG[:, group_I] * (self.weight_codes().float() - zero_OG[:, group_I])
+        codes_OI = unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
+        return scale_OG[:, group_I] * (codes_OI.float() - zero_OG[:, group_I])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
