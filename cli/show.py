@@ -126,6 +126,8 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
         line += ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
+    elif plan.model.architecture.endswith("Classification") and plan.job.task != "reward":
+        line = ["shardwright", "launch", str(directory), "--", "YOUR_SCRIPT.py"]
     else:
         line = train_arguments(plan, directory=str(directory))
     where = "Run on each node:" if hardware.nodes > 1 else "Run:"

@@ -228,8 +228,8 @@ def tune(
             rule, fix = f"has no weights, from which task {job.task} starts", "plan for a trained model"
             errors.append(ConfigError(where="model", value=name, rule=rule, fix=fix))
     if plan.model.task != "causal_lm":
-        rule = f"is a {plan.model.task} model; trials train causal language models"
-        errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule))
+        rule, fix = "is no causal language model; trials train only these", "measure your script: shardwright launch"
+        errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule, fix=fix))
     own_files = (REPORT_FILE, "ds_config.json", *plan.file_names)
     if target is not None:
         errors += output_errors(target, force=force, sources={"the model": plan.model.name}, own=own_files)

@@ -149,6 +149,21 @@ def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -
         tune(make(str(tmp_path / "model"), "2x1xCPU", seq_len=32, global_batch_size=4, precision="fp32"))
 
 
+def test_classifiers_are_neither_trained_nor_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"architectures": ["BertForSequenceClassification"], "model_type": "bert", "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
+    planned = shell("config.json", "--hardware", "2xCPU", "--seq-len", 32, "--output-dir", "plan")
+    assert planned.out.splitlines()[-1] == "Run: shardwright launch plan -- YOUR_SCRIPT.py"
+    with pytest.raises(UsageError, match="is no causal language model"):
+        tune(tmp_path / "plan")
+    train = shell_in(tmp_path, "train", capsys, monkeypatch)
+    wrong = train("config.json", "--dataset", "python-help#8", "--seq-len", 32, "--output-dir", "out", "--dry-run")
+    assert wrong.code == 2 and any("returns scores instead of tokens" in error for error in wrong.errors), wrong.err
+
+
 def test_errors_of_a_task_are_reported_before_ranks_start(planned: Path, ranks: Any, tmp_path: Path) -> None:
     labels = ranks(lambda label, task: [0.2] * task.steps)
     sizes: dict[str, Any] = {"seq_len": 32, "precision": "fp32"}

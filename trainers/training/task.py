@@ -32,7 +32,6 @@ from ..preferences.data import in_complete_batches, task_samples
 from ..preferences.trainer import (
     generation_errors,
     is_reward_function,
-    scores_sequences,
     second_model_errors,
     task_errors,
 )
@@ -216,8 +215,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             # The reference is what the model was before training.
             rule, fix = f"has no weights, from which task {settings.task} starts", "pass a trained model"
             errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
-        if settings.task not in ("sft", "reward") and scores_sequences(loaded.config):
-            rule, fix = "returns a score of a sequence instead of tokens", "pass a causal language model"
+        if settings.task != "reward" and spec.architecture.endswith("Classification"):
+            rule, fix = "returns scores instead of tokens", "pass a causal language model, or launch your own script"
             errors.append(ConfigError(where="model", value=model, rule=rule, fix=fix))
     if loaded is not None:
         with collecting(errors):
