@@ -20,8 +20,8 @@ from ...ds_configs.specs.errors import ShardwrightError
 from .. import patches
 from ..launching.launch import Launch, LaunchFailedError, launch_ranks
 
-# 1 to 3 minutes on a usual machine; a shared one with few cores may take five times as long.
-COMPILE_TIMEOUT_SECONDS = 900.0
+# 1 to 4 minutes on a usual machine; a shared one with few cores may take five times as long.
+COMPILE_TIMEOUT_SECONDS = 1800.0
 ABANDONED_SECONDS = 10.0
 BUILDERS: Mapping[str, str] = {
     "cpu_adam": "CPUAdamBuilder",

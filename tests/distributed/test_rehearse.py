@@ -63,7 +63,7 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
 # The first time, DeepSpeed compiles the operators that use libaio.
 @pytest.mark.full
 @pytest.mark.needs("libaio")
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2400)
 def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     directory = written(tmp_path / "plan", nvme="/local_nvme:7TB", strategy="zero3", offload="nvme")
     found = rehearse(directory, steps=STEPS)
