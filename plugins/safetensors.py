@@ -54,19 +54,15 @@ class StoredTensor:
 
     @property
     def elements(self) -> int:
-        """Stored elements."""
         return math.prod(self.shape)
 
     @property
     def bits(self) -> int:
-        """Stored bits."""
         return self.elements * _BITS[self.dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Header of a file."""
-
     tensors: dict[str, StoredTensor]
     """Every tensor by its name, in the order of the header."""
     metadata: dict[str, str]

@@ -46,8 +46,6 @@ Reader = Callable[[Path], "CheckpointRecord"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint."""
-
     size_bytes: int
     xxh3_128: str
     """Checksum in hexadecimal digits."""

@@ -92,7 +92,6 @@ class Prepared:
 
     @property
     def layers(self) -> tuple[LinearLayer, ...]:
-        """Layers to quantize."""
         return self.resolved.layers
 
     @property
@@ -263,7 +262,6 @@ class SmallFormatModel:
 
     @property
     def quantized_layers(self) -> tuple[str, ...]:
-        """Names of the quantized layers."""
         return tuple(self.matrices)
 
     def save(self, directory: Path) -> None:

@@ -32,7 +32,6 @@ TASKS = {
 
 
 def read_task(file: Path) -> RankTask:
-    """Return the task of a job file."""
     text = file.read_text(encoding="utf-8")
     module, _, name = TASKS[json.loads(text)["task"]].partition(":")
     kind: type[RankTask] = getattr(import_module(module, __package__), name)

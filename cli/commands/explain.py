@@ -33,8 +33,6 @@ from ..settings import FILLED, Options
 
 
 class ExplainOptions(Output):
-    """Options of `explain`."""
-
     # The hyphen of standard input is no flag.
     error: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = Field(
         None, description="Log of a failed run, or - for stdin; or records of its collectives"

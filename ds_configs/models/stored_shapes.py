@@ -38,7 +38,6 @@ def described_spec(
     release: str,
     source: Literal["config", "meta"],
 ) -> ModelSpec:
-    """Return the specification of a model."""
     # Rows of the text model's position table; some tables have a few more rows than positions (OPT).
     rows = [
         parameter.shape[0]

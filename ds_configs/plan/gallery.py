@@ -26,8 +26,6 @@ GALLERY_RELEASE = "5.17.0"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GalleryEntry:
-    """One plan of the gallery."""
-
     model: str
     hardware: str
     suffix: str = ""

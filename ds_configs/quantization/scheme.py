@@ -234,8 +234,6 @@ def default_method(scheme: QuantizationScheme, *, has_dataset: bool) -> tuple[Me
 def combination_with_method_errors(
     method: MethodName, scheme: QuantizationScheme, options: Mapping[str, object] | None = None
 ) -> list[ConfigError]:
-    """Return the errors of a method with a scheme."""
-
     def error(rule: str, fix: str) -> list[ConfigError]:
         return [ConfigError(where="method", value=method, rule=rule, fix=fix)]
 

@@ -149,8 +149,6 @@ _AWQ_ROUNDING_BYTES = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationMemory:
-    """Peak memory of a quantization."""
-
     host_terms: Mapping[str, int]
     device_terms: Mapping[str, int]
     """Named parts of the accelerator's peak; empty without one."""

@@ -582,7 +582,6 @@ class _JobSettings(
         return {name: value for name, value in self.stated().items() if name in names}
 
     def second_models(self) -> dict[SecondModelRole, str]:
-        """Return the names of the second models by role."""
         return {role: name for role in MODEL_ROLES if (name := getattr(self, role)) is not None}
 
 

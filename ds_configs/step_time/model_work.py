@@ -28,7 +28,6 @@ class Product:
 
     @property
     def weight(self) -> int:
-        """Elements of the weight."""
         return self.in_features * self.out_features
 
 
@@ -171,7 +170,6 @@ class Pass:
 
     @property
     def device(self) -> float:
-        """All seconds of the device."""
         return self.products + self.attention + self.memory
 
 

@@ -68,7 +68,6 @@ class DistillationConfig(TokenObjective):
 
     @property
     def objective(self) -> TokenObjective:
-        """The token loss."""
         return TokenObjective(**{field.name: getattr(self, field.name) for field in fields(TokenObjective)})
 
     @property

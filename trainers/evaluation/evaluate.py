@@ -184,8 +184,6 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSizes:
-    """Sizes of a checkpoint."""
-
     file_bytes: int
     """Of all safetensors files."""
     parameters: int
@@ -210,8 +208,6 @@ KL_SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFacts:
-    """Text of an evaluation."""
-
     source: str
     seq_len_tokens: int
     windows: int
@@ -222,8 +218,6 @@ class TextFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelResult:
-    """Measures of one model."""
-
     name: str
     """Hub id or directory."""
     revision: str | None

@@ -16,8 +16,6 @@ from .token_objective import Divergence, TokenObjective
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTargets:
-    """Logits of a teacher."""
-
     logits_NV: torch.Tensor
 
     def select(self, rows: slice | torch.Tensor) -> LogitTargets:
