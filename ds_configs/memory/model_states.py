@@ -26,7 +26,6 @@ TERMS = (
         "parameters in the dtype that the engine keeps: 4 B under autocast and FSDP2, 2 B in 16-bit DeepSpeed, "
         "sharded over the ranks in stage 3 and FSDP2; frozen weights in compute precision or 4 bit",
         role="weights",
-        offloads=True,
     ),
     Term(
         "secondary_weights",
@@ -37,9 +36,8 @@ TERMS = (
         "master_weights",
         "fp32 copy that the DeepSpeed optimizer updates: 4 B per trainable element / ranks",
         role="optimizer",
-        offloads=True,
     ),
-    Term("gradients", "gradients in that phase, complete or sharded over the ranks", role="gradients", offloads=True),
+    Term("gradients", "gradients in that phase, complete or sharded over the ranks", role="gradients"),
     Term(
         "fp32_gradients",
         "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
@@ -52,7 +50,6 @@ TERMS = (
         "optimizer_states",
         "Adam: 8 B per trainable element (fp32 moments), sharded over the ranks from stage 1 on",
         role="optimizer",
-        offloads=True,
     ),
     Term(
         "flat_gradients",

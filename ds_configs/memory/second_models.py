@@ -30,7 +30,6 @@ TERMS = tuple(
             f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit; in host memory "
             "in pinned blocks",
             role="weights",
-            offloads=True,
         ),
         Term(
             f"{role}_gathered",
@@ -60,12 +59,11 @@ TERMS = tuple(
     term
     for role in TRAINED_ROLES
     for term in (
-        Term(f"{role}_gradients", f"gradients of the trained {role}", role="gradients", offloads=True),
+        Term(f"{role}_gradients", f"gradients of the trained {role}", role="gradients"),
         Term(
             f"{role}_optimizer_states",
             f"master weights and optimizer states of the trained {role}",
             role="optimizer",
-            offloads=True,
         ),
         StepTerm(f"{role}_step", f"the training step of the {role}, with its communication and update"),
     )

@@ -23,8 +23,6 @@ class Term:
     """One sentence for reports and `explain`, with the formula where it is short."""
     _: KW_ONLY
     lives_on: Place = "accelerator"
-    offloads: bool = False
-    """Whether offload moves its bytes from the accelerator to the host."""
     role: Role = "other"
     """Kind of its tensors; those that exist only during the optimizer step count as optimizer."""
     label: str = ""
