@@ -128,14 +128,7 @@ class SharedSequence:
                 shared.attention = self
 
             def forward(
-                self,
-                module: torch.nn.Module,
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
-                attention_mask: torch.Tensor | None,
-                *args: object,
-                **kwargs: object,
+                self, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: object, **kwargs: object
             ) -> Any:
                 # Set what DeepSpeed derives from batch size and heads in its constructor; it adapts the length itself.
                 samples, heads, _, width = query.shape
@@ -150,7 +143,7 @@ class SharedSequence:
                 self.required_context_shape = torch.Size([1, samples, width * heads // ranks])
                 if kwargs.get("position_ids") is None:
                     kwargs["position_ids"] = shared.position_ids
-                return super().forward(module, query, key, value, attention_mask, *args, **kwargs)
+                return super().forward(module, query, key, *args, **kwargs)
 
         return RaggedUlyssesAttention
 

@@ -331,7 +331,7 @@ def cpu_arguments(scaled: dict[str, Any], *, layout: Layout, steps: int) -> None
     scaled["max_steps"] = steps
 
 
-OWN_ARGUMENTS: Mapping[str, Any] = {
+OWN_ARGUMENTS: dict[str, Any] = {
     "save_strategy": "steps",
     "logging_strategy": "steps",
     "logging_steps": 1,

@@ -32,7 +32,7 @@ from ..runs.ranks import chosen_engine, rank_arguments, write_json
 from ..runs.settings import TRAIN_SAMPLES, RankTask
 from ..training.rank import run_script
 from ..training.synthetic import synthetic_trainer
-from .files import SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
+from .files import OWN_ARGUMENTS, SCRIPT_STAGE, RehearsalJob, RehearsedScriptJob
 
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
@@ -199,18 +199,13 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
         for loader in patches.names("rehearsal-model-"):
             patches.apply(loader, from_directory)
         defaults = {field.name: field.default for field in fields(TrainingArguments)}
-        limits = {
+        limits = OWN_ARGUMENTS | {
             "output_dir": str(work / "output"),
             "max_steps": self.steps,
-            "logging_steps": 1,
-            "logging_nan_inf_filter": False,
-            "logging_strategy": "steps",
             "save_strategy": "no",
             "eval_strategy": "no",
             "load_best_model_at_end": False,
-            "report_to": "none",
             "push_to_hub": False,
-            "disable_tqdm": True,
         }
 
         def scaling(complete: Callable[[Any], None]) -> Callable[[Any], None]:
