@@ -706,6 +706,8 @@ _AROUND_ATTENTION = 1.5
 """Copies of each side of a projection in attention: queries before and after head norms and rotation."""
 _INSIDE_MLP = 2.5
 """Copies of the inner side of each MLP matrix: GPT-2's GELU in single operators keeps six of its inner width."""
+_INSIDE_TOWER_MLP = 1.5
+"""The same in vision towers, whose activations are one operator, or CLIP's, which keeps three of its inner width."""
 _NORM_ELEMENT_BYTES = 16
 """Bytes that a norm keeps for each element: input, normalised and scaled copies in fp32, and the output."""
 _SCORE_BYTES = 10
@@ -896,9 +898,13 @@ def _tokens(stack: str, model: ModelSpec, job: TrainingJob) -> int:
 def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
     size = model.dimensions
     width = _width(stack, model)
+    is_tower = model.reads_images and image_part(stack.name)
+    inside_mlp = _INSIDE_TOWER_MLP if is_tower else _INSIDE_MLP
     total: float = stack.layers * (4 * size.num_attention_heads + 16)
     for parameter in stack.parameters:
         shape = parameter.shape
+        if parameter.kind == "norm" and parameter.name.endswith(".bias"):
+            continue
         if parameter.kind == "norm":
             # The weight of a head norm has the width of one head, but is applied to all heads.
             elements = size.query_size if shape[-1] == size.head_dim and shape[-1] < width else shape[-1]
@@ -912,7 +918,7 @@ def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
             copies = _AROUND_ATTENTION * (rows + columns)
             if parameter.group == "mlp":
                 inner = rows if columns == width else columns if rows == width else max(rows, columns)
-                copies = _INSIDE_MLP * inner + width
+                copies = inside_mlp * inner + width
                 if ".experts." in parameter.name and size.num_experts:
                     # Each expert is a separate module, and a token passes through few of them.
                     copies = copies * max(1, size.experts_per_token) / size.num_experts

@@ -10,12 +10,14 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_tensors import saved_storages
 from shardwright.ds_configs.memory.activations import (
     Attention,
     Mode,
     bounded_activations,
     estimate_activations,
 )
+from shardwright.ds_configs.models.images import image_tokens
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
@@ -103,6 +105,64 @@ def test_no_stored_family_needs_more(
     assert not below, below
     # A bound of any height would hold; this one is within a small factor of what layers keep.
     assert bound.saved_bytes_per_layer < 6 * traced.saved_bytes_per_layer
+
+
+_TEXT = {
+    **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 512, "pad_token_id": 0},
+}
+_TOWER = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 2}
+_TOWER |= {"image_size": 56, "patch_size": 7}
+_GRID = [[56 * row, 56 * column] for row in (1, 2) for column in (1, 2)]
+_ROUTED = {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 128, "attention_chunk_size": 1024}
+_SHUFFLED = dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 256)
+TILED: dict[str, dict[str, Any]] = {
+    "LlavaNextForConditionalGeneration": {
+        "text_config": _TEXT | {"model_type": "llama"},
+        "vision_config": _TOWER | {"model_type": "clip_vision_model"},
+        "image_grid_pinpoints": _GRID,
+    },
+    "LlavaOnevisionForConditionalGeneration": {
+        "text_config": _TEXT | {"model_type": "qwen2"},
+        "vision_config": _TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_grid_pinpoints": _GRID,
+    },
+    "Llama4ForConditionalGeneration": {
+        "text_config": _TEXT | _ROUTED,
+        "vision_config": _TOWER | _SHUFFLED | {"pixel_shuffle_ratio": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("architecture", TILED)
+@pytest.mark.parametrize(("height", "width"), [(100, 90), (50, 150)])
+def test_towers_of_tiles_keep_less_than_the_bound(architecture: str, height: int, width: int, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(**TILED[architecture], image_token_index=500, architectures=[architecture])
+    config.save_pretrained(tmp_path)
+    spec = load_model_spec(str(tmp_path)).spec
+    trained = {"vision_tower": "trained", "projector": "trained"}
+    job = TrainingJob(images_per_sample=1, image_size=f"{width}x{height}", seq_len_tokens=512, **trained)
+    image = image_tokens(spec, job)
+    assert image is not None
+    model = kind(config).to(torch.bfloat16).train()
+    ids = torch.randint(1, 400, (1, 512))
+    ids[0, 5 : 5 + image.features] = 500
+    pixels = torch.randn(image.tiles, 3, 56, 56, dtype=torch.bfloat16)
+    is_llama = "Llama4" in architecture
+    sizes = {} if is_llama else {"image_sizes": torch.tensor([[height, width]])}
+    known = [*model.parameters(), *model.buffers(), pixels, ids]
+    with saved_storages(known) as kept:
+        (model.vision_model if is_llama else model.model.vision_tower)(pixels)
+    bound = bounded_activations(spec, job, micro_batch_size=1, mode="bf16")
+    assert sum(kept.values()) < bound.tower_saved_bytes < 3 * sum(kept.values())
+    with saved_storages(known) as kept:
+        model(input_ids=ids, pixel_values=pixels if is_llama else pixels[None], use_cache=False, **sizes)
+    layers = bound.saved_bytes_per_layer * spec.dimensions.num_layers
+    assert sum(kept.values()) < layers + bound.tower_saved_bytes + bound.outside_layer_bytes
 
 
 def written(directory: Path, config: dict[str, Any]) -> str:
