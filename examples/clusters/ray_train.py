@@ -53,6 +53,8 @@ def run_node(node: dict) -> None:
 
 
 def main(plan: str, *arguments: str) -> None:
+    # Ray stores nothing under a relative path, which is what Python 3.11 makes of a relative directory.
+    plan = str(Path(plan).absolute())
     hardware = Plan.load(plan).hardware
     ranks, on_gpus = hardware.gpus_per_node, hardware.gpu != "CPU"
     if not arguments or arguments[0].startswith("-"):
@@ -65,7 +67,7 @@ def main(plan: str, *arguments: str) -> None:
         TorchTrainer(
             run_node,
             train_loop_config={
-                "plan": str(Path(plan).absolute()),
+                "plan": plan,
                 "arguments": arguments,
                 "directory": str(Path.cwd()),
             },
