@@ -31,11 +31,15 @@ settings.load_profile("tests")
 WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 2}
 """How much longer a test with this marker takes than another."""
 LONG_FILES = (
-    "test_trainer_layouts",
-    "test_hub",
-    "test_train",
-    "test_own_script",
     "test_equivalence",
+    "test_hub",
+    "test_job_flags",
+    "test_memory_metered",
+    "test_own_script",
+    "test_rehearse",
+    "test_tasks",
+    "test_train",
+    "test_trainer_layouts",
     "test_unused_parameters",
 )
 """Files of a minute or more that few tests share."""

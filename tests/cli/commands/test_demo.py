@@ -12,6 +12,7 @@ from session import warm_command, warm_path
 
 
 @pytest.mark.distributed
+@pytest.mark.once
 def test_demo_trains_in_at_most_60_lines(tmp_path: Path, deepspeed_cpu_ops: None) -> None:
     command, environment = [*warm_command("shardwright"), "demo", "demo", "--steps", "4"], {"PATH": warm_path()}
     done = subprocess.run(
