@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,16 +49,12 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
 """Whether it is there, and the way to have it."""
 
 
-@cache
-def is_there(name: str) -> bool:
-    return OPTIONAL[name][0]()
-
-
 def require(*names: str) -> None:
     """Skip the running test where something is missing, or fail it where that must be there."""
     for name in names:
-        if not is_there(name):
-            message = f"this host lacks {name}: {OPTIONAL[name][1]}"
+        is_there, remedy = OPTIONAL[name]
+        if not is_there():
+            message = f"this host lacks {name}: {remedy}"
             if name in os.environ.get("TESTS_REQUIRE", "").split(","):
                 pytest.fail(message)
             pytest.skip(message)

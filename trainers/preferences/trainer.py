@@ -221,15 +221,10 @@ def task_errors(task: TaskName, *, reward: str | None) -> list[ConfigError]:
     return errors
 
 
-def scores_sequences(config: Mapping[str, Any]) -> bool:
-    """Return whether a model returns scores of a sequence, as reward models do."""
-    return str(next(iter(config.get("architectures") or ()), "")).endswith("ForSequenceClassification")
-
-
 def second_model_errors(role: str, name: str, config: Mapping[str, Any], tokenizer: Any) -> list[ConfigError]:
     """Return the errors of a reference or reward model for a task whose model has this tokenizer."""
     errors = []
-    scores = scores_sequences(config)
+    scores = str(next(iter(config.get("architectures") or ()), "")).endswith("ForSequenceClassification")
     labels = int(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
     if role == "reward" and not (scores and labels == 1):
         rule = f"returns {labels} classes" if scores else "returns no score of a sequence"
