@@ -123,11 +123,13 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
             out.print("No files written; pass --output-dir to write", ", ".join(plan.file_names))
         return
     out.print(f"Files in {directory}: {', '.join((*plan.file_names, 'report.html'))}", markup=False)
+    # `train` trains no classifiers.
+    needs_script = model.architecture.endswith("Classification") and plan.job.task != "reward"
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
-        line += ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
-    elif plan.model.architecture.endswith("Classification") and plan.job.task != "reward":
-        line = ["shardwright", "launch", str(directory), "--", "YOUR_SCRIPT.py"]
+        line += ["YOUR_SCRIPT.py"] if needs_script else ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
+    elif needs_script:
+        line = ["shardwright", "launch", str(directory), "YOUR_SCRIPT.py"]
     else:
         line = train_arguments(plan, directory=str(directory))
     where = "Run on each node:" if hardware.nodes > 1 else "Run:"

@@ -156,7 +156,7 @@ def test_classifiers_are_neither_trained_nor_tuned(
     (tmp_path / "config.json").write_text(json.dumps(config))
     shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
     planned = shell("config.json", "--hardware", "2xCPU", "--seq-len", 32, "--output-dir", "plan")
-    assert planned.out.splitlines()[-1] == "Run: shardwright launch plan -- YOUR_SCRIPT.py"
+    assert planned.out.splitlines()[-1] == "Run: shardwright launch plan YOUR_SCRIPT.py"
     with pytest.raises(UsageError, match="is no causal language model"):
         tune(tmp_path / "plan")
     train = shell_in(tmp_path, "train", capsys, monkeypatch)
