@@ -22,7 +22,7 @@ from statistics import mean
 from page_parts import with_part
 from published_steps import HELD_OUT, TABLES, PublishedStep, published_steps
 from shardwright.ds_configs.step_time.rates import constants_of
-from step_time_fit import BOUNDS, FITTED, cases_of, fit, predictions
+from step_time_fit import BOUNDS, FITTED, cases_of, fit, predictions, slopes_of
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "step_time.md"
 _SMALLEST_GROUP = 3
@@ -82,9 +82,7 @@ def physical(
     `only` names the one table that is predicted by refitted constants. With `afresh`, the fit starts in the middle of
     the bounds instead of at the constants of all rows, so that nothing of the omitted rows remains.
     """
-    found: dict[int, float] = {}
-    for index, value in enumerate(predictions_as_shipped(cases)):
-        found[index] = value
+    found = dict(enumerate(predictions_as_shipped(cases)))
     for generation, (gpu, names) in FITTED.items():
         own, start, evaluations = cases_of(generation, cases), constants_of(gpu), 4
         if afresh:
@@ -93,9 +91,17 @@ def physical(
         predicted = [i for i, case in enumerate(cases) if case.hardware.gpu.startswith(family)]
         predicted = [i for i in predicted if cases[i].table not in HELD_OUT]
         predicted = [i for i in predicted if cases[i].table == (only or cases[i].table)]
+        slopes = None if afresh else slopes_of(own, start, names)
         for value in sorted({key(cases[i]) for i in predicted}):
             # The constants of all rows are a good start, and few steps reach the new optimum from there.
-            constants = fit([case for case in own if key(case) != value], start, names, evaluations=evaluations)
+            kept = [index for index, case in enumerate(own) if key(case) != value]
+            constants = fit(
+                [own[index] for index in kept],
+                start,
+                names,
+                evaluations=evaluations,
+                slopes=None if slopes is None else slopes[kept],
+            )
             test = [i for i in predicted if key(cases[i]) == value]
             for index, seconds in zip(test, predictions([cases[i] for i in test], constants), strict=True):
                 found[index] = float(seconds)
@@ -114,12 +120,12 @@ OMITTED: Mapping[str, Callable[[PublishedStep], str | int]] = {
 table."""
 
 
-def omitted_table(cases: Sequence[PublishedStep]) -> str:
+def omitted_table(cases: Sequence[PublishedStep], without_shape: Sequence[float]) -> str:
     """Return the errors of the largest table by what is omitted from the fit, as Markdown."""
     lines = ["| fitted without its | rows | MAPE | worst | best picked | mean regret |", "|---|---|---|---|---|---|"]
     places = [index for index, case in enumerate(cases) if case.table == LARGEST]
     for name, key in OMITTED.items():
-        predicted = physical(cases, key, only=LARGEST, afresh=name != "shape")
+        predicted = without_shape if name == "shape" else physical(cases, key, only=LARGEST, afresh=True)
         found = score([cases[index] for index in places], [predicted[index] for index in places])
         picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%}"
         lines.append(f"| {name} | {found.rows} | {found.mape:.1%} | {found.worst:.0%} | {picked} |")
@@ -134,9 +140,8 @@ def predictions_as_shipped(cases: Iterable[PublishedStep]) -> list[float]:
     return found
 
 
-def document_table(cases: Sequence[PublishedStep], *, refit: bool) -> str:
+def document_table(cases: Sequence[PublishedStep], predicted: Sequence[float]) -> str:
     """Return the scores of each table as Markdown."""
-    predicted = physical(cases) if refit else predictions_as_shipped(cases)
     lines = [
         "| table | rows | MAPE | worst | best picked | mean regret | worst regret |",
         "|---|---|---|---|---|---|---|",
@@ -181,10 +186,12 @@ def main() -> None:
     arguments = parser.parse_args()
     own = arguments.tables == TABLES
     cases = published_steps(arguments.tables)
-    parts = {"scores": document_table(cases, refit=own)}
+    shipped = predictions_as_shipped(cases)
+    predicted = physical(cases) if own else shipped
+    parts = {"scores": document_table(cases, predicted)}
     if own:
-        parts["omitted"] = omitted_table(cases)
-        parts["order"] = order_table(cases, predictions_as_shipped(cases))
+        parts["omitted"] = omitted_table(cases, predicted)
+        parts["order"] = order_table(cases, shipped)
     print(*parts.values(), sep="\n\n")
     if arguments.write and own:
         for name, table in parts.items():

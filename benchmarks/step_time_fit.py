@@ -19,7 +19,7 @@ from published_steps import HELD_OUT, PublishedStep, published_steps
 from scipy.optimize import least_squares
 from shardwright.ds_configs.step_time import model_work as micro_batch
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
-from shardwright.ds_configs.step_time.rates import GpuConstants, constants_of
+from shardwright.ds_configs.step_time.rates import GpuConstants, constants_of, group_of
 
 FILE = Path(__file__).parents[1] / "ds_configs" / "data" / "step_time.toml"
 
@@ -67,8 +67,9 @@ _THINNED = "vTrain single node"
 
 def predictions(cases: Sequence[PublishedStep], constants: GpuConstants) -> np.ndarray:
     """Return the predicted seconds of all cases under some constants."""
-    micro_batch.layer_passes.cache_clear()
-    micro_batch.head_passes.cache_clear()
+    # Caches by constants: their hash ignores most fields, so that entries of earlier constants make lookups slow.
+    for cache in (micro_batch.layer_passes, micro_batch.head_passes, micro_batch.device_of, group_of):
+        cache.cache_clear()
     return np.array(
         [
             estimate_step_time(
@@ -79,10 +80,26 @@ def predictions(cases: Sequence[PublishedStep], constants: GpuConstants) -> np.n
     )
 
 
+def slopes_of(cases: Sequence[PublishedStep], start: GpuConstants, names: Sequence[str]) -> np.ndarray:
+    """Return how the logarithms of all predictions change with those of the named constants."""
+    step = 0.02
+    before = np.log(predictions(cases, start))
+    after = [replace(start, **{name: getattr(start, name) * math.exp(step)}) for name in names]
+    return np.stack([(np.log(predictions(cases, constants)) - before) / step for constants in after], axis=1)
+
+
 def fit(
-    cases: Sequence[PublishedStep], start: GpuConstants, names: Sequence[str], *, evaluations: int = 25
+    cases: Sequence[PublishedStep],
+    start: GpuConstants,
+    names: Sequence[str],
+    *,
+    evaluations: int = 25,
+    slopes: np.ndarray | None = None,
 ) -> GpuConstants:
-    """Return the constants, those named fitted to the logarithms of the measured seconds."""
+    """Return the constants, those named fitted to the logarithms of the measured seconds.
+
+    `slopes` are those at the start, if it is so near that they need not be computed again after each step.
+    """
     bounds = {name: BOUNDS.get(name, (0.05, 1.0)) for name in names}
     rows = Counter(case.table for case in cases)
     weights = np.array([rows[case.table] ** -0.4 for case in cases])
@@ -98,6 +115,7 @@ def fit(
     found = least_squares(
         residuals,
         np.log(first),
+        jac="2-point" if slopes is None else lambda values: weights[:, None] * slopes,
         bounds=tuple(np.log([bounds[name][side] for name in names]) for side in (0, 1)),
         loss="soft_l1",
         f_scale=0.1 * float(np.median(weights)),
