@@ -96,7 +96,7 @@ def _merged(settings: Settings, sides: tuple[int, int], pairs: int, around: int)
 
 
 def _glm(settings: Settings, height: int, width: int, frames: int, max_pixels: int | None) -> ImageTokens:
-    """GLM-4V: as Qwen2-VL, but the limits count the pixels of two equal frames."""
+    """GLM-4V, GLM-4.6V: as Qwen2-VL, but the limits count the pixels of two equal frames."""
     patch, merge = int(settings["vision_config.patch_size"]), int(settings["vision_config.spatial_merge_size"])
     unit = patch * merge
     if height < unit or width < unit:
@@ -306,10 +306,11 @@ def _llama4(settings: Settings, height: int, width: int, frames: int, max_pixels
     return _equal_tiles(settings, cells + 1, per_tile, cells + 3)
 
 
+_GLM = ("glm4v", "glm4v_moe", "glm46v")
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _native),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), _glm),
+    **dict.fromkeys(_GLM, _glm),
     **dict.fromkeys(("llava", "vipllava"), _llava),
     **dict.fromkeys(("paligemma", "deepseek_vl"), _every_patch),
     **dict.fromkeys(("llava_next", "llava_next_video"), _llava_next),
@@ -326,7 +327,7 @@ _OF_SEVERAL_IMAGES: Mapping[str, Rule] = {"llava_onevision": _llava_onevision_pa
 """Instead of these, if a sequence has several images."""
 _NATIVE_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _READ_FRAMES = (*_NATIVE_QWEN, "internvl", "llava_onevision")
-_READ_MAX_PIXELS = (*_NATIVE_QWEN, "glm4v", "glm4v_moe")
+_READ_MAX_PIXELS = (*_NATIVE_QWEN, *_GLM)
 
 
 def image_tokens(model: ModelSpec, job: TrainingJob) -> ImageTokens | None:

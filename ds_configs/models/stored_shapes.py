@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any, Literal
 
-from ..specs.images import RESOLUTIONS
+from ..specs.images import RESOLUTIONS, image_part
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
@@ -42,7 +42,7 @@ def described_spec(
     rows = [
         parameter.shape[0]
         for parameter in parameters
-        if "vision" not in parameter.name and any(table in parameter.module for table in _POSITION_TABLES)
+        if not image_part(parameter.name) and any(table in parameter.module for table in _POSITION_TABLES)
     ]
     limit = getattr(text, "max_position_embeddings", None)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))

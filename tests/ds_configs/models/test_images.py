@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.images import IMAGE_PARTS, image_part, names_of_parts
 from shardwright.ds_configs.specs.job import TrainingJob, job_errors
 from shardwright.ds_configs.specs.model import lora_parameter_count
+from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -35,6 +37,9 @@ from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLPro
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -49,6 +54,9 @@ from transformers.models.paligemma.processing_paligemma import PaliGemmaProcesso
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 SIDES = st.integers(40, 3000)
 
@@ -57,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "qwen3_5": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "glm4v": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "glm46v": {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2},
     "llava_next": {"image_size": 336, "patch_size": 14},
     "llava_onevision": {"image_size": 384, "patch_size": 14},
     "internvl": {"image_size": 448, "patch_size": 14},
@@ -103,10 +112,39 @@ def test_frames_share_the_pixels_of_a_video(frames: int, features: int) -> None:
     assert planned("qwen3_vl", 720, 1280, frames).features == features
 
 
+GLM = {"glm4v": (Glm4vProcessor, Glm4vImageProcessorPil), "glm46v": (Glm46VProcessor, Glm46VImageProcessorPil)}
+GLM_SIZE = {"shortest_edge": 12544, "longest_edge": 9633792}
+"""Of the published preprocessor_config.json of GLM-4.1V, GLM-4.5V and GLM-4.6V."""
+
+
+@pytest.mark.parametrize("model_type", GLM)
 @given(SIDES, SIDES)
-def test_glm(height: int, width: int) -> None:
-    processor = Glm4vImageProcessorPil(size={"shortest_edge": 12544, "longest_edge": 9633792})
-    assert planned("glm4v", height, width).patches == processor.get_number_of_image_patches(height, width, {})
+def test_glm(model_type: str, height: int, width: int) -> None:
+    processor = GLM[model_type][1](size=GLM_SIZE)
+    assert planned(model_type, height, width).patches == processor.get_number_of_image_patches(height, width, {})
+
+
+@pytest.mark.parametrize("model_type", GLM)
+@pytest.mark.parametrize("sides", [(20, 20), (27, 2000), (480, 640), (1111, 77), (2400, 3100)])
+def test_glm_processors_make_the_planned_tokens_and_patches(model_type: str, sides: tuple[int, int]) -> None:
+    kind, image_kind = GLM[model_type]
+    tokens = ["<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"]
+    processor = _with_tokenizer(kind, image_kind(size=GLM_SIZE), None, tokens=tokens)
+    height, width = sides
+    text, picture = f"<|begin_of_image|>{processor.image_token}<|end_of_image|>", Image.new("RGB", (width, height))
+    made = processor(text=[text], images=[picture], return_tensors="np", add_special_tokens=False)
+    (ids,) = made["input_ids"]
+    found = planned(model_type, height, width)
+    assert (len(made["pixel_values"]), len(ids)) == (found.patches, found.text_tokens)
+    assert (ids == processor.image_token_id).sum() == found.features
+
+
+@pytest.mark.parametrize("model_type", GLM)
+def test_position_table_of_a_tower_does_not_limit_the_text(model_type: str) -> None:
+    architecture = GLM[model_type][0].__name__.replace("Processor", "ForConditionalGeneration")
+    config = {"model_type": model_type, "architectures": [architecture]}
+    sizes = {"text_config": {"num_hidden_layers": 1}, "vision_config": {"depth": 1}}
+    assert model_spec_from_meta(config | sizes, name=model_type).learned_positions is None
 
 
 @pytest.mark.parametrize(("tower", "rows"), [("clip_vision_model", 1), ("siglip_vision_model", 0)])
@@ -190,7 +228,9 @@ def _with_tokenizer(kind: Any, *arguments: Any, tokens: Sequence[str] = (), **ke
         setattr(tokenizer, name, token)
         setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     made = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
-    return made(arguments[0], tokenizer, *arguments[1:], **keywords)
+    # SmolVLM's names the seconds of videos.
+    with mock.patch.object(processing_smolvlm, "num2words", str):
+        return made(arguments[0], tokenizer, *arguments[1:], **keywords)
 
 
 SQUARE = {"height": 28, "width": 28}
@@ -256,15 +296,22 @@ PROCESSORS: dict[str, tuple[Any, dict[str, Any]]] = {
         ),
         {"downsample_factor": 2},
     ),
-    "idefics3": (
-        _with_tokenizer(
-            Idefics3Processor,
-            Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 28}),
-            image_seq_len=4,
-            tokens=["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES],
-        ),
-        {"scale_factor": 2},
-    ),
+    **{
+        name: (
+            _with_tokenizer(
+                kind,
+                image_kind(size={"longest_edge": 112}, max_image_size={"longest_edge": 28}),
+                *more,
+                image_seq_len=4,
+                tokens=["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES],
+            ),
+            {"scale_factor": 2},
+        )
+        for name, kind, image_kind, *more in (
+            ("idefics3", Idefics3Processor, Idefics3ImageProcessorPil),
+            ("smolvlm", SmolVLMProcessor, SmolVLMImageProcessorPil, None),
+        )
+    },
     "gemma3": (
         _with_tokenizer(Gemma3Processor, Gemma3ImageProcessorPil(size=SQUARE), image_seq_length=4),
         {"mm_tokens_per_image": 4},
