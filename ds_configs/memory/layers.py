@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 
 from ..specs.job import TrainingJob
@@ -105,7 +106,18 @@ def rank_step(
     layout: Layout, share: RankShare, job: TrainingJob, *, unmasked: Attention = "auto", gpu: bool = True
 ) -> RankStep:
     """Return a rank's micro-batch with the bytes of its activations."""
-    model, mode = share.model, activation_mode(layout, job)
+    size, engine = layout.micro_batch_size, layout.engine
+    # Many candidates of a search differ in nothing else that a layer's bytes depend on.
+    same = Layout(engine=engine, micro_batch_size=size, sp=layout.sp, cp=layout.cp, tiled_mlp=layout.tiled_mlp)
+    traced = _layer_bytes(same, share.model, job, share.has_head, unmasked, gpu)
+    return RankStep(layout=layout, share=share, job=job, traced=traced, mode=activation_mode(layout, job), on_gpu=gpu)
+
+
+@lru_cache(maxsize=1024)
+def _layer_bytes(
+    layout: Layout, model: ModelSpec, job: TrainingJob, has_head: bool, unmasked: Attention, gpu: bool
+) -> ActivationEstimate:
+    mode = activation_mode(layout, job)
     if TASKS[job.task].pads and (layout.micro_batch_size > 1 or model.sliding_window):
         # Sequences of different lengths have a padding mask, with which windows do not run in blocks.
         unmasked = "masked"
@@ -127,12 +139,12 @@ def rank_step(
         # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
         mask = tokens * job.seq_len_tokens // layout.cp
         traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
-    if not share.has_head:
+    if not has_head:
         # Without the final norm only rotary tables and masks are outside of layers.
         bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
         rest = activations_of(bare, replace(job, loss="eager"), layout.micro_batch_size, mode)
         traced = replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
-    return RankStep(layout=layout, share=share, job=job, traced=traced, mode=mode, on_gpu=gpu)
+    return traced
 
 
 def checkpoint_bytes(layout: Layout, traced: ActivationEstimate) -> int:

@@ -89,14 +89,13 @@ def at_moments(always: Terms, **more: Terms) -> dict[Moment, Terms]:
         same: Terms = dict(always)
         return dict.fromkeys(PHASES, same)
 
-    def added(terms: Terms, name: str) -> Terms:
-        if name not in more:
-            return terms
-        return summed(terms, more[name])
-
-    phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
+    phases: dict[str, Terms] = {
+        phase: summed(always, more[phase]) if phase in more else dict(always)
+        for phase in dict.fromkeys(PHASES.values())
+    }
     return {
-        moment: phases[phase] if moment == phase else added(phases[phase], moment) for moment, phase in PHASES.items()
+        moment: summed(phases[phase], more[moment]) if moment in more and moment != phase else phases[phase]
+        for moment, phase in PHASES.items()
     }
 
 

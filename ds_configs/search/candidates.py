@@ -346,6 +346,35 @@ class Candidate:
         layout = self.layout.changed(gradient_checkpointing=True, checkpointed_layers=layers)
         return replace(self, layout=layout)
 
+    @cached_property
+    def best_with_recomputed(self) -> tuple[Complexity, float]:
+        """Complexity with some recomputed layers, and the speed with one of them, which more layers do not reach."""
+        least = self.with_recomputed(1)
+        return least.complexity, least.tokens_per_second
+
+    @cached_property
+    def with_fewest_recomputed(self) -> Candidate | None:
+        """The layout with as few recomputed layers as fit; `None` if all are needed, or too few.
+
+        Recomputing all layers is a candidate that the search tries anyway.
+        """
+        everything, fitting = self.with_recomputed(None), None
+        if not everything.memory.fits:
+            return None
+        low, high = 0, -(-self.context.model.dimensions.num_layers // self.layout.pp)
+        most, least = (each.memory.gpu.high_bytes for each in (self, everything))
+        capacity = self.memory.gpu.capacity_bytes
+        while high - low > 1:
+            # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+            share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+            middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
+            partial = self.with_recomputed(middle)
+            if partial.memory.fits:
+                high, least, fitting = middle, partial.memory.gpu.high_bytes, partial
+            else:
+                low, most = middle, partial.memory.gpu.high_bytes
+        return fitting
+
     def with_offloaded(self, layers: int) -> Candidate:
         """Return the same layout with the inputs of its first `layers` in host memory."""
         return replace(self, layout=self.layout.changed(offloaded_checkpoints=layers))

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from math import ceil
 
 from ..legality.rules import legality_errors
 from ..memory.estimate import MemoryEstimate, second_model_bytes
@@ -105,30 +104,6 @@ def fewest_offloaded(candidate: Candidate) -> Candidate:
     return fitting
 
 
-def fewest_layers(candidate: Candidate) -> Candidate | None:
-    """Return the candidate with as few recomputed layers as fit; `None` if all are needed, or too few.
-
-    Recomputing all layers is a candidate that the search tries anyway.
-    """
-    everything, fitting = candidate.with_recomputed(None), None
-    model = candidate.context.model
-    if not everything.memory.fits:
-        return None
-    low, high = 0, -(-model.dimensions.num_layers // candidate.layout.pp)
-    most, least = (each.memory.gpu.high_bytes for each in (candidate, everything))
-    while high - low > 1:
-        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-        capacity = candidate.memory.gpu.capacity_bytes
-        share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
-        middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
-        partial = candidate.with_recomputed(middle)
-        if partial.memory.fits:
-            high, least, fitting = middle, partial.memory.gpu.high_bytes, partial
-        else:
-            low, most = middle, partial.memory.gpu.high_bytes
-    return fitting
-
-
 def _fastest(legal: list[Candidate]) -> Candidate:
     # A single candidate is not timed.
     return legal[0] if len(legal) == 1 else min(legal, key=_order)
@@ -149,35 +124,34 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     heap: list[tuple[float, Complexity, int, bool, Candidate]] = []
     order = count()
 
-    def push(candidate: Candidate, bound: float, *, partly: bool = False) -> None:
-        heapq.heappush(heap, (-bound, candidate.complexity, next(order), partly, candidate))
+    def push(candidate: Candidate, complexity: Complexity, bound: float, *, partly: bool = False) -> None:
+        heapq.heappush(heap, (-bound, complexity, next(order), partly, candidate))
 
     # No candidate of a layout needs to be timed if the leanest one does not fit.
     possible = [index for index in indices if explored.possible(index)]
     for index in possible:
         for candidate in explored.fastest_first(index):
-            push(candidate, candidate.tokens_per_second)
+            push(candidate, candidate.complexity, candidate.tokens_per_second)
     best: float | None = None
     near: list[Candidate] = []
     while heap:
-        bound, _, _, partly, candidate = heapq.heappop(heap)
+        bound, complexity, _, partly, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
-        if near and candidate.complexity >= min(other.complexity for other in near):
+        if near and complexity >= near[-1].complexity:
             # Neither faster nor simpler than one that fits.
             continue
         if partly:
-            fewest = fewest_layers(candidate)
-            if fewest is not None:
-                push(fewest, fewest.tokens_per_second)
+            if (fewest := candidate.with_fewest_recomputed) is not None:
+                push(fewest, complexity, fewest.tokens_per_second)
         elif candidate.memory.fits:
             best = best or candidate.tokens_per_second
             near.append(candidate)
         elif candidate.job.gradient_checkpointing == "auto" and not candidate.layout.gradient_checkpointing:
-            push(candidate, candidate.with_recomputed(1).tokens_per_second, partly=True)
+            push(candidate, *candidate.best_with_recomputed, partly=True)
     if best is None:
         return None
-    return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
+    return near[-1]
 
 
 def _fastest_with_cp_if_needed(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:

@@ -8,7 +8,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib import resources
 from math import prod
 from typing import Any, Literal
@@ -257,7 +257,7 @@ class ModelTraits:
     rope_type: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Description of a model for planning, from `config.json` or the meta device, never from weights."""
 
@@ -304,7 +304,7 @@ class ModelSpec:
         """Return a cheap hash that ignores the parameters: models are keys of many caches."""
         return hash((self.name, self.architecture, self.dimensions))
 
-    @property
+    @cached_property
     def traits(self) -> ModelTraits:
         sizes = self.dimensions
         return ModelTraits(
@@ -324,11 +324,11 @@ class ModelSpec:
             rope_type=self.rope_type,
         )
 
-    @property
+    @cached_property
     def parameter_count(self) -> int:
         return sum(parameter.total for parameter in self.parameters)
 
-    @property
+    @cached_property
     def has_score_head(self) -> bool:
         return any(parameter.name == "score.weight" for parameter in self.parameters)
 
@@ -339,11 +339,11 @@ class ModelSpec:
         backbone = tuple(parameter for parameter in self.parameters if parameter.group != "head")
         return replace(self, parameters=(*backbone, score), tied_embeddings=False)
 
-    @property
+    @cached_property
     def reads_images(self) -> bool:
         return self.task == "causal_lm" and any(name.startswith("vision_config.") for name, _ in self.settings)
 
-    @property
+    @cached_property
     def trained_part(self) -> ModelSpec:
         """The model without its frozen parts."""
         if not any(parameter.frozen for parameter in self.parameters):
@@ -366,12 +366,12 @@ class ModelSpec:
                 layers[parameter.name.split(".*.")[0]] += parameter.numel
         return max(layers.values(), default=0)
 
-    @property
+    @cached_property
     def parameters_outside_layers(self) -> int:
         """Parameters of embeddings, final norm and head; tied ones once."""
         return sum(parameter.total for parameter in self.parameters if not parameter.in_layer)
 
-    @property
+    @cached_property
     def tail_parameters(self) -> int:
         """Parameters of final norm and head, whose gradients come first; a tied head is the token embedding."""
         outside = [parameter for parameter in self.parameters if not parameter.in_layer]
@@ -382,11 +382,11 @@ class ModelSpec:
     def embedding_parameters(self) -> int:
         return self.dimensions.vocab_size * self.dimensions.hidden_size
 
-    @property
+    @cached_property
     def largest_parameter(self) -> int:
         return max(parameter.numel for parameter in self.parameters)
 
-    @property
+    @cached_property
     def largest_layer_matrix(self) -> int:
         """Elements of the largest Linear weight of a layer; 0 without any."""
         return max((p.numel for p in self.parameters if p.kind == "linear" and p.in_layer), default=0)
@@ -409,7 +409,7 @@ class ModelSpec:
             units[self.gather_module(parameter)] += parameter.numel
         return max(units.values())
 
-    @property
+    @cached_property
     def largest_layer_unit(self) -> int:
         """Elements of the largest module in a layer, which are gathered or reduced together."""
         units: dict[str, int] = defaultdict(int)
