@@ -41,7 +41,8 @@ class Settings(BaseModel):
 
     __dataclass_fields__: ClassVar[Any] = _Absent()
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+    # Only classes of a command that runs are built.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True, defer_build=True)
     group: ClassVar[str] = "Options"
     """The heading of this class's options in `--help`."""
 
