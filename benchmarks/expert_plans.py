@@ -95,7 +95,7 @@ def broken_rules(made: Plan, model: str, hardware: str, **job: Any) -> Iterator[
         if certain < without:
             yield f"context parallelism is not certainly faster: {certain:,.0f} and {without:,.0f} tokens/s"
     reached = utilization(chosen.time, made.model, made.hardware, made.job)
-    if reached < LOW_UTILIZATION and "Model FLOPs utilization" not in chosen.reason:
+    if reached < LOW_UTILIZATION and "MFU is" not in chosen.reason:
         yield f"an MFU of {reached:.1%} without its reason"
 
 

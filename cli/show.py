@@ -22,15 +22,16 @@ from ..ds_configs.specs.job import MODEL_ROLES, TrainingJob
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import term_title
 from ..ds_configs.step_time.utilization import utilization
+from ..trainers.reports.report import significant
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
 _FIRST_ROWS = 3
 """Alternatives on the first screen of a plan."""
-_FIRST_TERMS = 4
+_FIRST_TERMS = 3
 """Terms of memory on the first screen."""
-_UPPER_BOUND = "Activations and loss are an upper bound from the model's structure. The run may need less."
+_UPPER_BOUND = "Activations and loss are an upper bound from the model's structure."
 
 
 def console() -> Console:
@@ -73,20 +74,18 @@ def print_figures(out: Console, headings: Sequence[str], rows: Iterable[Sequence
 
 
 def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True, verbose: bool = False) -> None:
-    """Print a plan in at most 24 lines of 120 columns: model, layout, reason, memory, time, files and next command.
+    """Print a plan in at most 24 lines of 80 columns: model, layout, reason, memory, time, files and next command.
 
     `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them. `verbose` adds
     every term of memory and time, and every alternative.
     """
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
-    summary = (
-        f"  {model.architecture}, {human_count(model.parameter_count)} parameters, "
-        f"on {hardware.world_size} x {hardware.gpu} ({gigabytes(hardware.gpu_bytes)} GB usable each)"
-    )
-    out.print(Text.assemble((model.name, "bold"), summary))
-    out.print(Text.assemble(("Chosen  ", "bold green"), (display_name(chosen.layout), "bold")))
-    out.print(chosen.reason, markup=False)
+    size = f"  {human_count(model.parameter_count)} parameters, on {hardware.world_size} x {hardware.gpu}"
+    out.print(Text.assemble((model.name, "bold"), size))
+    # The reason begins with the name of the layout.
+    name = display_name(chosen.layout)
+    out.print(Text.assemble(("Chosen  ", "bold green"), (name, "bold"), chosen.reason.removeprefix(name)))
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
     (_show_terms if verbose else _show_totals)(out, plan)
     rows: list[tuple[str, ...]] = []
@@ -96,16 +95,13 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         recomputed = layout.recomputed_layers(layers)
         recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
         change = 100 * (candidate.time.tokens_per_second / chosen.time.tokens_per_second - 1)
-        # A layout that is too large has no speed, but a memory that is too small.
-        speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
-        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
+        speed = f"too large: {memory.lacks}" if memory.lacks else f"{change:+.1f} %"
         size = gigabytes(memory.gpu.high_bytes)
-        rows.append((display_name(layout), str(layout.micro_batch_size), recomputation, size, speed, verdict))
+        rows.append((display_name(layout), str(layout.micro_batch_size), recomputation, size, speed))
     if rows:
-        out.print()
-        headings = ("layout", "micro-\nbatch", "recom-\nputation", "GB", "tokens/s", "vs.\nchosen")
         title = "Alternatives" if verbose else f"Alternatives, {len(rows)} of {len(plan.rejected)}"
-        print_rows(out, headings, rows, title=title, figures=headings[1:])
+        headings = (title, "micro-\nbatch", "recom-\nputed", "GB", "speed vs.\nchosen")
+        print_rows(out, headings, rows, figures=headings[1:])
     if directory is not None or output_dir_hint:
         more = "Reasons" if verbose else "Every term and alternative: --verbose; reasons"
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
@@ -115,8 +111,7 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
 
         packages = missing_packages(planned_training_arguments(plan))
         for argument, package in packages.items():
-            out.print(f"Not installed, but required by {argument} of this plan: {package}", markup=False)
-            out.print(f"  pip install {package}", markup=False)
+            out.print(f"Not installed, but needed for {argument}: pip install {package}", markup=False)
         out.print(trainer_line(plan), markup=False)
     if directory is None:
         if output_dir_hint:
@@ -141,7 +136,7 @@ def _show_totals(out: Console, plan: Plan) -> None:
     chosen = plan.chosen
     largest = sorted(chosen.memory.gpu.terms.items(), key=lambda item: -item[1])[:_FIRST_TERMS]
     terms = ", ".join(f"{term_title(name)} {gigabytes(count)}" for name, count in largest)
-    out.print(f"Largest in the {chosen.memory.gpu.phase} phase: {terms} GB", markup=False)
+    out.print(f"Peak ({chosen.memory.gpu.phase} phase): {terms} GB", markup=False)
     if plan.activations == "upper bound":
         out.print(_UPPER_BOUND)
     _show_host_and_pools(out, plan)
@@ -149,10 +144,9 @@ def _show_totals(out: Console, plan: Plan) -> None:
         sizes = f"{gigabytes(choice.gpu_bytes)} GB per accelerator, {gigabytes(choice.host_bytes)} GB per host"
         out.print(f"{role.capitalize()}: {choice.placement}, {sizes}", markup=False)
     time, tokens = chosen.time, f"{chosen.time.tokens_per_second:,.0f} tokens/s"
-    interval = f"{time.seconds:.4f} s per step ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    reasons = doubts(chosen.layout, plan.model, plan.hardware, plan.job)
-    less_certain = f"; less certain for {len(reasons)} reason{'s' * (len(reasons) > 1)} (--verbose)" if reasons else ""
-    out.print(f"Speed: {tokens}{_model_flops(plan)}, {interval}{less_certain}")
+    seconds, low, high = (significant(value, 3) for value in (time.seconds, time.low_seconds, time.high_seconds))
+    less_certain = ", less certain" if doubts(chosen.layout, plan.model, plan.hardware, plan.job) else ""
+    out.print(f"Speed{less_certain}: {tokens}{_model_flops(plan)}, {seconds} s per step ({low} to {high})")
 
 
 def _show_terms(out: Console, plan: Plan) -> None:
@@ -168,8 +162,8 @@ def _show_terms(out: Console, plan: Plan) -> None:
     time, shown = chosen.time, _SHOWN_SHARE * chosen.time.seconds
     rows: list[tuple[str | Text, str | Text]]
     rows = [(term.title, f"{term.seconds:.4f}") for term in chosen.terms if term.seconds and term.seconds >= shown]
-    interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    rows.append((Text("total", style="bold"), Text(interval, style="bold")))
+    whole = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
+    rows.append((Text("total", style="bold"), Text(whole, style="bold")))
     print_rows(out, (title, "seconds"), rows, figures=("seconds",))
     for doubt in doubts(chosen.layout, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
@@ -185,13 +179,10 @@ def _show_host_and_pools(out: Console, plan: Plan) -> None:
     if plan.hardware.gpu != "CPU" and (kept := side_stream_pools(chosen.layout, plan.model, plan.job)):
         gpu, pools = chosen.memory.gpu, sum(kept.values())
         in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
-        out.print(
-            f"nvidia-smi may show {in_use} GB: {gigabytes(pools)} GB are free blocks of side streams, which torch "
-            "gives back before an allocation fails"
-        )
+        out.print(f"nvidia-smi may show {in_use} GB; torch frees {gigabytes(pools)} GB of them when needed")
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     nvme = f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else ""
-    assumed = " (assumed; set yours with --host-memory)" if "host_bytes_per_node" in plan.hardware.assumed else ""
+    assumed = " (assumed; --host-memory)" if "host_bytes_per_node" in plan.hardware.assumed else ""
     out.print(f"Host memory {used} of {capacity} GB per node{nvme}{assumed}")
 
 

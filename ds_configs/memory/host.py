@@ -28,7 +28,7 @@ TERMS = (
         label="optimizer on the host",
     ),
     StepTerm("host_copies", "copies of gradients and parameters over PCIe", label="copies over PCIe"),
-    StepTerm("nvme", "reads and writes of optimizer states on NVMe"),
+    StepTerm("nvme", "reads and writes of optimizer states on NVMe", label="NVMe"),
     Term("pinned_rounding", "torch rounds pinned blocks of up to 64 MiB up to powers of two", lives_on="host"),
     Term("nvme_optimizer_buffers", "pinned buffers: buffer_count * 4 B * the largest sub-group shard", lives_on="host"),
     Term("nvme_parameter_buffers", "pinned buffers: buffer_count * buffer_size in compute precision", lives_on="host"),

@@ -554,7 +554,8 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         loaded = f", a model loaded with dtype=torch.{'bfloat16' if job.weights_dtype == 'bf16' else 'float32'}"
     lines = [
         f"{plan.model.name} on {hardware.name}: {layout.label}, micro-batch {layout.micro_batch_size} x "
-        f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
+        f"{layout.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB, "
+        f"{plan.chosen.time.tokens_per_second:,.0f} tokens/s",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
         trainer_line(plan),

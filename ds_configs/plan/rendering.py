@@ -176,50 +176,36 @@ def trainer_line(plan: LaunchSpec) -> str:
     """Return whether a stock Trainer can run a plan, and what it needs for that."""
     layout, job = plan.chosen.layout, plan.job
     if job.teacher:
-        return "Trainer: use `shardwright distill`, or DistillationTrainer in your script"
+        return "Trainer: `shardwright distill`, or DistillationTrainer in your script"
     if layout.pp > 1 or layout.cp > 1:
-        axis = "pipeline" if layout.pp > 1 else "context parallelism"
-        return f"Trainer: a stock Trainer cannot run the {axis}; use `shardwright train`, or trainer_for in your script"
-    needs = []
-    if layout.axes:
-        axes = ", ".join(f"{axis.upper()} {size}" for axis, size in layout.axes.items())
-        needs.append(f"`shardwright launch` or trainer_for for {axes}")
-    elif plan.hardware.gpu == "CPU" and layout.engine != "single":
-        needs.append("`shardwright launch` for CPU ranks")
-    if layout.recomputes_in_part:
-        needs.append("`shardwright launch`, PlanCallback or trainer_for to recompute some layers only")
-    if features := [
-        name
-        for name, is_on in (
-            ("tiled MLPs", layout.tiled_mlp),
-            ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
-            (
-                "checkpoints in host memory",
-                layout.offloaded_checkpoints > 0 and "offload" not in checkpointing_kwargs(plan),
-            ),
-            ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
-        )
-        if is_on
-    ]:
-        needs.append(f"`shardwright launch`, PlanCallback or trainer_for for {', '.join(features)}")
-    if layout.zero_stage == 3 and job.method == "qlora" and not layout.recomputes_in_part:
-        why = "which keep gathered weights out of the backward pass"
-        needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
+        axis = "pipelines" if layout.pp > 1 else "context parallelism"
+        return f"Trainer: `shardwright train` or trainer_for; a stock Trainer has no {axis}"
+    needs = [f"{axis.upper()} {size}" for axis, size in layout.axes.items()]
+    if plan.hardware.gpu == "CPU" and layout.engine != "single" and not layout.axes:
+        needs.append("CPU ranks")
     spec, sharded = OPTIMIZERS[job.optimizer], layout.engine == "fsdp2"
     prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
     if layout.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
-        needs.append(f"`shardwright launch` or trainer_for, which prepare {job.optimizer}")
+        needs.append(job.optimizer)
     elif job.optimizer == "muon":
-        needs.append("`shardwright launch`, or trainer_for with args=plan.training_arguments(...), for optim=muon")
+        needs.append("muon (arguments: plan.training_arguments)")
     stock_bytes = stock_loading_bytes(layout, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
-        size = gigabytes(stock_bytes)
-        needs.append(
-            f"`shardwright launch`, whose first rank alone reads weights, or loading needs up to {size} GB per node"
-        )
+        needs.append(f"loading: up to {gigabytes(stock_bytes)} GB per node without")
+    alone = {
+        "partial recomputation": layout.recomputes_in_part,
+        "tiled MLPs": layout.tiled_mlp,
+        "the tiled loss": job.loss == "chunked" and not uses_liger(plan),
+        "checkpoints in host memory": layout.offloaded_checkpoints > 0 and "offload" not in checkpointing_kwargs(plan),
+        "windows without a mask": has_window_blocks(plan.model, job.seq_len_tokens),
+        # Gathered weights would stay in the graph of the backward pass.
+        "QLoRA under ZeRO-3": layout.zero_stage == 3 and job.method == "qlora" and not layout.recomputes_in_part,
+    }
+    way = "trainer_for" if needs else "PlanCallback"
+    needs += [name for name, is_on in alone.items() if is_on]
     if needs:
-        return f"Trainer: a stock Trainer needs {'; and '.join(needs)}"
-    return "Trainer: a stock Trainer runs this plan, with `accelerate launch` or `shardwright launch`"
+        return f"Stock Trainer: use `shardwright launch` or {way} ({', '.join(needs)})"
+    return "Stock Trainer: use `accelerate launch` or `shardwright launch`"
 
 
 FUSED_LOSS_ONLY = {

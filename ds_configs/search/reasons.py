@@ -76,16 +76,11 @@ def chosen_reason(
     batch_size = layout.global_batch_size
     size = f"{batch_size:,} sequence{'s' if batch_size > 1 else ''} ({batch_size * best.job.seq_len_tokens:,} tokens)"
     batch_reason = global_batch_reason(best.job, context.hardware.world_size, batch_size)
-    global_batch = f"Global batch {size}, {batch_reason}."
-    if best.job.global_batch_size is None:
-        global_batch = f"Global batch {size} for every layout: {batch_reason}. --global-batch-size changes it."
+    set_by = " (--global-batch-size)" if best.job.global_batch_size is None else ""
     sentences = [
         f"{display_name(layout)} is {_preference(best, context, rows)}.",
-        f"It reaches {time.tokens_per_second:,.0f} tokens/s ({_seconds(time.seconds)} s per step) and needs "
-        f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
-        f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
-        global_batch,
+        f"Global batch {size}: {batch_reason}{set_by}.",
     ]
     if job.task in GROUPED_TASKS and job.generation != "vllm-server":
         sentences.append(_generation(best, context))

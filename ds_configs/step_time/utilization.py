@@ -71,4 +71,4 @@ def low_utilization_reason(time: StepTime, model: ModelSpec, hardware: HardwareS
         for term, seconds in most
         if seconds >= _NAMED_SHARE * time.seconds
     ]
-    return f"Model FLOPs utilization (MFU) is {reached:.1%}; the rest of a step is mostly {', '.join(shares)}."
+    return f"MFU is {reached:.1%}; the rest of a step is mostly {', '.join(shares)}."

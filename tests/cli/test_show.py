@@ -46,7 +46,10 @@ def test_a_plan_is_readable_at_every_width(
 
 
 @pytest.mark.parametrize("entry", [entry.name for entry in GALLERY])
-def test_the_first_screen_of_a_plan_has_24_lines(capsys: pytest.CaptureFixture[str], entry: str) -> None:
+def test_the_first_screen_of_a_plan_has_24_lines_of_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     plan = gallery_plan(gallery_entry(entry))
     show_plan(plan, Path("plan"))
     shown = capsys.readouterr().out

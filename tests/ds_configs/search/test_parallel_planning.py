@@ -214,7 +214,7 @@ def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
     assert parallel.get("parallelism_config_cp_size", 1) == made.chosen.layout.cp
     if axis == "pp":
         assert config["zero_optimization"]["stage"] in (0, 1)
-    assert "# Trainer: a stock Trainer " in texts["launch.sh"]
+    assert "Trainer: " in texts["launch.sh"]
 
 
 def test_accelerate_reads_the_parallelism(tmp_path, monkeypatch):

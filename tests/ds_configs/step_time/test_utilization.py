@@ -40,7 +40,7 @@ def test_a_plan_of_low_utilization_names_what_takes_the_time():
     chosen = plan.chosen
     reached = utilization(chosen.time, plan.model, plan.hardware, plan.job)
     assert reached < LOW_UTILIZATION
-    figures = re.search(r"MFU\) is (.+)%; the rest of a step is mostly optimizer on the host \((\d+)%\)", chosen.reason)
+    figures = re.search(r"MFU is (.+)%; the rest of a step is mostly optimizer on the host \((\d+)%\)", chosen.reason)
     assert figures is not None
     assert float(figures[1]) == pytest.approx(100 * reached, abs=0.1)
     assert float(figures[2]) == pytest.approx(100 * chosen.time.terms["host_optimizer"] / chosen.time.seconds, abs=1)
