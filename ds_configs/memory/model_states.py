@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
@@ -252,6 +253,8 @@ def model_state_terms(
         weights = width * shard + parameters.frozen_shard_bytes(layout)
         rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
         step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
+        # Tied weights are in the unit of the whole model, which is reduced last.
+        parameters = replace(parameters, trainable_tail=0) if model.tied_embeddings else parameters
         return at_moments(
             rest, init=loaded_unit(model, job), **growing_gradients(layout, parameters, width * shard), step=step
         )
