@@ -182,7 +182,15 @@ def run(arguments: Sequence[str]) -> int:
         return code
 
     try:
-        command, bound = resolve(app, arguments)
+        try:
+            command, bound = resolve(app, arguments)
+        except (CycloptsError, ShardwrightError):
+            # What has to be installed is said before what has to be stated.
+            if (_COMMANDS.keys() - _RELEASES_UNCHECKED - _PLANNING).intersection(arguments[:1]):
+                from ..plugins.releases import REQUIRED, check_releases
+
+                check_releases(REQUIRED)
+            raise
         # Help is a function of Cyclopts, for which torch must not be imported.
         name = arguments[0] if arguments and command.__module__.startswith(__package__) else ""
         if name in _COMMANDS and name not in _RELEASES_UNCHECKED:

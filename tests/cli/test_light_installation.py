@@ -119,8 +119,9 @@ def test_what_trains_or_counts_states_the_extra_and_other_errors_their_cause(wor
     (work / "config.json").write_text(json.dumps(UNSTORED | {"num_heads": 4, "vocab_size": 100}))
     (work / "pasted.json").write_text('{\n  // from the model page\n  "model_type": "llama"\n}')
     (work / "ds_config.json").write_text('{\n"bf16": {"enabled": true},\n"gradient_cliping": 1.0}')
-    train, unstored, local, pasted, check = light(
+    train, without_output, unstored, local, pasted, check = light(
         ("train", "no-such-model", "--dataset", "none.jsonl", "--output-dir", "tuned"),
+        ("train", "no-such-model", "--dataset", "none.jsonl"),
         ("plan", "config.json", "--hardware", "1xL40S"),
         ("plan", LLAMA, "--hardware", "local"),
         ("plan", "pasted.json", "--hardware", "1xL40S"),
@@ -129,6 +130,7 @@ def test_what_trains_or_counts_states_the_extra_and_other_errors_their_cause(wor
     )
     assert (train.returncode, train.stdout, len(train.stderr.splitlines())) == (2, "", 1)
     assert train.stderr.endswith("are not installed; pip install 'shardwright[train]'\n")
+    assert without_output == train
     assert not (work / "tuned").exists()
     for result in (unstored, local):
         assert result.returncode == 2 and "pip install 'shardwright[train]'" in result.stderr, result.stderr
