@@ -34,6 +34,7 @@ from .generation import GENERATION_ERROR, generation_seconds
 from .model_work import (
     Pass,
     StepInputs,
+    before_attention,
     device_of,
     head_passes,
     layer_passes,
@@ -137,10 +138,8 @@ def stage_seconds(
 ) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
     layout, job, software, layers = step.layout, step.job, step.software, stage.num_layers
-    full, quantized, element = job.method == "full", job.method == "qlora", job.compute_bytes
-    forward, backward = layer_passes(
-        step.work, step.tokens, job.seq_len_tokens, step.device, software, element, full, quantized
-    )
+    full, element = job.method == "full", job.compute_bytes
+    forward, backward = layer_passes_of(step)
     if not full:
         forward, backward = (
             replace(one, memory=one.memory + more.memory, kernels=one.kernels + more.kernels)
@@ -244,13 +243,18 @@ def stage_seconds(
     ahead *= busy / device if device else 1.0
     hiding = ahead
     if software.waits_in_layers and layout.micro_batch_size == 1:
-        # The next layer's gather starts after the host launched the rest of this one and ran its hooks.
-        launches = layers * forward.kernels * step.constants.launch_seconds
-        hiding = max(0.0, ahead - launches - hooks)
-    in_forward, slowed_forward = exposed(step, gathers, hiding)
-    behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(step) else 0.0)
-    in_backward, slowed_backward = exposed(step, behind, busy - ahead)
-    alone = 0.0 if overlaps_reductions(step) else traffic.reductions_each
+        # When attention starts, the host launches the rest of the layer and runs hooks. Then the next gather starts.
+        start = before_attention(step)
+        launches = (forward.kernels - start.kernels) * step.constants.launch_seconds
+        hiding = max(0.0, layers * (forward.device - start.device - launches) - hooks)
+    # Nothing hides the gather before the first layer and the reduction after the last one.
+    edge = 1 / (layers + 1)
+    in_forward, slowed_forward = exposed(step, (1 - edge) * gathers, hiding)
+    alone = traffic.reductions_each * (edge if overlaps_reductions(step) else 1.0)
+    in_backward, slowed_backward = exposed(
+        step, traffic.gathers_backward + traffic.reductions_each - alone, busy - ahead
+    )
+    alone += edge * gathers
     terms["parameter_gathers"] = in_forward + in_backward + alone
     terms["overlap_slowdown"] = slowed + slowed_forward + slowed_backward
     # Copies of layer inputs to the host and back that these layers do not hide. Copy engines do not slow down
@@ -287,6 +291,14 @@ def _mlp_seconds(step: StepInputs) -> float:
     return products + (gradients + inner) / device.memory_bytes_per_s
 
 
+def layer_passes_of(step: StepInputs) -> tuple[Pass, Pass]:
+    job = step.job
+    full, quantized = job.method == "full", job.method == "qlora"
+    return layer_passes(
+        step.work, step.tokens, job.seq_len_tokens, step.device, step.software, job.compute_bytes, full, quantized
+    )
+
+
 def overlaps_reductions(step: StepInputs) -> bool:
     layout = step.layout
     return step.software.overlaps_reduction and (layout.engine != "deepspeed" or layout.zero.overlap_comm)
@@ -297,7 +309,12 @@ def exposed(step: StepInputs, communication: float, computation: float) -> tuple
     if communication <= 0:
         return 0.0, 0.0
     hidden = min(communication, computation)
-    return communication - hidden, step.constants.overlap_slowdown * hidden
+    slowdown = step.constants.overlap_slowdown
+    if step.work.expert_products:
+        passes = layer_passes_of(step)
+        more = (step.constants.grouped_slowdown - 1) * sum(one.grouped for one in passes)
+        slowdown += more / (more + sum(one.device for one in passes))
+    return communication - hidden, slowdown * hidden
 
 
 class StageParameters(NamedTuple):
@@ -434,6 +451,11 @@ def _adapter_passes(step: StepInputs) -> tuple[Pass, Pass]:
     return added(10 * outputs + casts * inputs, 6 * count), added(4 * outputs + (6 + casts) * inputs, 10 * count)
 
 
+_CASTING_COPY = 1.2
+"""Time of FSDP2's copy of gradients with a cast to fp32, relative to one of as many bytes without: 278 and 500 billion
+elements per second on an H100, of 6 and 4 bytes (pytorch pull request 120678)."""
+
+
 def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
@@ -451,7 +473,10 @@ def _weight_traffic(step: StepInputs, parameters: StageParameters) -> float:
         reduces_each = layout.engine == "fsdp2" or (layout.zero_stage or 0) >= 2
         gradient_bytes = 3.0 * job.compute_bytes
         if reduces_each:
-            gradient_bytes = float(job.compute_bytes + (step.software.reduction_bytes or job.compute_bytes))
+            reduced_bytes = step.software.reduction_bytes or job.compute_bytes
+            gradient_bytes = float(job.compute_bytes + reduced_bytes)
+            if step.software.copies_gathered and layout.engine == "fsdp2" and reduced_bytes > job.compute_bytes:
+                gradient_bytes *= _CASTING_COPY
     traffic = (24.0 if autocast else gradient_bytes) * trainable
     if step.software.copies_gathered and layout.engine == "fsdp2" and layout.dp_shard > 1:
         # Read and written, in the forward and in the backward pass.

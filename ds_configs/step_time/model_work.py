@@ -137,6 +137,8 @@ class Device:
     """Tokens of a sequence with which attention reaches half of these FLOP/s."""
     memory_bytes_per_s: float
     """Bandwidth that memory-bound operations reach."""
+    elementwise_bytes_per_s: float
+    """Bandwidth that norms, activation functions, rotary embeddings and the loss reach."""
     layer_speedup: float
     """Speed-up of products inside layers: 2 with fp8."""
     constants: GpuConstants
@@ -163,6 +165,8 @@ class Pass:
     """Seconds of a part of the model in one direction."""
 
     products: float = 0.0
+    grouped: float = 0.0
+    """Part of the products that grouped kernels of experts compute."""
     attention: float = 0.0
     memory: float = 0.0
     """Memory-bound operations, and the device time to start kernels."""
@@ -198,6 +202,8 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
         narrow_attention=narrow,
         attention_half_tokens=half_tokens,
         memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
+        elementwise_bytes_per_s=hardware.memory_bytes_per_s
+        * (constants.elementwise_efficiency if software.elementwise else constants.memory_efficiency),
         layer_speedup=2.0 if software.float8 else 1.0,
         constants=constants,
     )
@@ -240,7 +246,7 @@ def layer_passes(
 
     `tokens` are those that a rank computes, with sequences split by sequence and context parallelism.
     """
-    forward = backward = 0.0
+    forward = backward = grouped = grouped_back = 0.0
     for product in work.products:
         ahead, back = _both_passes(product, tokens, device, full=full)
         forward, backward = forward + product.count * ahead, backward + product.count * back
@@ -250,43 +256,62 @@ def layer_passes(
         tokens_per_expert = tokens * groups * work.whole.experts_per_token / work.whole.num_experts
         for product in work.expert_products:
             ahead, back = _expert_passes(product, tokens_per_expert, device, element_bytes, full=full)
-            forward += work.local_experts * product.count * ahead
-            backward += work.local_experts * product.count * back
+            grouped += work.local_experts * product.count * ahead
+            grouped_back += work.local_experts * product.count * back
     attention, attention_back, scores = _attention(work, tokens, seq_len_tokens, device, software, element_bytes)
     width = element_bytes / 2
     divided = work.share.query_size / work.whole.query_size if software.sequence_parallel_norms else 1.0
     hidden = tokens * work.whole.hidden_size * divided * width
     inner = tokens * work.inner_size * width
-    of_projected = software.projected_bytes + (software.normed_bytes if work.norms_queries else 0.0)
-    projected = tokens * (work.share.query_size + work.share.key_value_size) * of_projected * width / 2
+    projected = tokens * (work.share.query_size + work.share.key_value_size) * width
+    of_norms = (software.normed_bytes_forward, software.normed_bytes_backward) if work.norms_queries else (0.0, 0.0)
+    of_projected, of_projected_back = (software.projected_bytes / 2 + of_norm for of_norm in of_norms)
     expanded = 2.5 * work.layer_parameters if quantized else 0.0
     constants = device.constants
-    traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + projected + expanded
-    traffic += software.score_bytes_forward * scores * width
-    traffic_back = software.hidden_bytes_backward * hidden + software.inner_bytes_backward * inner + projected
-    traffic_back += software.score_bytes_backward * scores * width + expanded
+    traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + expanded
+    traffic += software.score_bytes_forward * scores * width + of_projected * projected
+    traffic_back = software.hidden_bytes_backward * hidden + software.inner_bytes_backward * inner
+    traffic_back += software.score_bytes_backward * scores * width + of_projected_back * projected + expanded
     kernels, kernels_back = software.kernels_forward, software.kernels_backward
+    memory, memory_back = traffic / device.elementwise_bytes_per_s, traffic_back / device.elementwise_bytes_per_s
     if work.expert_products:
         sizes, rows = work.whole, tokens * work.whole.experts_per_token * width
         of_experts, of_experts_back = (
             rows * (of_hidden * sizes.hidden_size + of_inner * sizes.expert_intermediate_size)
             for of_hidden, of_inner in zip(_ROUTED_HIDDEN_BYTES, _ROUTED_INNER_BYTES, strict=True)
         )
-        traffic, traffic_back = traffic + of_experts, traffic_back + of_experts_back
+        memory += of_experts / device.memory_bytes_per_s
+        memory_back += of_experts_back / device.memory_bytes_per_s
         kernels, kernels_back = kernels + _ROUTED_KERNELS[0], kernels_back + _ROUTED_KERNELS[1]
     return (
         Pass(
-            products=forward,
+            products=forward + grouped,
+            grouped=grouped,
             attention=attention,
-            memory=traffic / device.memory_bytes_per_s + kernels * constants.kernel_seconds,
+            memory=memory + kernels * constants.kernel_seconds,
             kernels=kernels,
         ),
         Pass(
-            products=backward,
+            products=backward + grouped_back,
+            grouped=grouped_back,
             attention=attention_back,
-            memory=traffic_back / device.memory_bytes_per_s + kernels_back * constants.kernel_seconds,
+            memory=memory_back + kernels_back * constants.kernel_seconds,
             kernels=kernels_back,
         ),
+    )
+
+
+def before_attention(step: StepInputs) -> Pass:
+    """Return the part of a layer's forward pass before attention: a norm, projections and rotary embeddings."""
+    work, software, width = step.work, step.software, step.job.compute_bytes / 2
+    sizes, hidden = work.share, work.whole.hidden_size
+    of_norms = software.normed_bytes_forward if work.norms_queries else 0.0
+    traffic = hidden * software.hidden_bytes_forward / 2
+    traffic += (sizes.query_size + sizes.key_value_size) * (software.projected_bytes / 2 + of_norms)
+    return Pass(
+        products=product_seconds(step.device, step.tokens, sizes.query_size + 2 * sizes.key_value_size, hidden),
+        memory=step.tokens * width * traffic / step.device.elementwise_bytes_per_s,
+        kernels=software.kernels_forward / 2,
     )
 
 
@@ -377,12 +402,12 @@ def _expert_passes(
 ) -> tuple[float, float]:
     """Return the seconds of one expert's products in a grouped kernel, forward and backward.
 
-    Groups end inside a tile, half of whose rows are empty on average: tiles have 64 rows for up to 128 tokens per
-    expert, else 128 (torch, aten/src/ATen/native/cuda/GroupMM.cu). With few tokens, reading the weights takes longer
-    than multiplying, and so does writing their gradients.
+    A group is filled to complete tiles (`GpuConstants.group_rows`), half of one being empty on average. With few
+    tokens, reading the weights takes longer than multiplying, and so does writing their gradients.
     """
     out, within, constants = product.out_features, product.in_features, device.constants
-    empty = max(0.0, (32 if tokens <= 128 else 64) - constants.product_border)
+    filled = constants.group_rows / (1 if tokens > 128 else 2)
+    empty = max(0.0, filled / 2 - constants.product_border)
     moved = element_bytes * (out * within + tokens * (out + within)) / device.memory_bytes_per_s
     forward = max(moved, product_seconds(device, tokens + empty, out, within))
     backward = max(moved, constants.backward_slowdown * product_seconds(device, tokens + empty, within, out))
@@ -451,9 +476,9 @@ def head_passes(
     accumulated = 4.0 * rows * hidden * chunks if chunked and full else 0.0
     # Lookup of the embedding, final norm, and their gradients.
     around = tokens * hidden * (software.hidden_bytes_forward + software.hidden_bytes_backward) / 2
-    traffic = bytes_of_loss + accumulated + around
+    traffic = (bytes_of_loss + around) / device.elementwise_bytes_per_s + accumulated / device.memory_bytes_per_s
     kernels = software.kernels_outside + 10 * (chunks - 1)
-    memory = traffic / device.memory_bytes_per_s + kernels * constants.kernel_seconds
+    memory = traffic + kernels * constants.kernel_seconds
     return (
         Pass(products=forward, memory=memory / 2, kernels=kernels / 2),
         Pass(products=backward, memory=memory / 2, kernels=kernels / 2),

@@ -42,6 +42,8 @@ class GpuConstants:
     """As `sdpa_half_tokens` for this kernel."""
     memory_efficiency: float
     """Share of the datasheet's memory bandwidth that memory-bound operations reach."""
+    elementwise_efficiency: float
+    """The same for PyTorch's element-wise kernels on contiguous tensors."""
     launch_seconds: float
     """Host time of launching one kernel from PyTorch: Python, dispatcher, autograd and driver."""
     kernel_seconds: float
@@ -69,6 +71,10 @@ class GpuConstants:
     infinite if the host always runs ahead."""
     overlap_slowdown: float
     """Computation lost per second of concurrent communication, which uses memory bandwidth and processors."""
+    group_rows: int = 128
+    """Multiple to which a grouped kernel fills the rows of each expert; half of it with up to 128 rows on average."""
+    grouped_slowdown: float = 1.0
+    """Time of grouped products during a collective, relative to that without."""
     scatter_share: float = 0.5
     """Time of a large all-gather or reduce-scatter divided by that of an equal all-reduce: one half on rings."""
     zero3_module_seconds: float
@@ -225,6 +231,8 @@ class Software:
     """Whether the host waits for the device in each layer's attention if a micro-batch has one sequence. Transformers
     asks whether it is packed (5.17.0, `_is_packed_sequence`), for which NVIDIA Automodel has a patch
     (`FSDP2Config.patch_is_packed_sequence`)."""
+    elementwise: bool = False
+    """Whether the traffic of layers and loss is counted kernel by kernel, so that `elementwise_efficiency` applies."""
     hidden_bytes_forward: float
     """Memory traffic of norms, residuals and dropout in a layer's forward pass, per element of hidden size."""
     hidden_bytes_backward: float
@@ -235,8 +243,10 @@ class Software:
     """The same in the backward pass."""
     projected_bytes: float = 0.0
     """Memory traffic of rotary embeddings and transposes, per element of queries and keys, both passes."""
-    normed_bytes: float = 0.0
-    """Memory traffic of norms of queries and keys, where a model has them, per element of both, both passes."""
+    normed_bytes_forward: float = 0.0
+    """Memory traffic of norms of queries and keys, where a model has them, per element of both."""
+    normed_bytes_backward: float = 0.0
+    """The same in the backward pass."""
     score_bytes_forward: float = 0.0
     """Memory traffic of eager attention per score between its products: mask, softmax, dropout."""
     score_bytes_backward: float = 0.0
@@ -303,13 +313,17 @@ class Software:
 
 TRANSFORMERS = Software(
     attention="sdpa",
-    hidden_bytes_forward=84.0,
-    hidden_bytes_backward=130.0,
+    elementwise=True,
+    # Two norms and two residuals.
+    hidden_bytes_forward=2 * 42.0 + 12.0,
+    # Five gradients are added to others.
+    hidden_bytes_backward=2 * 98.0 + 30.0,
     inner_bytes_forward=10.0,
     inner_bytes_backward=18.0,
-    projected_bytes=60.0,
-    normed_bytes=95.0,
-    loss_bytes=32.0,
+    projected_bytes=52.0,
+    normed_bytes_forward=42.0,
+    normed_bytes_backward=98.0,
+    loss_bytes=42.0,
     kernels_forward=45.0,
     kernels_backward=85.0,
     optimizer_bytes=44.0,
@@ -317,8 +331,9 @@ TRANSFORMERS = Software(
     step_seconds=5e-3,
     micro_batch_seconds=2e-3,
 )
-"""Transformers 5 with eager RMSNorm in fp32 (36 bytes for each of two, 59 backward), rotary embeddings, SDPA and
-SwiGLU, counted operation by operation in `modeling_llama.py`, reads and writes."""
+"""Transformers 5 with eager RMSNorm in fp32, rotary embeddings, SDPA and SwiGLU: reads and writes of the operations
+that autograd dispatches for a layer of `modeling_llama.py` and for its loss. Bytes of casts between types count 1.5
+times, because casts reach 1,937 GB/s where other element-wise kernels reach 2,882 (docs/measurements/gpu.md)."""
 
 
 COMPILED_TRAFFIC: Mapping[str, Any] = {
@@ -328,7 +343,8 @@ COMPILED_TRAFFIC: Mapping[str, Any] = {
     "inner_bytes_backward": 10.0,
     "projected_bytes": 12.0,
     # A norm reads and writes 2 bytes, and reads 4 and writes 2 in the backward pass.
-    "normed_bytes": 10.0,
+    "normed_bytes_forward": 4.0,
+    "normed_bytes_backward": 6.0,
     "loss_bytes": 16.0,
     "kernels_forward": 15.0,
     "kernels_backward": 25.0,
@@ -344,7 +360,8 @@ _LIGER_TRAFFIC: Mapping[str, Any] = {
     "inner_bytes_backward": 10.0,
     # Rotated in place, both passes, besides the transposes.
     "projected_bytes": 24.0,
-    "normed_bytes": 10.0,
+    "normed_bytes_forward": 4.0,
+    "normed_bytes_backward": 6.0,
     "kernels_forward": 21.0,
     "kernels_backward": 45.0,
 }
@@ -363,7 +380,7 @@ _FLOAT8_TRAFFIC: Mapping[str, float] = {
 """What dynamic scaling of torchao's `Float8Linear` adds; torch.compile fuses about half of it into other kernels."""
 
 
-EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=20.0, score_bytes_backward=28.0)
+EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=23.0, score_bytes_backward=31.0)
 """The same with `eager_attention_forward`: scale, mask, fp32 softmax and its cast back are separate kernels."""
 
 
