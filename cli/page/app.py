@@ -167,7 +167,7 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
 
 def term_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     """Return every term of memory on an accelerator and on a host, and of the step's time, the largest first."""
-    groups: dict[Place, str] = {"accelerator": "accelerator memory", "host": "host memory", "step": "step"}
+    groups: dict[Place, str] = {"accelerator": "memory", "host": "host", "step": "step"}
     return [(group, *row) for place, group in groups.items() for row in rows_of_terms(plan.chosen.terms, place)]
 
 
@@ -221,6 +221,11 @@ def build_page() -> gr.Blocks:
     return page
 
 
+def _table(label: str, *percent: int) -> gr.Dataframe:
+    """Return a table whose cells are folded to the width of each column, so that a phone shows all columns."""
+    return gr.Dataframe(label=label, interactive=False, wrap=True, column_widths=[f"{width}%" for width in percent])
+
+
 def _plan_tab(page: gr.Blocks) -> None:
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
@@ -241,11 +246,13 @@ def _plan_tab(page: gr.Blocks) -> None:
             with gr.Row():
                 files = gr.DownloadButton("Download the files as ZIP", min_width=160)
                 keep = gr.Button("Keep to compare", min_width=160)
-            facts = gr.Dataframe(label="Figures", interactive=False, wrap=True, column_widths=["36%", "24%", "40%"])
+            facts = _table("Figures", 36, 24, 40)
             address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
-            bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
-            terms = gr.Dataframe(label="Memory and time by term", interactive=False, wrap=True)
-            others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
+            bars = gr.BarPlot(
+                x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=300, x_label_angle=-45
+            )
+            terms = _table("Memory and time by term", 14, 24, 16, 46)
+            others = _table("Other layouts", 22, 13, 18, 13, 34)
             command = gr.Textbox(label="Command", buttons=["copy"], interactive=False)
     kept, current = gr.State(), gr.State()
     stored = gr.BrowserState({}, storage_key="shardwright", secret="settings")  # noqa: S106

@@ -113,7 +113,7 @@ def test_a_new_field_of_a_job_and_a_new_second_model_are_declared_once(tmp_path:
     assert found["second plan"] == [None, "sharded", "judge"]
     assert {QWEN, "--judge", *placed} <= set(found["second flags"])
     assert all(QWEN in words and "--judge-placement" in words for words in found["second commands"])
-    assert {"accelerator memory", "step"} <= set(found["second terms"])
+    assert {"memory", "step"} <= set(found["second terms"])
     assert found["second page"][0] and "--judge c/d" in found["second page"][1]
     assert found["second error"] == "judge_placement = 'sharded': requires a judge; pass --judge too"
     for line in ("Judge", "Memory includes the judge", "judge weights"):
