@@ -1,9 +1,11 @@
 """What this project claims about GPUs, on one GPU in nine minutes.
 
-    python benchmarks/gpu_suite.py --output DIR [--only PART ...] [--write]
+    python benchmarks/gpu_suite.py --output DIR [--only PART ...] [--write] [--device cpu]
+    python benchmarks/gpu_suite.py --stored DIR/suite.json
 
 Each part is a process with a time limit of its own. One that fails or takes too long loses its own result only.
-`DIR/suite.json` has the outcome of every part. `--write` puts the tables of complete parts into the page of GPUs.
+`DIR/suite.json` has the outcome of every part. `--write` puts the tables of complete parts into the page of GPUs,
+`--stored` those of an earlier run, also of another machine. `--device cpu` tries the parts that need no GPU.
 """
 
 from __future__ import annotations
@@ -47,16 +49,20 @@ class Outcome:
     output: str
 
 
-def parts(directory: Path) -> dict[str, Part]:
+def parts(directory: Path, device: str = "cuda") -> dict[str, Part]:
     """Return the parts, the shortest first; their limits add up to nine minutes."""
     python = sys.executable
-    rates = (python, str(HERE / "gpu_rates.py"), "--json", str(directory / "rates.json"))
-    losses = (python, str(HERE / "kd_memory.py"), "--device", "cuda")
+    rates = (python, str(HERE / "gpu_rates.py"), "--json", str(directory / "rates.json"), "--device", device)
+    losses = (python, str(HERE / "kd_memory.py"), "--device", device)
     memory = (python, str(HERE / "gpu_memory.py"), "--into", str(directory / "memory.jsonl"), "--only", MEMORY_CASES)
-    return {
+    anywhere = {
         "rates": Part(arguments=rates, limit_seconds=90),
-        "distillation": Part(arguments=losses, limit_seconds=90),
         "equality": Part(arguments=(*losses, "--equality"), limit_seconds=120),
+    }
+    if device == "cpu":
+        return anywhere
+    return anywhere | {
+        "distillation": Part(arguments=losses, limit_seconds=90),
         "memory": Part(arguments=(*memory, "--seconds", "60"), limit_seconds=240),
     }
 
@@ -100,14 +106,24 @@ def updated(page: str, outcomes: Mapping[str, Outcome]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suite; return 1 if a part did not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", type=Path, metavar="DIR")
+    where.add_argument("--stored", type=Path, metavar="FILE", help=f"run nothing, update {DOCUMENT.name}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=tuple(parts(Path())), metavar="PART")
     parser.add_argument("--write", action="store_true", help=f"update {DOCUMENT.name}")
     options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
-    chosen = parts(options.output.resolve())
-    outcomes = run({name: chosen[name] for name in options.only or chosen}, options.output / "suite.json")
-    if options.write:
+    if options.write and options.device == "cpu":
+        parser.error(f"--write: {DOCUMENT.name} has results of GPUs. Omit it with --device cpu.")
+    if options.stored:
+        stored = json.loads(options.stored.read_text(encoding="utf-8"))
+        outcomes = {name: Outcome(**outcome) for name, outcome in stored.items()}
+    else:
+        options.output.mkdir(parents=True, exist_ok=True)
+        chosen = parts(options.output.resolve(), options.device)
+        wanted = options.only or tuple(chosen)
+        outcomes = run({name: part for name, part in chosen.items() if name in wanted}, options.output / "suite.json")
+    if options.write or options.stored:
         DOCUMENT.write_text(updated(DOCUMENT.read_text(encoding="utf-8"), outcomes), encoding="utf-8")
     return int(any(outcome.result != "passed" for outcome in outcomes.values()))
 
