@@ -207,7 +207,8 @@ def _part_errors(
         near = sorted(sorted(divisors, key=lambda n: abs(n - shared))[:2])
         rule = f"must divide num_attention_heads ({heads} % {shared} = {heads % shared})"
         reject("num_key_value_heads", rule, f"nearest legal values: {', '.join(map(str, near))}")
-    if isinstance(hidden, int) and config.get("head_dim") is None and hidden % heads:
+    # Heads of latent attention have widths of their own.
+    if isinstance(hidden, int) and not (config.get("head_dim") or config.get("qk_rope_head_dim")) and hidden % heads:
         rule = f"must be divisible by num_attention_heads ({hidden} % {heads} = {hidden % heads})"
         reject("hidden_size", rule, "add head_dim if the heads do not fill the hidden size", value=hidden)
     experts = config.get("num_local_experts", config.get("num_experts"))

@@ -314,7 +314,6 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "depth": _dense_then_routed,
     "kinds": _LATENT["kinds"],
     "attentions": ("fused", "math"),
-    "adapters": ("none",),
 }
 """Grouped heads, its first layers dense (GLM-4.5)."""
 _EXAONE4: dict[str, Any] = {
@@ -598,7 +597,7 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         model_type="glm4_moe_lite",
         sizes=draw_deepseek,
         settings=("hidden_act", "norm_topk_prob", "n_group", "topk_group"),
-        **(_LATENT | {"depth": _dense_then_sparse, "adapters": ("none",)}),
+        **(_LATENT | {"depth": _dense_then_sparse}),
     ),
     "Glm4MoeForCausalLM": KindFamily(
         model_type="glm4_moe",
