@@ -146,6 +146,12 @@ def test_families_equal_the_meta_device(model_type: str) -> None:
         assert_same(config)
 
 
+def test_heads_of_latent_attention_need_not_divide_the_hidden_size():
+    config = {"model_type": "glm4_moe_lite", "num_hidden_layers": 2, "hidden_size": 2048, "num_attention_heads": 20}
+    assert [error.where for error in config_errors(config, source="c")] == ["c: hidden_size"]
+    assert not config_errors(config | {"qk_rope_head_dim": 64}, source="c")
+
+
 @pytest.mark.parametrize(("model_type", "change"), ONLY_TRANSFORMERS_KNOWS)
 def test_families_decline_configs_that_only_transformers_knows(model_type: str, change: dict[str, Any]) -> None:
     assert model_spec_from_config(small(model_type) | change, name="m") is None
