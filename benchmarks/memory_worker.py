@@ -81,7 +81,11 @@ def image_batch(plan: Plan, case: Any) -> dict[str, torch.Tensor]:
         batch["image_grid_thw"] = torch.tensor([[1, side, side]] * count)
         return batch | {"mm_token_type_ids": types}
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
-    batch["pixel_values"] = torch.randn(count * sizes.images, 3, size, size, generator=generator)
+    pixels = torch.randn(count * sizes.images, 3, size, size, generator=generator)
+    batch["pixel_values"] = pixels
+    if "image_grid_pinpoints" in case.config:
+        batch["pixel_values"] = pixels.unflatten(0, (count, sizes.images))
+        batch["image_sizes"] = torch.tensor([plan.job.image_sides] * count)
     return batch | ({"token_type_ids": types} if case.model == "gemma3" else {})
 
 

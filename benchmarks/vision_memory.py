@@ -29,6 +29,8 @@ _TEXT = {
     "pad_token_id": 0,
 }
 _CLIP = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+_TILE = {**_CLIP, "image_size": 56, "patch_size": 14}
+_GRIDS = [[56 * rows, 56 * columns] for rows in (1, 2) for columns in (1, 2)]
 _PATCHES = {"depth": 4, "num_heads": 4, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _MARKS = {"image_token_id": 4095, "video_token_id": 4094, "vision_start_token_id": 4093, "vision_end_token_id": 4092}
@@ -75,6 +77,31 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "vision_config": {**_CLIP, "model_type": "siglip_vision_model", "image_size": 112, "patch_size": 14},
         "image_token_index": 4095,
         "mm_tokens_per_image": 16,
+    },
+    "llava_next": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_TILE, "model_type": "clip_vision_model"},
+        "image_token_index": 4095,
+        "image_grid_pinpoints": _GRIDS,
+    },
+    "llava_onevision": {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_TILE, "model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_token_index": 4095,
+        "image_grid_pinpoints": _GRIDS,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            **{"head_dim": 32, "intermediate_size": 192, "intermediate_size_mlp": 704, "num_local_experts": 4},
+            "interleave_moe_layer_step": 2,
+        },
+        "vision_config": {
+            **_TILE,
+            **{"intermediate_size": 512, "projector_input_dim": 256, "projector_output_dim": 256},
+            "vision_output_dim": 256,
+        },
+        "image_token_index": 4095,
     },
 }
 IMAGE_SIZE = "112x112"

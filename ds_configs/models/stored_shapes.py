@@ -307,6 +307,10 @@ def spec_of(
     if buffer_bytes is None or tied is None:
         return None
     layer_classes = set(stored["layer_classes"])
+    if (config.get("vision_config") or {}).get("vision_use_head") is False:
+        # SigLIP's pooling head, which published Gemma 3 and LLaVA-OneVision do not have.
+        parameters = tuple(p for p in parameters if not (image_part(p.name) and ".head." in p.name))
+        layer_classes.discard("SiglipMultiheadAttentionPoolingHead")
     if text is not None:
         parameters += text_parameters(text, texts, tied=bool(tied))
         buffer_bytes += text.buffer_bytes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from .kind_sizes import Values, draw_cohere, draw_delta_rule, draw_qwen3_next, draw_vit
+from shardwright.ds_configs.models.images import RULES
+
+from .kind_sizes import Values, draw_cohere, draw_delta_rule, draw_llama4, draw_qwen3_next, draw_vit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +18,10 @@ class Image:
     columns: int
     tokens: int
     """Tokens of the text that it becomes."""
+    tiles: int = 1
+    """Images that the tower reads."""
+    sides: tuple[int, int] = (0, 0)
+    """Height and width in pixels before it is resized, of an image of tiles."""
 
 
 SPECIAL_TOKENS = 8
@@ -47,6 +53,85 @@ def draw_llava(choose: random.Random) -> Values:
         "vision_config": vision | {"model_type": "clip_vision_model", "projection_dim": 8},
         "image_token_index": text["vocab_size"] - 1,
     }
+
+
+def draw_llava_next(choose: random.Random) -> Values:
+    """Draw sizes of LLaVA-NeXT, which splits an image into four or six tiles."""
+    return _tiled(draw_llava(choose), choose)
+
+
+def draw_llava_next_mistral(choose: random.Random) -> Values:
+    """Draw sizes of LLaVA-NeXT with Mistral."""
+    drawn = draw_llava_next(choose)
+    return drawn | {"text_config": drawn["text_config"] | {"model_type": "mistral", "sliding_window": None}}
+
+
+def draw_llava_onevision(choose: random.Random) -> Values:
+    """Draw sizes of LLaVA-OneVision: Qwen2, and the tower of SigLIP."""
+    text, vision = draw_cohere(choose) | {"pad_token_id": 0}, draw_vit(choose)
+    del vision["num_labels"]
+    drawn = {
+        "text_config": text | {"model_type": "qwen2"},
+        "vision_config": vision | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        **{"image_token_index": text["vocab_size"] - 1, "video_token_index": text["vocab_size"] - 2},
+    }
+    return _tiled(drawn, choose)
+
+
+_GRIDS = ((2, 2), (2, 3), (3, 2))
+
+
+def _tiled(values: Values, choose: random.Random) -> Values:
+    # Few patches, as an image has up to seven tiles. In one row or column, these are joined with one copy less.
+    vision = values["vision_config"] | {"image_size": choose.choice([2, 3, 4]) * values["vision_config"]["patch_size"]}
+    side = vision["image_size"]
+    grids = [[rows * side, columns * side] for rows, columns in _GRIDS]
+    return values | {"vision_config": vision, "image_grid_pinpoints": grids}
+
+
+def draw_tiles(choose: random.Random, values: Values) -> Image:
+    """Return an image of tiles and a thumbnail, of which padding is cut off."""
+    vision = values["vision_config"]
+    across = vision["image_size"] // vision["patch_size"]
+    settings = {f"vision_config.{name}": value for name, value in vision.items()}
+    settings["image_grid_pinpoints"] = " ".join(f"{rows}x{columns}" for rows, columns in values["image_grid_pinpoints"])
+    rule = RULES["llava_next" if vision["model_type"] == "clip_vision_model" else "llava_onevision"]
+    whole = {across**2 * (rows * columns + 1) + across * rows for rows, columns in _GRIDS}
+    while True:
+        height, width = (choose.randint(vision["image_size"] // 2, 3 * vision["image_size"]) for _ in range(2))
+        drawn = rule(settings, height, width, 0, None)
+        if drawn.features not in whole:
+            return Image(
+                rows=drawn.tiles * across,
+                columns=across,
+                tokens=drawn.features,
+                tiles=drawn.tiles,
+                sides=(height, width),
+            )
+
+
+def draw_llama4_vl(choose: random.Random) -> Values:
+    """Draw sizes of Llama 4 with its tower, of whose patches 2 x 2 become a token."""
+    text, vision = draw_llama4(choose) | {"pad_token_id": 0}, draw_vit(choose)
+    del vision["num_labels"]
+    projected = dict.fromkeys(
+        ("projector_input_dim", "projector_output_dim", "vision_output_dim"), 8 * choose.randint(5, 40)
+    )
+    vision |= {
+        "intermediate_size": 4 * vision["hidden_size"],
+        "image_size": vision["patch_size"] * choose.choice([4, 6, 8]),
+    }
+    return {
+        "text_config": text,
+        "vision_config": vision | projected,
+        "image_token_index": text["vocab_size"] - 1,
+    }
+
+
+def draw_shuffled_square(choose: random.Random, values: Values) -> Image:
+    """Return a tile of Llama 4."""
+    side = values["vision_config"]["image_size"] // values["vision_config"]["patch_size"]
+    return Image(rows=side, columns=side, tokens=(side // 2) ** 2)
 
 
 def _tower_of_patches(choose: random.Random) -> Values:

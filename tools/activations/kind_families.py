@@ -16,7 +16,11 @@ from .image_sizes import (
     draw_glm4v,
     draw_halved_square,
     draw_internvl,
+    draw_llama4_vl,
     draw_llava,
+    draw_llava_next,
+    draw_llava_next_mistral,
+    draw_llava_onevision,
     draw_merged_patches,
     draw_mistral3,
     draw_patches,
@@ -27,8 +31,10 @@ from .image_sizes import (
     draw_qwen3_5_vl,
     draw_qwen3_vl,
     draw_scaled_square,
+    draw_shuffled_square,
     draw_smolvlm,
     draw_square,
+    draw_tiles,
     draw_windows,
 )
 from .kind_sizes import (
@@ -322,6 +328,15 @@ _EXAONE4: dict[str, Any] = {
 }
 """Full layers have positions only where none has a window (EXAONE 4)."""
 
+_LLAMA4_WIDTHS = (
+    *(*_GROUPED_WIDTHS, "intermediate_size_mlp", "expert_intermediate_size", "expert_intermediate_size*experts"),
+)
+_LLAMA4_KINDS = {
+    "dense": "model.layers.*.feed_forward.down_proj.weight",
+    "chunked": "layer_types=chunked_attention - model.layers.*.feed_forward.down_proj.weight",
+    "full": "layer_types=full_attention",
+}
+
 
 def _delta_rule(prefix: str = "") -> tuple[str, ...]:
     """Return the widths of a gated delta rule: heads, queries, repeated queries, values."""
@@ -384,6 +399,42 @@ def _image_text(*widths: str, classes: bool = False) -> tuple[str, ...]:
     return (
         *(*_TEXT, "token*position*attention_heads", "position*head_dim", "patch", "patch*patch_pixels", *tower),
         *(*further, "image_token", "image_token*hidden_size", "image_token*vision_config.hidden_size"),
+    )
+
+
+def _llava(
+    model_type: str,
+    sizes: Callable[[random.Random], Values],
+    image: Callable[[random.Random, Values], Image] = draw_tiles,
+    settings: tuple[str, ...] = (),
+    **options: Any,
+) -> KindFamily:
+    """Return LLaVA, or its successors that split an image into tiles."""
+    tiled = image is draw_tiles
+    # Liger replaces no layers of the successors.
+    adapters = [name for name in _IMAGE_TEXT["adapters"] if name != "none_liger" or not tiled]
+    tower = _image_text("hidden_size", "intermediate_size", "num_attention_heads", classes=True)
+    return KindFamily(
+        model_type=model_type,
+        sizes=sizes,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        # The projector also reads patches of padding, which become no tokens.
+        more=(*tower, "patch*hidden_size") if tiled else tower,
+        depth=_towers,
+        kinds={
+            "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.model_type", "text_config.hidden_act", "vision_config.model_type"),
+            *("vision_config.hidden_act", "projector_hidden_act", "vision_feature_layer"),
+            *("vision_feature_select_strategy", *settings),
+        ),
+        inputs="tiles" if tiled else "images",
+        image=image,
+        # The last layer of CLIP's tower has no gradient.
+        shallow_layers=3,
+        **(_IMAGE_TEXT | {"adapters": tuple(adapters)} | options),
     )
 
 
@@ -708,17 +759,10 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
     "Llama4ForCausalLM": KindFamily(
         model_type="llama4_text",
         sizes=draw_llama4,
-        widths=(
-            *_GROUPED_WIDTHS,
-            *("intermediate_size_mlp", "expert_intermediate_size", "expert_intermediate_size*experts"),
-        ),
+        widths=_LLAMA4_WIDTHS,
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "token*experts*hidden_size", *_ROUTED),
         depth=_llama4,
-        kinds={
-            "dense": "model.layers.*.feed_forward.down_proj.weight",
-            "chunked": "layer_types=chunked_attention - model.layers.*.feed_forward.down_proj.weight",
-            "full": "layer_types=full_attention",
-        },
+        kinds=_LLAMA4_KINDS,
         interleaved=True,
         settings=("hidden_act", "use_qk_norm", "attn_temperature_tuning"),
         attentions=("fused", "math"),
@@ -918,26 +962,49 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         image=draw_merged_patches,
         **_IMAGE_TEXT,
     ),
-    "LlavaForConditionalGeneration": KindFamily(
-        model_type="llava",
-        sizes=draw_llava,
-        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
-        more=_image_text("hidden_size", "intermediate_size", "num_attention_heads", classes=True),
-        depth=_towers,
+    "LlavaForConditionalGeneration": _llava("llava", draw_llava, draw_square, attentions=("fused",)),
+    "LlavaNextForConditionalGeneration": _llava("llava_next", draw_llava_next),
+    "LlavaNextForConditionalGeneration mistral": _llava(
+        "llava_next", draw_llava_next_mistral, based_on="LlavaNextForConditionalGeneration"
+    ),
+    "LlavaOnevisionForConditionalGeneration": _llava(
+        "llava_onevision",
+        draw_llava_onevision,
+        settings=("text_config.use_sliding_window", "vision_config.vision_use_head"),
+    ),
+    "Llama4ForConditionalGeneration": KindFamily(
+        model_type="llama4",
+        sizes=draw_llama4_vl,
+        widths=tuple(
+            name.replace("intermediate_size_mlp", "text_config.intermediate_size_mlp") for name in _LLAMA4_WIDTHS
+        ),
+        more=(
+            *_image_text("hidden_size", "num_attention_heads", "head_dim", "projector_input_dim", classes=True),
+            *("image_token*vision_config.projector_input_dim", "token*experts*hidden_size", *_ROUTED),
+        ),
+        depth=lambda values, depths: (
+            values
+            | {
+                "text_config": _llama4(values["text_config"], {kind: depths[kind] for kind in _LLAMA4_KINDS}),
+                "vision_config": values["vision_config"] | {"num_hidden_layers": depths["vision"]},
+            }
+        ),
         kinds={
-            "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
-            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+            "vision": "vision_model.model.layers.*.mlp.fc2.weight",
+            "dense": "language_model.model.layers.*.feed_forward.down_proj.weight",
+            "chunked": "text_config.layer_types=chunked_attention - "
+            "language_model.model.layers.*.feed_forward.down_proj.weight",
+            "full": "text_config.layer_types=full_attention",
         },
+        interleaved=True,
         settings=(
-            *("text_config.model_type", "text_config.hidden_act", "vision_config.model_type"),
-            *("vision_config.hidden_act", "projector_hidden_act", "vision_feature_layer"),
-            "vision_feature_select_strategy",
+            *("text_config.hidden_act", "text_config.use_qk_norm", "text_config.attn_temperature_tuning"),
+            *("vision_config.hidden_act", "vision_config.pixel_shuffle_ratio"),
         ),
         inputs="images",
-        image=draw_square,
-        # The last layer of the tower has no gradient.
-        shallow_layers=3,
-        **(_IMAGE_TEXT | {"attentions": ("fused",)}),
+        image=draw_shuffled_square,
+        attentions=("fused", "math"),
+        adapters=("none", "frozen_tower", "none_liger"),
     ),
 }
 """By the class that is traced."""

@@ -54,7 +54,7 @@ class KindShape:
         """Factors of the images of the micro-batch."""
         images = [image for sequence in self.images for image in sequence]
         return image_factors(
-            images=len(images),
+            images=sum(image.tiles for image in images),
             patches=sum(image.rows * image.columns for image in images),
             tokens=sum(image.tokens for image in images),
         )
@@ -150,7 +150,8 @@ def build_model(
     # What the weights of a dense model are changes no bytes.
     with no_init_weights() if KIND_FAMILIES[architecture].image else nullcontext():
         model: Any = getattr(transformers, config["architectures"][0])(built)
-    language = list(KIND_FAMILIES[architecture].kinds.values())[-1].split(".layers.")[0]
+    family = KIND_FAMILIES[architecture]
+    language = family.kinds[family.text_kinds[0]].split(".layers.")[0]
     if adapter == "frozen_tower":
         head = set(model.get_output_embeddings().parameters())
         for name, parameter in model.named_parameters():
@@ -168,7 +169,7 @@ def build_model(
         # As in `families.py`: PEFT holds adapters in float32 where the base is 16-bit under autocast.
         rank, experts = shape.lora_rank, ["experts.gate_up_proj", "experts.down_proj"]
         model = get_peft_model(
-            model.to(torch.bfloat16),
+            model.bfloat16(),
             # A scale of one would skip an operator.
             LoraConfig(
                 r=rank,
@@ -186,7 +187,8 @@ def build_model(
             if image_part(name):
                 parameter.requires_grad_(True)
     if adapter not in _LORA or mode != "bf16_autocast":
-        model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
+        # Not `to`, which would make real numbers of Llama 4's complex rotations.
+        model = model.bfloat16() if mode == "bf16" else model.float()
     model.train()
     if adapter == "none_liger":
         model = with_liger_layers(model)
@@ -251,6 +253,9 @@ def _pixels(family: KindFamily, vision: Any, by_sequence: Sequence[Sequence[Imag
             "image_grid_thw": torch.tensor([(1, image.rows, image.columns) for image in images]),
         }
     side = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    if family.inputs == "tiles":
+        pixels = torch.randn(len(images), images[0].tiles, vision.num_channels, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([image.sides for image in images])}
     sizes = torch.tensor([(side * image.rows, side * image.columns) for image in images])
     pixels = torch.randn(len(images), vision.num_channels, *sizes.max(0).values.tolist())
     if family.inputs == "padded images":

@@ -12,6 +12,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 from shardwright.ds_configs.memory.activations import Adapter, Mode, feature, kind_table, layer_counts
+from shardwright.ds_configs.specs.model import merged
 
 from .fit import Candidate, TraceError, undominated
 from .kind_families import KIND_FAMILIES, KindFamily
@@ -405,16 +406,19 @@ def derive_kind_family(architecture: str, families: Mapping[str, Any]) -> Iterat
         if attention in known:
             continue
         base = kind_table(families, family.based_on, mode, adapter, attention)
+        own = {"tables": tables} | ({"based_on": family.based_on} if family.based_on else {})
+        trained = kind_table({**families, architecture: own}, architecture, mode, "none", attention)
         table = derive_kind_table(
             architecture,
             mode=mode,
             adapter=adapter,
             attention=attention,
-            trained=tables[mode].get("none", {}).get(attention),
+            trained=trained,
             # Under autocast, what a layer keeps also depends on the type of what reads its output.
             base=None if mode == "bf16_autocast" else base,
         )
         if base is not None:
+            table = merged(trained, table) if trained and "based_on" in table else table
             # Features of its own follow those of the base, whose rows are shorter.
             features = list(dict.fromkeys([*base["features"], *table["features"]]))
             aligned = with_features(base, features) | {"features": base["features"]}

@@ -147,6 +147,19 @@ def test_position_table_of_a_tower_does_not_limit_the_text(model_type: str) -> N
     assert model_spec_from_meta(config | sizes, name=model_type).learned_positions is None
 
 
+@pytest.mark.parametrize("has_head", [True, False])
+def test_stored_shapes_have_the_pooling_head_of_siglip_only_if_the_model_has(has_head: bool) -> None:
+    tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "model_type": "siglip_vision_model"}
+    text = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {"model_type": "llava_onevision", "architectures": ["LlavaOnevisionForConditionalGeneration"]}
+    config |= {"text_config": text, "vision_config": tower | {"vision_use_head": has_head}}
+    stored = model_spec_from_config(config, name="stored", release=RELEASE)
+    built = model_spec_from_meta(config, name="built")
+    assert stored is not None
+    assert (stored.parameter_count, stored.layer_classes) == (built.parameter_count, built.layer_classes)
+    assert ("SiglipMultiheadAttentionPoolingHead" in stored.layer_classes) == has_head
+
+
 @pytest.mark.parametrize(("tower", "rows"), [("clip_vision_model", 1), ("siglip_vision_model", 0)])
 @pytest.mark.parametrize("strategy", ["default", "full"])
 def test_llava_counts_the_class_row_as_its_processor_does(tower: str, rows: int, strategy: str) -> None:
