@@ -185,7 +185,7 @@ def run(arguments: Sequence[str]) -> int:
         try:
             command, bound = resolve(app, arguments)
         except (CycloptsError, ShardwrightError):
-            # What has to be installed is said before what has to be stated.
+            # A missing package is reported before a missing option.
             if (_COMMANDS.keys() - _RELEASES_UNCHECKED - _PLANNING).intersection(arguments[:1]):
                 from ..plugins.releases import REQUIRED, check_releases
 
