@@ -125,6 +125,7 @@ def test_measured_bytes_of_new_shapes_and_depths_match_estimate(architecture: st
         ("DeepseekV3ForCausalLM", "bf16", "lora_experts"),
         ("Ernie4_5_MoeForCausalLM", "bf16", "lora_all_linear"),
         ("Glm4MoeForCausalLM use_qk_norm", "bf16", "lora_all_linear"),
+        ("Glm4MoeLiteForCausalLM", "bf16", "lora_all_linear"),
         ("Exaone4ForCausalLM", "bf16", "lora_all_linear"),
         ("GraniteMoeHybridForCausalLM mamba", "bf16", "lora_all_linear"),
         ("Lfm2MoeForCausalLM", "bf16", "lora_all_linear"),

@@ -99,8 +99,10 @@ def test_pissa_starts_as_the_model_with_its_largest_singular_vectors() -> None:
     assert torch.linalg.svdvals(layer.base_layer.weight)[0] == pytest.approx(float(largest), rel=1e-3)
 
 
-def test_lora_plus_raises_the_rates_of_b_alone() -> None:
-    model = add_lora(tiny(), rank=2, targets="q_proj", fp32_adapters=True, plus_ratio=8.0)
+@pytest.mark.parametrize("targets", ["q_proj", "experts"])
+def test_lora_plus_raises_the_rates_of_b_alone(targets: str) -> None:
+    base = mixture("qwen3_moe") if targets == "experts" else tiny()
+    model = add_lora(base, rank=2, targets=targets, fp32_adapters=True, plus_ratio=8.0)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW([{"params": [*trained.values()], "weight_decay": 0.1}], lr=1e-3)
     raise_rates_of_b(model, optimizer)

@@ -75,15 +75,23 @@ def test_merged_variants_compute_what_was_trained(variant: str, run: Shell, tmp_
     assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained("model")), atol=1e-2)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_merged_experts_equal_base_plus_adapter(family: str, run: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "variant", "targets"),
+    [
+        *((family, "lora", "q_a_proj,q_proj,experts") for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")),
+        *(("qwen3_moe", "rslora", targets) for targets in ("q_proj,experts", "all-linear")),
+    ],
+)
+def test_merged_experts_equal_base_plus_adapter(
+    family: str, variant: str, targets: str, run: Shell, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from shardwright.plugins.peft import add_lora
     from transformers import AutoModelForCausalLM
 
     mixture(family).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     base = AutoModelForCausalLM.from_pretrained("model")
-    adapted = add_lora(base, rank=4, targets="q_a_proj,q_proj,experts", fp32_adapters=False)
+    adapted = add_lora(base, rank=4, targets=targets, fp32_adapters=False, variant=variant)
     draw = torch.Generator().manual_seed(3)
     for name, weight in adapted.named_parameters():
         if "lora_" in name:
