@@ -584,7 +584,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         interleaved=True,
         settings=("hidden_act",),
         attentions=("fused", "masked", "math"),
-        adapters=("none",),
     ),
     "Exaone4ForCausalLM": KindFamily(
         model_type="exaone4",
@@ -722,7 +721,6 @@ KIND_FAMILIES: Mapping[str, KindFamily] = {
         sizes=draw_granite_experts,
         more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED, *_GRANITE_CHUNKS),
         kinds={"linear": "model.layers.*.mamba.in_proj.weight", "full": "model.layers.*.self_attn.q_proj.weight"},
-        adapters=("none",),
         **(
             _GRANITE
             | {
