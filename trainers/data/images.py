@@ -71,6 +71,7 @@ def opened(part: Part, where: str) -> Image:
         is_unknown = isinstance(error, PIL.UnidentifiedImageError)
         detail = "empty, broken, or of another format" if is_unknown else " ".join(str(error).split())[:120]
         rule = f"is no readable image ({detail})"
+        fix = "resize it" if isinstance(error, PIL.Image.DecompressionBombError) else fix
         raise RefusedInputError(ConfigError(where=where, value=shown, rule=rule, fix=fix)) from None
 
 

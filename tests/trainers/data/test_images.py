@@ -6,8 +6,10 @@ import base64
 import importlib
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -195,6 +197,10 @@ def bad_image(directory: Path, kind: str) -> Path:
         path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")
     elif kind == "huge":
         Image.new("1", (12_000, 12_000)).save(path)
+    elif kind == "enormous":
+        # A header without pixels: Pillow rejects its size before it reads any.
+        header = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", crc32(header)))
     elif kind == "long":
         # CLIP's processor would scale this file of 1 kB to 16 x 1.28 million pixels.
         Image.new("1", (80_000, 1)).save(path)
@@ -212,6 +218,7 @@ def bad_image(directory: Path, kind: str) -> Path:
         ("text", 4, "is no readable image"),
         ("animated", 2, "has 4 frames"),
         ("huge", 4, "has 12000 x 12000 pixels"),
+        ("enormous", 4, "DOS attack.); resize it"),
         ("long", 4, "has 80000 x 1 pixels; a side may be 1,000 times the other; crop it"),
         ("zero", 4, "is no readable image"),
         ("floats", 2, "has pixels of 32 bits (mode F); convert it to 8 bits"),
