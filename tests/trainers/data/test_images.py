@@ -199,8 +199,9 @@ def bad_image(directory: Path, kind: str) -> Path:
         Image.new("1", (12_000, 12_000)).save(path)
     elif kind == "enormous":
         # A header without pixels: Pillow rejects its size before it reads any.
-        header = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
-        path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", crc32(header)))
+        chunks = b"IHDR" + struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0), b"IEND"
+        written = (struct.pack(">I", len(each) - 4) + each + struct.pack(">I", crc32(each)) for each in chunks)
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(written))
     elif kind == "long":
         # CLIP's processor would scale this file of 1 kB to 16 x 1.28 million pixels.
         Image.new("1", (80_000, 1)).save(path)
