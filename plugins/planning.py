@@ -50,6 +50,7 @@ from ..ds_configs.specs.hardware import (
     parse_overrides,
 )
 from ..ds_configs.specs.job import MODEL_ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
+from ..ds_configs.specs.layout import Layout
 from ..ds_configs.specs.model import ModelSpec
 from ..ds_configs.specs.synonyms import REMOVED
 from ..ds_configs.specs.texts import read_small_file, strict_json, yaml_mapping
@@ -144,8 +145,10 @@ def plan(
     for note in loaded.notes:
         logger.warning(note)
     image_tokens(loaded.spec, job)
-    if not activations_are_stored(loaded.spec, job):
+    cast, other = (activations_are_stored(loaded.spec, job, Layout(engine=engine)) for engine in ("ddp", "fsdp2"))
+    if not (cast and other):
         name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
+        name += " under autocast (one process, DDP)" if other else ""
         reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
         logger.warning(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.

@@ -1093,12 +1093,9 @@ def activation_mode(layout: Layout, job: TrainingJob) -> Mode:
     return "bf16_autocast" if autocasts else "bf16"
 
 
-def activations_are_stored(model: ModelSpec, job: TrainingJob, layout: Layout | None = None) -> bool:
-    """Return whether coefficients are stored for the precision mode of a layout, or for all modes that a job allows."""
-    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
-    if layout is not None:
-        modes = (activation_mode(layout, job),)
+def activations_are_stored(model: ModelSpec, job: TrainingJob, layout: Layout) -> bool:
+    """Return whether coefficients are stored for the precision mode of a layout."""
     try:
-        return not any(activations_of(model, job, 1, mode).is_bound for mode in modes)
+        return not activations_of(model, job, 1, activation_mode(layout, job)).is_bound
     except UsageError:
         return False

@@ -19,6 +19,7 @@ from shardwright.ds_configs.memory.activations import (
 )
 from shardwright.ds_configs.specs.images import ImageSizes
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import stored_facts
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.tools.activations.image_sizes import Image
@@ -256,5 +257,5 @@ def test_labels_of_a_saved_configuration_count() -> None:
 
 def test_untraced_operators_use_the_upper_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
-    assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
+    assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48), Layout(engine="ddp"))
     assert activations_of(spec, TrainingJob(seq_len_tokens=48), 1, "bf16").is_bound
