@@ -147,6 +147,8 @@ def test_position_table_of_a_tower_does_not_limit_the_text(model_type: str) -> N
     assert model_spec_from_meta(config | sizes, name=model_type).learned_positions is None
 
 
+# No shapes of this class are stored for Transformers 5.24, which changed it.
+@pytest.mark.once
 @pytest.mark.parametrize("has_head", [True, False])
 def test_stored_shapes_have_the_pooling_head_of_siglip_only_if_the_model_has(has_head: bool) -> None:
     tower = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "model_type": "siglip_vision_model"}
