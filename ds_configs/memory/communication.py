@@ -286,11 +286,10 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters,
         adapted = parameters.trainable - parameters.trainable_outside_layers
         layer_gradient = width * adapted // parameters.layers
         tail_gradient = embedding_gradient = 0
-    # The next unit of the first layer's backward pass is the one that ran before it.
-    before_layers, of_tower = embedding, 0
+    of_tower = 0
     if job.images_per_sample:
         tower = (p.numel for p in model.parameters if p.in_layer and image_part(p.name) == "vision_tower")
-        before_layers = of_tower = width * sum(tower)
+        of_tower = width * sum(tower)
     tied_tail = tail if model.tied_embeddings else 0
     tied_gradient = tail_gradient if model.tied_embeddings else 0
     latest = layer if model.tied_embeddings else tail
@@ -308,7 +307,8 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters,
         after_head=held(tied_tail + layer, 2 * tail_gradient),
         last_layer_backward=held(tied_tail + 2 * layer, tied_gradient + before),
         after_last_layer=held(tied_tail + layer, tied_gradient + 2 * layer_gradient),
-        first_layer_backward=held(tied_tail + layer + before_layers, tied_gradient + layer_gradient),
+        # The unit that ran before the first layer is gathered next.
+        first_layer_backward=held(tied_tail + layer + (of_tower or embedding), tied_gradient + layer_gradient),
         after_first_layer=held(tied_tail + of_tower + embedding, tied_gradient + 2 * layer_gradient),
         embedding_backward=held(
             tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient + root_gradient

@@ -188,11 +188,11 @@ def trainer_line(plan: LaunchSpec) -> str:
     if layout.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
         needs.append(job.optimizer)
     elif job.optimizer == "muon":
-        needs.append("muon (arguments: plan.training_arguments)")
+        needs.append("muon, with args=plan.training_arguments(...)")
     stock_bytes = stock_loading_bytes(layout, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
-        needs.append(f"loading: up to {gigabytes(stock_bytes)} GB per node without")
-    alone = {
+        needs.append(f"loading in less than {gigabytes(stock_bytes)} GB per node")
+    of_callback = {
         "partial recomputation": layout.recomputes_in_part,
         "tiled MLPs": layout.tiled_mlp,
         "the tiled loss": job.loss == "chunked" and not uses_liger(plan),
@@ -202,7 +202,7 @@ def trainer_line(plan: LaunchSpec) -> str:
         "QLoRA under ZeRO-3": layout.zero_stage == 3 and job.method == "qlora" and not layout.recomputes_in_part,
     }
     way = "trainer_for" if needs else "PlanCallback"
-    needs += [name for name, is_on in alone.items() if is_on]
+    needs += [name for name, is_on in of_callback.items() if is_on]
     if needs:
         return f"Stock Trainer: use `shardwright launch` or {way} ({', '.join(needs)})"
     return "Stock Trainer: use `accelerate launch` or `shardwright launch`"
