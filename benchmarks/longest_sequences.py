@@ -21,7 +21,7 @@ from pathlib import Path
 from published_steps import TABLES, cluster, llama
 from shardwright.ds_configs.memory import communication, layers
 from shardwright.ds_configs.memory.activations import has_fused_loss
-from shardwright.ds_configs.memory.estimate import MemoryEstimate, estimate_memory, side_stream_pools
+from shardwright.ds_configs.memory.estimate import MemoryEstimate, estimate_memory, shown_bytes
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
@@ -78,11 +78,11 @@ class Run:
     def memory(self, tokens: int) -> MemoryEstimate:
         return estimate_memory(self.layout, self.model, self.hardware, self.job(tokens))
 
-    def shown_bytes(self, tokens: int) -> int:
+    def used_bytes(self, tokens: int) -> int:
         """Return what the device has in use after a step, with what the driver reserves."""
         gpu = self.memory(tokens).gpu
         driver = DEVICE_BYTES[self.hardware.gpu] - gpu.capacity_bytes
-        return gpu.peak_bytes + driver + sum(side_stream_pools(self.layout, self.model, self.job(tokens)).values())
+        return driver + shown_bytes(gpu, self.layout, self.model, self.job(tokens))
 
     def predicted(self, *, expected: bool = False) -> int:
         """Return the longest multiple of 256 tokens per rank that fits, or that is expected to."""
@@ -160,7 +160,7 @@ def main() -> None:
     errors = []
     for gpu, gpus, model, tokens, features, gib in USED:
         run, stated = run_of(gpu, gpus, model, gpus, features, "chunked", tokens), gib * 2**30
-        shown, gpu_memory = run.shown_bytes(tokens), run.memory(tokens).gpu
+        shown, gpu_memory = run.used_bytes(tokens), run.memory(tokens).gpu
         errors.append(shown / stated - 1)
         print(f"{tokens:>12,}{stated / 1e9:>9.1f}{shown / 1e9:>9.1f}{errors[-1]:>+8.1%}", end="")
         print(f"{gpu_memory.allocated_bytes / 1e9:>9.1f}  {run.label}")

@@ -19,6 +19,7 @@ from shardwright.ds_configs.memory.estimate import (
     RESERVED_OVER_PREDICTED,
     estimate_memory,
     share_moment_terms,
+    shown_bytes,
 )
 from shardwright.ds_configs.memory.rank_parameters import Moment, Terms, rank_shares
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
@@ -87,7 +88,7 @@ class Published:
         if not self.reserved:
             return tensors
         gpu = estimate_memory(self.layout, self.model, parse_hardware(self.hardware), job).gpu
-        return round(tensors * gpu.peak_bytes / gpu.allocated_bytes)
+        return tensors + shown_bytes(gpu, self.layout, self.model, job) - gpu.allocated_bytes
 
 
 def with_logits_by_row(row: Published, job: TrainingJob, moments: dict[Moment, Terms]) -> dict[Moment, Terms]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from page_parts import with_part
 from shardwright.ds_configs.memory.communication import default_zero_options
-from shardwright.ds_configs.memory.estimate import estimate_memory
+from shardwright.ds_configs.memory.estimate import estimate_memory, shown_bytes
 from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -67,7 +67,8 @@ class Published:
             layout = layout.changed(zero=zero)
         hardware = parse_hardware(f"{layout.world_size}xA100-80GB")
         gpu = estimate_memory(layout, model, hardware, job).gpu
-        return gpu.allocated_bytes / GIB, gpu.peak_bytes / GIB, estimate_step_time(layout, model, hardware, job).seconds
+        shown = shown_bytes(gpu, layout, model, job)
+        return gpu.allocated_bytes / GIB, shown / GIB, estimate_step_time(layout, model, hardware, job).seconds
 
 
 _VIDEO: dict[str, Any] = {

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..ds_configs.memory.estimate import GpuMemory, side_stream_pools
+from ..ds_configs.memory.estimate import GpuMemory, shown_bytes
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
@@ -175,11 +175,11 @@ def _show_terms(out: Console, plan: Plan) -> None:
 
 def _show_host_and_pools(out: Console, plan: Plan) -> None:
     """Print what the host holds, and what accelerators show beyond what a step needs."""
-    chosen, host = plan.chosen, plan.chosen.memory.host
-    if plan.hardware.gpu != "CPU" and (kept := side_stream_pools(chosen.layout, plan.model, plan.job)):
-        gpu, pools = chosen.memory.gpu, sum(kept.values())
-        in_use = gigabytes(min(gpu.peak_bytes + pools, gpu.capacity_bytes))
-        out.print(f"nvidia-smi may show {in_use} GB; torch frees {gigabytes(pools)} GB of them when needed")
+    chosen, gpu, host = plan.chosen, plan.chosen.memory.gpu, plan.chosen.memory.host
+    shown = shown_bytes(gpu, chosen.layout, plan.model, plan.job)
+    if plan.hardware.gpu != "CPU" and shown > gpu.peak_bytes:
+        freed = gigabytes(shown - gpu.peak_bytes)
+        out.print(f"nvidia-smi may show {gigabytes(shown)} GB; torch frees {freed} GB of them when needed")
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
     nvme = f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB" if host.nvme_bytes_per_node else ""
     assumed = " (assumed; --host-memory)" if "host_bytes_per_node" in plan.hardware.assumed else ""

@@ -273,6 +273,10 @@ OVERHEADS = (
     ),
     Term("runtime_context", f"CUDA context, kernels and workspaces: {_gigabytes(CONTEXT_BYTES)}"),
     Term("communicators", f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}"),
+    Term(
+        "exchange_buffers",
+        "NCCL buffers for exchanges of sequence and expert parallelism: 12 MiB for each channel to a rank of the node",
+    ),
 )
 """Terms of device memory that are no tensors."""
 
@@ -395,6 +399,8 @@ def estimate_memory(
     overheads = [
         context + communicators * each for context, each in zip(CONTEXT_BYTES, COMMUNICATOR_BYTES, strict=True)
     ]
+    exchange = exchange_buffer_bytes(layout, hardware)
+    overheads = [end + exchange for end in overheads]
     stages = []
     for share in rank_shares(layout, model, job):
         phases = fullest_by_phase(
@@ -408,6 +414,8 @@ def estimate_memory(
         terms["runtime_context"] = round(CONTEXT_BYTES[1])
         if communicators:
             terms["communicators"] = round(communicators * COMMUNICATOR_BYTES[1])
+        if exchange:
+            terms["exchange_buffers"] = exchange
         fullest = GpuMemory(
             peak_bytes=sum(terms.values()),
             low_bytes=low,
@@ -428,12 +436,60 @@ def estimate_memory(
     )
 
 
+NVLINK_BYTES_PER_S = 25e9
+"""One direction of one link of NVLink 3 and 4."""
+SWITCHED_BYTES_PER_S = 200e9
+"""The slowest NVSwitch of the catalog, of the A800 and H800. Not all of eight V100 are joined by links."""
+
+
+def exchange_buffer_bytes(layout: Layout, hardware: HardwareSpec) -> int:
+    """Return the bytes of NCCL's buffers for the exchanges (all-to-all) of sequence and expert parallelism on CUDA.
+
+    The first exchange connects every channel to each peer, whatever its size (`p2pTaskAppend`, src/enqueue.cc of NCCL
+    2.27.5). In a node, that takes 10 MiB to receive and 2 MiB to send (src/transport/p2p.cc). Behind an NVSwitch there
+    are two channels for each link, as a power of two, at most 32. There are 2 over PCIe, or if a rank is in another
+    node (`ncclTopoGetNchannels`, src/graph/paths.cc). Peers in other nodes share one buffer, which is not counted.
+
+    Eight ranks of H100 have 7 * 32 * 12 MiB = 2.8 GB. A first exchange there took 3.3 GB, with the start of its
+    communicator (https://github.com/NVIDIA/nccl/issues/1685).
+    """
+    if "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
+        return 0
+    count = 0
+    for ranks in (layout.sp, layout.ep):
+        in_node = min(ranks, hardware.gpus_per_node)
+        is_switched = in_node == ranks and hardware.link_bytes_per_s >= SWITCHED_BYTES_PER_S
+        links = int(hardware.link_bytes_per_s / NVLINK_BYTES_PER_S)
+        channels = min(32, 2 ** (2 * links - 1).bit_length()) if is_switched else 2
+        count += 12 * 2**20 * channels * (in_node - 1)
+    return count
+
+
+FREE_BLOCK_BYTES: Factors = (700 * _MB, 5100 * _MB, 12600 * _MB)
+"""Free blocks that torch's allocator kept beyond tensors and the pools of side streams while memory was left: least,
+median and most of 12 runs on an H100 (docs/measurements/gpu.md)."""
+LARGEST_FREE_SHARE = 0.38
+"""The most of these, divided by the tensors of the same run."""
+
+
+def shown_bytes(gpu: GpuMemory, layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the bytes that nvidia-smi is expected to show for a rank, with what torch frees when memory is short.
+
+    These are the peak, pools of side streams, and free blocks where they are more than the fragmentation of the peak;
+    at most what the accelerator has. Measured runs of a calibration replace the free blocks.
+    """
+    kept = min(FREE_BLOCK_BYTES[1], LARGEST_FREE_SHARE * gpu.allocated_bytes)
+    more = 0 if gpu.calibrated_runs else max(0, round(kept) - gpu.terms["allocator_fragmentation"])
+    pools = sum(side_stream_pools(layout, model, job).values())
+    return max(gpu.peak_bytes, min(gpu.peak_bytes + pools + more, gpu.capacity_bytes))
+
+
 NORM_ELEMENTS = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed converts to fp64 at a time for its norm (stage3.py:1960)."""
 
 
 def side_stream_pools(layout: Layout, model: ModelSpec, job: TrainingJob) -> Terms:
-    """Return the free blocks that nvidia-smi shows at the end of a step beyond `peak_bytes`, for ZeRO-3.
+    """Return the free blocks of the streams of ZeRO-3 at the end of a step.
 
     A block of torch's allocator belongs to the stream that requested it, so that each stream keeps its own largest
     size, and their sum is in use; only before an allocation fails are free blocks of all streams given back

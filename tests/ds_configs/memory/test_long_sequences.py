@@ -10,8 +10,10 @@ from shardwright.ds_configs.memory.activations import estimate_activations, mlp_
 from shardwright.ds_configs.memory.estimate import (
     cpu_rank_terms,
     estimate_memory,
+    exchange_buffer_bytes,
     expands_segments,
     share_moment_terms,
+    shown_bytes,
     side_stream_pools,
 )
 from shardwright.ds_configs.memory.rank_parameters import rank_shares
@@ -146,17 +148,17 @@ def context(hardware="8xH100-80GB", **job):
 def test_search_uses_the_mechanisms_only_where_they_are_needed():
     short = search(context(seq_len_tokens=4096)).chosen
     assert (short.layout.tiled_mlp, short.layout.offloaded_checkpoints) == (False, 0)
-    long = search(context(seq_len_tokens=1_800_000)).chosen
+    long = search(context(seq_len_tokens=1_750_000)).chosen
     assert long.layout.tiled_mlp
     count = long.layout.offloaded_checkpoints
     assert 0 < count < 32
     assert f"{count} of 32 layer inputs in host memory" in long.reason
     # As few as fit.
     fewer = replace(long.layout, offloaded_checkpoints=count - 1)
-    job = TrainingJob(seq_len_tokens=1_800_000, loss=long.loss)
+    job = TrainingJob(seq_len_tokens=1_750_000, loss=long.loss)
     assert not estimate_memory(fewer, MODEL, H100, job).fits
     assert not anything_fits(
-        context(seq_len_tokens=1_800_000, tiled_mlp="off", offload_activations="off", offload="none")
+        context(seq_len_tokens=1_750_000, tiled_mlp="off", offload_activations="off", offload="none")
     )
 
 
@@ -172,6 +174,51 @@ def test_side_streams_keep_their_largest_blocks():
     assert pools["gather_pool"] >= 0
     assert not side_stream_pools(replace(LAYOUT, zero=replace(LAYOUT.zero, overlap_comm=False)), MODEL, JOB)
     assert not side_stream_pools(Layout(engine="fsdp2", dp_shard=8), MODEL, JOB)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "ranks", "channels"),
+    [
+        ("8xH100-80GB", 8, 32),
+        ("8xA100-80GB", 2, 32),
+        ("8xH800-80GB", 8, 16),
+        ("8xV100-32GB", 8, 2),
+        ("8xL40S", 4, 2),
+        ("4x8xH100-80GB", 32, 2),
+        ("8xMI300X", 8, 0),
+    ],
+)
+def test_exchanges_have_buffers_for_each_rank_of_the_node(hardware, ranks, channels):
+    cluster = parse_hardware(hardware)
+    expected = channels * (min(ranks, 8) - 1) * (10 + 2) * 2**20
+    sp = replace(LAYOUT, sp=ranks, dp_shard=cluster.world_size // ranks)
+    assert exchange_buffer_bytes(sp, cluster) == expected
+    assert exchange_buffer_bytes(replace(LAYOUT, ep=ranks), cluster) == expected
+    assert exchange_buffer_bytes(replace(sp, sp=1), cluster) == 0
+    memory = estimate_memory(sp, MODEL, cluster, JOB).gpu
+    assert memory.terms.get("exchange_buffers", 0) == expected
+    assert memory.peak_bytes == sum(memory.terms.values())
+    assert memory.low_bytes < memory.peak_bytes < memory.high_bytes
+
+
+def test_nvidia_smi_shows_free_blocks_until_memory_is_short():
+    def shown(job, layout=LAYOUT, hardware=H100):
+        memory = estimate_memory(layout, MODEL, hardware, job).gpu
+        return memory, shown_bytes(memory, layout, MODEL, job)
+
+    some = replace(JOB, seq_len_tokens=65_536)
+    short, in_use = shown(some)
+    pools = sum(side_stream_pools(LAYOUT, MODEL, some).values())
+    assert in_use == short.peak_bytes - short.terms["allocator_fragmentation"] + 5_100_000_000 + pools
+    # A process cannot show more than there is, nor less than it needs.
+    full, in_use = shown(replace(JOB, seq_len_tokens=300_000))
+    assert in_use == max(full.peak_bytes, full.capacity_bytes)
+    # A small run kept at most 38 % of its tensors.
+    lora = replace(LAYOUT, offload_optimizer="none", zero_stage=2)
+    small, in_use = shown(TrainingJob(method="lora", seq_len_tokens=256), replace(lora, dp_shard=8))
+    assert small.peak_bytes < in_use < small.peak_bytes + 5_100_000_000
+    calibrated = replace(short, calibrated_runs=3)
+    assert shown_bytes(calibrated, LAYOUT, MODEL, some) == short.peak_bytes + pools
 
 
 def test_reentrant_recomputation_keeps_the_output_of_a_layer():
