@@ -448,7 +448,9 @@ def exchange_buffer_bytes(layout: Layout, hardware: HardwareSpec) -> int:
     The first exchange connects every channel to each peer, whatever its size (`p2pTaskAppend`, src/enqueue.cc of NCCL
     2.27.5). In a node, that takes 10 MiB to receive and 2 MiB to send (src/transport/p2p.cc). Behind an NVSwitch there
     are two channels for each link, as a power of two, at most 32. There are 2 over PCIe, or if a rank is in another
-    node (`ncclTopoGetNchannels`, src/graph/paths.cc). Peers in other nodes share one buffer, which is not counted.
+    node (`ncclTopoGetNchannels`, src/graph/paths.cc). All peers in other nodes share a buffer of 32 MiB, 16 channels of
+    16 steps of 128 KiB, to receive, and one to send for each rank of the node that sends through this one: all ranks
+    where NVSwitch joins them (PXN; `sharedNetBuffersInit`, src/transport/net.cc).
 
     Eight ranks of H100 have 7 * 32 * 12 MiB = 2.8 GB. A first exchange there took 3.3 GB, with the start of its
     communicator (https://github.com/NVIDIA/nccl/issues/1685).
@@ -456,12 +458,14 @@ def exchange_buffer_bytes(layout: Layout, hardware: HardwareSpec) -> int:
     if "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
         return 0
     count = 0
+    is_switched = hardware.link_bytes_per_s >= SWITCHED_BYTES_PER_S
+    links = int(hardware.link_bytes_per_s / NVLINK_BYTES_PER_S)
     for ranks in (layout.sp, layout.ep):
         in_node = min(ranks, hardware.gpus_per_node)
-        is_switched = in_node == ranks and hardware.link_bytes_per_s >= SWITCHED_BYTES_PER_S
-        links = int(hardware.link_bytes_per_s / NVLINK_BYTES_PER_S)
-        channels = min(32, 2 ** (2 * links - 1).bit_length()) if is_switched else 2
+        channels = min(32, 2 ** (2 * links - 1).bit_length()) if is_switched and in_node == ranks else 2
         count += 12 * 2**20 * channels * (in_node - 1)
+        if ranks > in_node:
+            count += 32 * 2**20 * (1 + (in_node if is_switched else 1))
     return count
 
 

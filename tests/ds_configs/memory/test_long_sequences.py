@@ -185,12 +185,16 @@ def test_side_streams_keep_their_largest_blocks():
         ("8xV100-32GB", 8, 2),
         ("8xL40S", 4, 2),
         ("4x8xH100-80GB", 32, 2),
+        ("2x8xL40S", 16, 2),
         ("8xMI300X", 8, 0),
     ],
 )
 def test_exchanges_have_buffers_for_each_rank_of_the_node(hardware, ranks, channels):
     cluster = parse_hardware(hardware)
     expected = channels * (min(ranks, 8) - 1) * (10 + 2) * 2**20
+    if ranks > 8:
+        # Sent for eight ranks of the node, or for itself, and received, by 16 channels.
+        expected += (8 + 1 if "H100" in hardware else 2) * 16 * 16 * 128 * 2**10
     sp = replace(LAYOUT, sp=ranks, dp_shard=cluster.world_size // ranks)
     assert exchange_buffer_bytes(sp, cluster) == expected
     assert exchange_buffer_bytes(replace(LAYOUT, ep=ranks), cluster) == expected
