@@ -101,6 +101,10 @@ class ActivationEstimate:
     """Largest live bytes in the last layer's backward beyond all layers' saved bytes and `outside_layer_bytes`."""
     recompute_backward_transient_bytes: int
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
+    first_layer_bytes: int = 0
+    """What the first layer, of another kind, has beyond `backward_transient_bytes`, which may be negative."""
+    recompute_first_layer_bytes: int = 0
+    """The same with checkpointing."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
     attention_forward_bytes: int | None = None
@@ -215,6 +219,9 @@ def _evaluated(
     def together(of_layer: Mapping[str, int], *, in_tower: bool) -> int:
         return sum(count * of_layer[kind] for kind, count in counts.items() if (kind in tower) == in_tower)
 
+    first = next((kind for kind, count in counts.items() if count and kind not in tower), next(iter(counts)))
+    largest = transient("backward_transient", saved)
+    recomputed = transient("recompute_backward_transient", checkpointed)
     outside = _largest(table["outside_layers"], point)
     # What checkpointing changes outside is that of the tower.
     more = _largest(table.get("checkpointed_outside_layers", table["outside_layers"]), point) - outside
@@ -224,8 +231,10 @@ def _evaluated(
         tower_saved_bytes=together(saved, in_tower=True),
         tower_checkpointed_bytes=together(checkpointed, in_tower=True) + more,
         outside_layer_bytes=outside,
-        backward_transient_bytes=transient("backward_transient", saved),
-        recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
+        backward_transient_bytes=largest,
+        recompute_backward_transient_bytes=recomputed,
+        first_layer_bytes=of_layer("backward_transient", first) - largest,
+        recompute_first_layer_bytes=of_layer("recompute_backward_transient", first) - recomputed,
         forward_transient_bytes=transient("forward_transient", checkpointed),
         loss_forward_peak_bytes=_largest(table["loss_forward_peak"], point),
         loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -154,6 +154,7 @@ def _stage1_and_2_buckets(
             after_head=unreduced(head - tied),
             last_layer_backward=unreduced(0),
             after_last_layer=unreduced(layer),
+            first_large_layer_backward=unreduced(0),
             first_layer_backward=unreduced(0),
             after_first_layer=unreduced(layer),
             embedding_backward=buckets | {"reduce_copy": bucket_copy(head, layer, embedding)},
@@ -166,6 +167,7 @@ def _stage1_and_2_buckets(
         after_head=oversized_head,
         last_layer_backward=in_layer(layer, 0 if tied else head),
         after_last_layer=reduction(layer, layer),
+        first_large_layer_backward=in_layer(layer),
         first_layer_backward=in_layer(layer),
         after_first_layer=reduction(layer, layer),
         embedding_backward=reduction(embedding, layer),
@@ -204,9 +206,8 @@ def _stage3_gathers(
     # the gathered storage, until the layer's backward pass; recomputed layers save nothing before. A saved parameter
     # loses its storage with its `data`. Adapted experts are sums and count as activations. At the end of the forward
     # pass, all held elements except those of the tail belong to the last layer.
-    viewed = viewed_elements(model, job)
-    in_last_layer = min(viewed, max(0, held["forward_end"] - model.tail_parameters))
-    viewed = max(0, (max(1, layers) - recomputed) * viewed - in_last_layer)
+    views = viewed_elements(model, job)[recomputed:] or (0,)
+    viewed = sum(views) - min(views[-1], max(0, held["forward_end"] - model.tail_parameters))
     more = {
         moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
         for moment, count in held.items()
@@ -219,6 +220,7 @@ def _stage3_gathers(
         "after_head": parameters.trainable_tail,
         "last_layer_backward": in_layer,
         "after_last_layer": in_layer,
+        "first_large_layer_backward": in_layer,
         "first_layer_backward": in_layer,
         "after_first_layer": in_layer,
         "embedding_backward": model.embedding_parameters + tied,
@@ -251,17 +253,17 @@ _BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index(
 
 
 @lru_cache(maxsize=256)
-def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
-    """Return the elements of an average layer of which autograd saves views."""
+def viewed_elements(model: ModelSpec, job: TrainingJob) -> tuple[int, ...]:
+    """Return the elements of every layer of which autograd saves views; empty if there are none."""
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
 
     def is_viewed(parameter: ParameterShape) -> bool:
         if parameter.kind == "experts":
             return parameter not in adapted and model.model_type not in _EXPERTS_AS_STORED
-        return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
+        return model.model_type in _TRANSPOSED_LINEARS and len(parameter.shape) == 2
 
-    layers = max(1, model.dimensions.num_layers)
-    return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
+    views = model.of_layers(lambda layer: sum(p.numel for p in layer if is_viewed(p)))
+    return views if any(views) else ()
 
 
 def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters, *, ranks: int) -> dict[Moment, Terms]:
@@ -279,12 +281,12 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters,
     kept, root_gradient = (width * sum(p.total for p in part) for part in (root, trained))
     # Its gradients are reduced last, until when their shards do not exist.
     root_gradient = max(0, root_gradient - job.trained_weight_bytes * root_gradient // (width * ranks))
-    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters - kept
+    sizes, tail = [width * size for size in model.layer_sizes], width * model.tail_parameters - kept
     embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
-    layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
+    gradients, tail_gradient, embedding_gradient = sizes, tail, embedding
     if not full:
         adapted = parameters.trainable - parameters.trainable_outside_layers
-        layer_gradient = width * adapted // parameters.layers
+        gradients = [width * adapted // len(sizes)] * len(sizes)
         tail_gradient = embedding_gradient = 0
     of_tower = 0
     if job.images_per_sample:
@@ -292,26 +294,29 @@ def _fsdp2_units(model: ModelSpec, job: TrainingJob, parameters: RankParameters,
         of_tower = width * sum(tower)
     tied_tail = tail if model.tied_embeddings else 0
     tied_gradient = tail_gradient if model.tied_embeddings else 0
-    latest = layer if model.tied_embeddings else tail
+    # The unit that runs before each layer is gathered during its backward pass, and the one after it is reduced.
+    before_last, last = sizes[-2:] if len(sizes) > 1 else 2 * sizes
+    earlier = [of_tower or embedding, *sizes[:-1]]
+    reduced = [*gradients[1:], gradients[-1] if model.tied_embeddings else tail_gradient]
+    large = model.first_large_layer
 
     def held(gathered: int, gradients: int) -> Terms:
         return {"gathered_parameters": kept + gathered, "unit_gradients": gradients}
 
-    before = layer_gradient if model.tied_embeddings else tail_gradient
     return at_moments(
         {},
-        last_layer_forward=held(tied_tail + 2 * layer, 0),
-        forward_end=held(tail + latest, 0),
+        last_layer_forward=held(tied_tail + 2 * last, 0),
+        forward_end=held(tail + (last if model.tied_embeddings else tail), 0),
         loss_backward=held(tail, 0),
-        head_backward=held(tail + layer, tail_gradient),
-        after_head=held(tied_tail + layer, 2 * tail_gradient),
-        last_layer_backward=held(tied_tail + 2 * layer, tied_gradient + before),
-        after_last_layer=held(tied_tail + layer, tied_gradient + 2 * layer_gradient),
-        # The unit that ran before the first layer is gathered next.
-        first_layer_backward=held(tied_tail + layer + (of_tower or embedding), tied_gradient + layer_gradient),
-        after_first_layer=held(tied_tail + of_tower + embedding, tied_gradient + 2 * layer_gradient),
+        head_backward=held(tail + last, tail_gradient),
+        after_head=held(tied_tail + last, 2 * tail_gradient),
+        last_layer_backward=held(tied_tail + last + before_last, tied_gradient + reduced[-1]),
+        after_last_layer=held(tied_tail + before_last, tied_gradient + 2 * gradients[-1]),
+        first_large_layer_backward=held(tied_tail + sizes[large] + earlier[large], tied_gradient + reduced[large]),
+        first_layer_backward=held(tied_tail + sizes[0] + earlier[0], tied_gradient + reduced[0]),
+        after_first_layer=held(tied_tail + of_tower + embedding, tied_gradient + 2 * gradients[0]),
         embedding_backward=held(
-            tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient + root_gradient
+            tied_tail + embedding, tied_gradient + embedding_gradient + gradients[0] + root_gradient
         ),
     )
 
@@ -344,6 +349,7 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomp
             held[phase] = max(held.get(phase, 0), turn.held)
     # A single layer is both first and last; an encoder may have neither head nor token embedding.
     held.setdefault("first_layer_backward", held["last_layer_backward"])
+    held.setdefault("first_large_layer_backward", held["first_layer_backward"])
     held.setdefault("head_backward", held["forward_end"])
     held.setdefault("embedding_backward", 0)
     same: tuple[tuple[Moment, Moment], ...] = (
@@ -359,8 +365,7 @@ def _turns(
     model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed, most_layers: int
 ) -> list[tuple[_Unit, Moment | None]]:
     """Return the modules of one step in order, each with the moment that it counts for."""
-    embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, layer_kinds, most_layers)
+    embeddings, layers, tail = _modules(model, zero, most_layers)
     turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
     turns += [(unit, None) for layer in layers[:-1] for unit in layer]
     turns += [(unit, "last_layer_forward") for unit in layers[-1]]
@@ -372,6 +377,8 @@ def _turns(
         moment: Moment | None = None
         if index == 0:
             moment = "first_layer_backward"
+        elif index == model.first_large_layer:
+            moment = "first_large_layer_backward"
         if index == len(layers) - 1:
             moment = "last_layer_backward"
         # If some layers are recomputed, the first is, and the last is not.
@@ -390,8 +397,7 @@ def forward_gathered_elements(engine: Engine, model: ModelSpec, zero: ZeroOption
     """
     if engine == "fsdp2":
         return model.parameters_outside_layers + 2 * model.layer_parameter_count
-    embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, layer_kinds, _layers_ahead(model, zero) + 4)
+    embeddings, layers, tail = _modules(model, zero, _layers_ahead(model, zero) + 4)
     units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
     return max(turn.held for turn in _replay(units, zero))
 
@@ -417,17 +423,19 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
     exceed the prefetch size (deepspeed 0.19.8, partitioned_param_coordinator.py, `_fetch_sub_module_impl`).
     """
     layers, elements = max(1, model.dimensions.num_layers), max(1, model.parameter_count)
-    embeddings, layer_kinds, tail = _modules(model, zero)
     middle = _layers_ahead(model, zero) + 3
-    for count in (min(layers, 2 * middle), layers):
+    embeddings, (first, *_), tail = _modules(model, zero, 1)
+    # Layers of several kinds do not repeat each other.
+    shortened = [min(layers, 2 * middle)] if len(set(model.layer_sizes)) == 1 else []
+    for count in (*shortened, layers):
         turns = _turns(model, zero, recomputed="all" if recomputes else "none", most_layers=count)
         replayed = _replay([unit for unit, _ in turns], zero)
         # The forward pass ends with the loss.
         end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
         # In either pass: its turns, the index of the first layer's first turn, and turns per layer.
         passes = (
-            (replayed[:end], 1 + len(embeddings), len(layer_kinds)),
-            (replayed[end:], len(tail), 1 + len(layer_kinds) * (2 if recomputes else 1)),
+            (replayed[:end], 1 + len(embeddings), len(first)),
+            (replayed[end:], len(tail), 1 + len(first) * (2 if recomputes else 1)),
         )
         inner = [[part[at + n * size :][:size] for n in (middle - 1, middle)] for part, at, size in passes]
         # Layers far from both ends of the stack that repeat each other stand for the others.
@@ -471,39 +479,45 @@ def _layers_ahead(model: ModelSpec, zero: ZeroOptions) -> int:
     return ceil(window / max(1, model.layer_parameter_count))
 
 
-def _repeated_layers(model: ModelSpec, layer_kinds: list[_Unit], most: int) -> list[list[_Unit]]:
-    """Return every layer, or the first `most`, each with separate tensors."""
-    count = max(1, min(model.dimensions.num_layers, most))
-    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(count)]
+def _modules(
+    model: ModelSpec, zero: ZeroOptions, most_layers: int
+) -> tuple[list[_Unit], list[list[_Unit]], list[_Unit]]:
+    """Return the units of the embeddings, of every layer with its containers, and of final norm and head.
 
-
-def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
-    """Return the units of the embeddings, of one layer with its containers, and of final norm and head."""
+    If there are more layers than `most_layers`, those in the middle are omitted. Each layer has separate tensors.
+    """
 
     def unit(shapes: Sequence[ParameterShape]) -> _Unit:
         return tuple(_Tensor(shape.numel, shape.numel <= zero.stage3_param_persistence_threshold) for shape in shapes)
 
-    grouped: dict[str, list[ParameterShape]] = {}
-    for parameter in model.parameters:
-        grouped.setdefault(model.gather_module(parameter), []).append(parameter)
-    embeddings: list[_Unit] = []
-    layer: list[_Unit] = [()]
-    tail: list[_Unit] = []
-    parents: set[str] = set()
-    for name, shapes in grouped.items():
-        if shapes[0].in_layer:
+    def grouped(parameters: Iterable[ParameterShape]) -> list[tuple[str, list[ParameterShape]]]:
+        modules: dict[str, list[ParameterShape]] = {}
+        for parameter in parameters:
+            modules.setdefault(model.gather_module(parameter), []).append(parameter)
+        return list(modules.items())
+
+    def layer_units(parameters: Sequence[ParameterShape]) -> list[_Unit]:
+        units: list[_Unit] = [()]
+        parents: set[str] = set()
+        for name, shapes in grouped(parameters):
             parent = name.rpartition(".")[0]
             if parent not in parents:
-                layer.append(())
+                units.append(())
                 parents.add(parent)
-            layer.append(unit(shapes))
-        elif shapes[0].group == "embedding":
-            embeddings.append(unit(shapes))
-        else:
-            tail.append(unit(shapes))
+            units.append(unit(shapes))
+        return units
+
+    first, last = max(most_layers // 2, model.first_large_layer + 1), most_layers - most_layers // 2
+    layers = model.layers
+    if len(layers) > first + last:
+        layers = (*layers[:first], *layers[-last:])
+    embeddings: list[_Unit] = []
+    tail: list[_Unit] = []
+    for _, shapes in grouped(p for p in model.parameters if not p.in_layer):
+        (embeddings if shapes[0].group == "embedding" else tail).append(unit(shapes))
     if model.tied_embeddings and embeddings:
         tail.append(embeddings[0])
-    return embeddings, layer, tail
+    return embeddings, [layer_units(layer) for layer in layers], tail
 
 
 class _Turn(NamedTuple):

@@ -88,10 +88,13 @@ def share_moment_terms(
         recomputed = layout.recomputed_layers(layers_count)
         again_in_last: tuple[tuple[Moment, bool], ...] = (
             ("last_layer_backward", recomputed == layers_count),
+            ("first_large_layer_backward", recomputed > model.first_large_layer),
             ("first_layer_backward", recomputed > 0),
         )
         for moment, again in again_in_last:
             combined[moment] = in_tiles_or_between_modules(step, combined[moment], again=again)
+    if not model.first_large_layer:
+        del combined["first_large_layer_backward"]
     if TASKS[job.task].generates and not model.has_score_head:
         share_of_vllm = vllm_share(layout, model, job, device_bytes) if device_bytes else 0
         engine_bytes = round(device_bytes * share_of_vllm)

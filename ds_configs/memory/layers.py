@@ -217,9 +217,14 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     casts = step.mode == "bf16" and not job.use_liger_kernel
     frees_input = casts and model.model_type in _CASTING_NORMS
 
-    def backward(count: int, *, again: bool) -> Terms:
+    large = model.first_large_layer
+
+    def backward(count: int) -> Terms:
+        again = recomputed >= count
         recomputed_bytes = traced.recompute_backward_transient_bytes + _mask_bytes(step)
         transient = recomputed_bytes if again else traced.backward_transient_bytes
+        if count == 1 and large:
+            transient += traced.recompute_first_layer_bytes if again else traced.first_layer_bytes
         terms = saved(count) | {"backward_transient": transient // ranks} | dequantized
         if again and job.gradient_checkpointing == "reentrant":
             terms["reentrant_output"] = checkpoint
@@ -244,9 +249,10 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         loss_backward=waiting | dequantized,
         head_backward=waiting,
         after_head=waiting,
-        last_layer_backward=backward(layers, again=recomputed == layers),
+        last_layer_backward=backward(layers),
         after_last_layer=saved(layers - 1),
-        first_layer_backward=backward(1, again=recomputed > 0),
+        first_large_layer_backward=backward(large + 1),
+        first_layer_backward=backward(1),
         after_first_layer=saved(0),
         step=at_step,
     )
@@ -329,7 +335,7 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
             {},
             last_layer_forward={**all_layers, **making},
             **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), all_layers),
-            **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("last_layer_backward", "after_last_layer", "first_large_layer_backward"), all_layers),
             **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
         )
     again = one_layer | making
@@ -348,5 +354,5 @@ def weight_copies(step: RankStep) -> dict[Moment, Terms]:
         after_head=held,
         last_layer_backward=again if recomputed == layers else held,
         after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
-        first_layer_backward=again,
+        **dict.fromkeys(("first_large_layer_backward", "first_layer_backward"), again),
     )

@@ -372,7 +372,10 @@ def _partition_gradients(
             "loss": gradients,
             "backward": gradients,
             **dict.fromkeys(("after_head", "last_layer_backward", "after_last_layer"), early),
-            **dict.fromkeys(("first_layer_backward", "after_first_layer", "embedding_backward"), gradients),
+            **dict.fromkeys(
+                ("first_large_layer_backward", "first_layer_backward", "after_first_layer", "embedding_backward"),
+                gradients,
+            ),
         }
     reduced = {moment: gradients for moment, phase in PHASES.items() if phase == "backward"}
     return {moment: terms for moment, terms in reduced.items() if moment != "head_backward"}

@@ -31,6 +31,7 @@ Moment = Literal[
     "after_head",
     "last_layer_backward",
     "after_last_layer",
+    "first_large_layer_backward",
     "first_layer_backward",
     "after_first_layer",
     "embedding_backward",
@@ -38,7 +39,8 @@ Moment = Literal[
 ]
 """Moments of a step in order: completions and their scores, of tasks that generate; the forward passes of second
 models; that of the last layer; forward and backward pass of the loss; backward pass of the output head and reduction of
-its gradients; the same for the last and the first layer; the token embedding; the optimizer step."""
+its gradients; the same for the last and the first layer, and the backward pass of the first large layer if smaller
+layers come before it; the token embedding; the optimizer step."""
 
 Terms = dict[str, int]
 
@@ -53,6 +55,7 @@ PHASES: Mapping[Moment, Phase] = {
     "after_head": "backward",
     "last_layer_backward": "backward",
     "after_last_layer": "backward",
+    "first_large_layer_backward": "backward",
     "first_layer_backward": "backward",
     "after_first_layer": "backward",
     "embedding_backward": "backward",
@@ -420,8 +423,8 @@ class RankParameters:
     """Trainable elements of final norm and head, whose gradients are computed first."""
     trainable_outside_layers: int
     """Trainable elements of tail and embeddings; gradients of the latter are computed last, unless tied to the head."""
-    layers: int
-    """Layers, over which the other trainable elements are spread."""
+    layers: tuple[int, ...]
+    """Other trainable elements, of every layer."""
     scale_bytes: int = 0
     """Part of `frozen_bytes` that is replicated on every rank: scales of 4-bit weights."""
     trainable_experts: int = 0
@@ -448,15 +451,17 @@ class RankParameters:
     def gradients_so_far(self, moment: Moment) -> int:
         """Trainable elements whose gradients exist at a moment of the backward pass."""
         in_layers = self.trainable - self.trainable_outside_layers
+        large = self.layers.index(max(self.layers))
         done = {
-            "head_backward": self.trainable_tail,
-            "after_head": self.trainable_tail,
-            "last_layer_backward": self.trainable_tail,
-            "after_last_layer": self.trainable_tail + in_layers // self.layers,
-            "first_layer_backward": self.trainable_tail + in_layers - in_layers // self.layers,
-            "after_first_layer": self.trainable_tail + in_layers,
+            "head_backward": 0,
+            "after_head": 0,
+            "last_layer_backward": 0,
+            "after_last_layer": self.layers[-1],
+            "first_large_layer_backward": in_layers - sum(self.layers[: large + 1]),
+            "first_layer_backward": in_layers - self.layers[0],
+            "after_first_layer": in_layers,
         }
-        return done.get(moment, self.trainable)
+        return self.trainable_tail + done[moment] if moment in done else self.trainable
 
 
 def rank_parameters(model: ModelSpec, job: TrainingJob, layout: Layout | None = None) -> RankParameters:
@@ -470,7 +475,7 @@ def rank_parameters(model: ModelSpec, job: TrainingJob, layout: Layout | None = 
 @lru_cache(maxsize=4096)
 def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
     """Return the trainable and frozen parameters of a rank's share of a model."""
-    total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
+    total = model.parameter_count
     if job.method == "full":
         trained = model.trained_part
         # Gradients of a vision tower come after those of all layers of the text.
@@ -483,7 +488,7 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
             largest_trainable=trained.largest_parameter,
             trainable_tail=trained.tail_parameters - outside,
             trainable_outside_layers=trained.parameters_outside_layers + in_tower,
-            layers=layers,
+            layers=trained.layer_sizes,
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
@@ -505,7 +510,7 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
         trainable_tail=0,
         # A tower's gradients are the last.
         trainable_outside_layers=beside,
-        layers=layers,
+        layers=(adapters // len(model.layers),) * len(model.layers),
     )
 
 

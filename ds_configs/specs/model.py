@@ -6,15 +6,17 @@ import json
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from importlib import resources
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+_Measured = TypeVar("_Measured")
 
 ModelConfig = Mapping[str, Any]
 """Content of a `config.json`."""
@@ -168,6 +170,9 @@ UNPACKED_LINEARS: Mapping[str, str] = {
 """Patterns of Linear modules that bitsandbytes does not pack, by model type: subclasses of Linear, as all of Falcon's
 are, and `_keep_in_fp32_modules` (transformers 5.17, integrations/bitsandbytes.py, `replace_with_bnb_linear`)."""
 
+_ROUTED_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period")
+"""Fields of Llama 4, Qwen and Jamba: each layer whose number is a multiple has routed experts."""
+
 CONV1D_FAMILIES = ("gpt2",)
 """Model types whose matrices are stored as (in, out)."""
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
@@ -235,6 +240,13 @@ class ParameterShape:
     def in_layer(self) -> bool:
         """Whether the parameter is in a layer; the mergers of Qwen3-VL's tower are several, but no layers."""
         return ".*." in self.name and "deepstack_merger_list" not in self.name
+
+    @property
+    def kind_in_layer(self) -> tuple[str, str, bool]:
+        """Its stack of layers, the module in a layer that has it, and whether that part routes tokens to experts."""
+        stack, _, inside = self.name.partition(".*.")
+        module, _, inner = inside.partition(".")
+        return stack, module, "expert" in inner or inner.partition(".")[0] in ("gate", "router")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,14 +369,73 @@ class ModelSpec:
             counts[parameter.group] += parameter.total
         return dict(counts)
 
+    @cached_property
+    def layers(self) -> tuple[tuple[ParameterShape, ...], ...]:
+        """Parameters of every layer in execution order.
+
+        A specification counts the layers with a parameter, but does not have their indices. Two kinds of MLP, or of
+        another module, whose counts add up to all layers are alternatives. Dense MLPs come before routed ones, unless
+        the configuration has a step for these; otherwise the rarer kind ends equal periods. A parameter of no such
+        kind is in every layer, which is an upper bound.
+        """
+        inside = [parameter for parameter in self.parameters if parameter.in_layer]
+        count = max(1, self.dimensions.num_layers)
+        mixtures = {p.kind_in_layer[:2] for p in inside if p.kind == "experts" or ".experts." in p.name}
+        stacks = {p.kind_in_layer[0] for p in inside if p.count == count}
+        held: dict[tuple[str, str, bool], int] = defaultdict(int)
+        for parameter in inside:
+            kind = parameter.kind_in_layer
+            if parameter.count < count and kind[0] in stacks:
+                held[kind] = max(held[kind], parameter.count)
+        by_step = any(name.endswith(_ROUTED_STEPS) and int(value) > 1 for name, value in self.settings)
+        indices: dict[tuple[str, str, bool], set[int]] = {}
+        for stack in stacks:
+            for routes in (True, False):
+                kinds = [kind for kind in held if kind[0] == stack and (kind[:2] in mixtures) == routes]
+                if len(kinds) != 2 or sum(held[kind] for kind in kinds) != count:
+                    continue
+                first, second = sorted(kinds, key=lambda kind: (kind[2], -held[kind]))
+                number = held[second]
+                periods = [(index + 1) * number // count for index in range(count)]
+                ends = {index for index, period in enumerate(periods) if period > (index and periods[index - 1])}
+                indices[second] = {*range(count - number, count)} if routes and not by_step else ends
+                indices[first] = {*range(count)} - indices[second]
+        same: dict[frozenset[tuple[str, str, bool]], tuple[ParameterShape, ...]] = {}
+        layers = []
+        for index in range(count):
+            absent = frozenset(kind for kind, own in indices.items() if index not in own)
+            if absent not in same:
+                same[absent] = tuple(p for p in inside if p.count == count or p.kind_in_layer not in absent)
+            layers.append(same[absent])
+        return tuple(layers)
+
+    def of_layers(self, measure: Callable[[tuple[ParameterShape, ...]], _Measured]) -> tuple[_Measured, ...]:
+        """Return a measure of every layer, computed once for layers with the same parameters."""
+        measured = {id(layer): layer for layer in self.layers}
+        values = {key: measure(layer) for key, layer in measured.items()}
+        return tuple(values[id(layer)] for layer in self.layers)
+
+    @cached_property
+    def layer_sizes(self) -> tuple[int, ...]:
+        """Parameters of every layer; if layers of several stacks have the same index, those of the largest one."""
+
+        def size(layer: tuple[ParameterShape, ...]) -> int:
+            stacks: dict[str, int] = defaultdict(int)
+            for parameter in layer:
+                stacks[parameter.name.split(".*.")[0]] += parameter.numel
+            return max(stacks.values(), default=0)
+
+        return self.of_layers(size)
+
     @property
     def layer_parameter_count(self) -> int:
         """Parameters of the largest single transformer layer."""
-        layers: dict[str, int] = defaultdict(int)
-        for parameter in self.parameters:
-            if parameter.in_layer:
-                layers[parameter.name.split(".*.")[0]] += parameter.numel
-        return max(layers.values(), default=0)
+        return max(self.layer_sizes)
+
+    @cached_property
+    def first_large_layer(self) -> int:
+        """Index of the first layer with most parameters; 0 if there is no smaller one before it."""
+        return self.layer_sizes.index(self.layer_parameter_count)
 
     @cached_property
     def parameters_outside_layers(self) -> int:
@@ -412,11 +483,14 @@ class ModelSpec:
     @cached_property
     def largest_layer_unit(self) -> int:
         """Elements of the largest module in a layer, which are gathered or reduced together."""
-        units: dict[str, int] = defaultdict(int)
-        for parameter in self.parameters:
-            if parameter.in_layer:
+
+        def largest(layer: tuple[ParameterShape, ...]) -> int:
+            units: dict[str, int] = defaultdict(int)
+            for parameter in layer:
                 units[self.gather_module(parameter)] += parameter.numel
-        return max(units.values(), default=0)
+            return max(units.values(), default=0)
+
+        return max(self.of_layers(largest))
 
     def gather_module(self, parameter: ParameterShape) -> str:
         """Return the name pattern of the module with which a parameter is gathered."""

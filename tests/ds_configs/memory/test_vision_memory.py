@@ -10,15 +10,12 @@ from vision_memory import GRID, TARGET_MEAN, TARGET_WORST, case_table, grid, gro
 
 pytestmark = pytest.mark.slow
 
-MISSED = {"llama4-fsdp2-bf16-x1-ckpt-none-2r-full-frozen"}
-"""Its first layer, at the predicted peak, is dense, and counts as an average one with the temporaries of experts."""
-
 
 def test_predictions_match_measured_peaks_of_towers() -> None:
     found = rows(json.loads(GRID.measured.read_text(encoding="utf-8")))
     assert sorted(row.case.name for row in found) == sorted(case.name for case in grid())
     assert mean(abs(row.error) for row in found) <= TARGET_MEAN
-    assert {row.case.name for row in found if abs(row.error) > TARGET_WORST} == MISSED
+    assert max(abs(row.error) for row in found) <= TARGET_WORST
     document = GRID.document.read_text(encoding="utf-8")
     for shown in (f"{verdict(found)[1]}.", group_table(found), case_table(found)):
         assert shown in document, "the document shows other figures"

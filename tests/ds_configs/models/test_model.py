@@ -203,6 +203,41 @@ def test_multimodal_model_has_the_dimensions_of_its_text_model() -> None:
     )
 
 
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GROUPED = {**_ROUTED, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+_DELTA = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size"), 16)
+_CONVOLUTIONS = {"num_dense_layers": 2, "layer_types": ["conv", "conv", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("deepseek_v3", {**_GROUPED, "first_k_dense_replace": 2}),
+        ("glm4_moe", {**_GROUPED, "first_k_dense_replace": 3}),
+        ("ernie4_5_moe", {"moe_num_experts": 8, "moe_intermediate_size": 48, "moe_layer_end_index": 5}),
+        ("llama4_text", {"intermediate_size_mlp": 300, "num_local_experts": 4, "interleave_moe_layer_step": 2}),
+        ("qwen3_moe", {**_ROUTED, "num_experts": 8, "decoder_sparse_step": 3}),
+        ("qwen3_moe", {**_ROUTED, "num_experts": 8, "mlp_only_layers": [0, 1]}),
+        ("qwen3_next", {**_ROUTED, **_DELTA, "num_experts": 8, "full_attention_interval": 3}),
+        (
+            "lfm2_moe",
+            {**_ROUTED, **_CONVOLUTIONS, "num_experts": 8},
+        ),
+        ("t5", {}),
+    ],
+)
+def test_layers_of_several_kinds_have_the_parameters_of_the_class(model_type: str, values: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": model_type, **sizes, "head_dim": 16, "vocab_size": 512, "num_hidden_layers": 6, **values}
+    spec, held = model_spec_from_meta(config, name="m"), [0] * 6
+    for name, parameter in build_meta_model(config, source="m").named_parameters():
+        if (index := re.search(r"\.(\d+)\.", name)) and not name.startswith("encoder."):
+            held[int(index[1])] += parameter.numel()
+    # The bias of relative positions is in one layer of T5; which one is not known.
+    assert list(spec.layer_sizes) == (held if model_type != "t5" else [max(held)] * 6)
+    assert spec.layer_parameter_count == max(held)
+
+
 @pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj"), ("c_attn",)])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "qwen3_moe"])
 def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> None:
