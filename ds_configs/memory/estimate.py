@@ -409,8 +409,9 @@ def estimate_memory(
         phases = fullest_by_phase(
             share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU", device_bytes=hardware.gpu_bytes)
         )
-        phase = max(phases, key=lambda name: sum(phases[name].values()))
-        allocated = sum(phases[phase].values())
+        sizes = {name: sum(parts.values()) for name, parts in phases.items()}
+        phase = max(sizes, key=lambda name: sizes[name])
+        allocated = sizes[phase]
         low, high = (round(allocated * factors[end] + overheads[end]) for end in (0, 2))
         terms = dict(phases[phase])
         terms["allocator_fragmentation"] = round(allocated * (factors[1] - 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, nextafter
 from typing import Literal, cast
 
 from ..specs.errors import ConfigError, UsageError
@@ -62,17 +62,18 @@ PHASES: Mapping[Moment, Phase] = {
     "step": "step",
 }
 
-_NAMES = frozenset(PHASES) | frozenset(PHASES.values())
+_PHASES_OF_A_STEP = tuple(dict.fromkeys(PHASES.values()))
+_NAMES = frozenset(PHASES) | frozenset(_PHASES_OF_A_STEP)
 
 
-def summed(*parts: Terms) -> Terms:
+def summed(first: Terms, *others: Terms) -> Terms:
     """Return the sum of several parts, without terms of 0 bytes.
 
     >>> summed({"weights": 2, "loss": 0}, {"weights": 1})
     {'weights': 3}
     """
-    terms: Terms = {}
-    for part in parts:
+    terms = {name: count for name, count in first.items() if count}
+    for part in others:
         for name, count in part.items():
             if count:
                 terms[name] = terms.get(name, 0) + count
@@ -93,8 +94,7 @@ def at_moments(always: Terms, **more: Terms) -> dict[Moment, Terms]:
         return dict.fromkeys(PHASES, same)
 
     phases: dict[str, Terms] = {
-        phase: summed(always, more[phase]) if phase in more else dict(always)
-        for phase in dict.fromkeys(PHASES.values())
+        phase: summed(always, more[phase]) if phase in more else dict(always) for phase in _PHASES_OF_A_STEP
     }
     return {
         moment: summed(phases[phase], more[moment]) if moment in more and moment != phase else phases[phase]
@@ -105,10 +105,11 @@ def at_moments(always: Terms, **more: Terms) -> dict[Moment, Terms]:
 def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
     """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
     phases: dict[Phase, Terms] = {}
+    sizes: dict[Phase, int] = {}
     for moment, terms in moments.items():
-        phase = PHASES[moment] if moment in PHASES else cast(Phase, moment)
-        if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
-            phases[phase] = terms
+        phase, size = PHASES[moment] if moment in PHASES else cast(Phase, moment), sum(terms.values())
+        if phase not in phases or size > sizes[phase]:
+            phases[phase], sizes[phase] = terms, size
     return phases
 
 
@@ -156,9 +157,6 @@ def tensor_parallel_share(model: ModelSpec, tp: int, *, divides_head: bool = Tru
 
 _StageCost = Callable[[int, int, int], float]
 """Cost of a stage from its index, its first layer, and the layer after its last."""
-
-# 60 halvings of the interval leave less than the rounding error of a float64 cost.
-_BISECTIONS = 60
 
 
 def pipeline_stages(
@@ -257,19 +255,26 @@ def _ends(costs: Sequence[_StageCost], limits: Sequence[float], layers: int, sta
 def _smallest_largest(costs: Sequence[_StageCost], layers: int, stages: int, *, others: Sequence[float] = ()) -> float:
     """Return the smallest possible maximum of the first cost over the stages, with limits on the other costs.
 
-    Bisects the maximum. Since a stage costs more with more layers, greedy stages show whether a maximum is feasible.
+    Bisects the possible maxima. Greedy stages show whether one is feasible, since more layers cost more.
     """
     cost = costs[0]
-    low, high = 0.0, sum(cost(index, 0, layers) for index in range(stages))
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        if _ends(costs, [middle, *others], layers, stages) is None:
-            low = middle
-        else:
-            high = middle
-    ends = _ends(costs, [high, *others], layers, stages)
-    assert ends is not None, "the upper limit is always feasible"
-    return max(cost(index, first, end) for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)))
+
+    def largest(limit: float) -> float | None:
+        """Return the maximum of greedy stages within a limit; `None` if layers remain."""
+        ends = _ends(costs, [limit, *others], layers, stages)
+        if ends is None:
+            return None
+        return max(
+            cost(index, first, end) for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        )
+
+    low, smallest = 0.0, largest(sum(cost(index, 0, layers) for index in range(stages)))
+    assert smallest is not None, "the upper limit is always feasible"
+    # Few maxima are possible, so that this ends after fewer steps than a bisection to the last bit.
+    while (below := largest(nextafter(smallest, 0.0))) is not None:
+        middle = largest((low + below) / 2)
+        low, smallest = (low, middle) if middle is not None else ((low + below) / 2, below)
+    return smallest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -294,6 +294,8 @@ class Candidate:
     index: int
     lean: bool = False
     """Whether its buffers are smaller than DeepSpeed's defaults."""
+    keeping: Candidate | None = None
+    """The same candidate without recomputation, which is never slower."""
 
     @property
     def job(self) -> TrainingJob:
@@ -316,6 +318,11 @@ class Candidate:
     def tokens_per_second(self) -> float:
         """Predicted speed, rounded to nine digits so that equal times summed in another order stay equal."""
         return float(f"{self.time.tokens_per_second:.9g}")
+
+    @property
+    def speed_limit(self) -> float:
+        """A speed that the candidate does not exceed; that of `keeping` needs no further time estimate."""
+        return (self.keeping or self).tokens_per_second
 
     @cached_property
     def complexity(self) -> Complexity:
@@ -444,6 +451,7 @@ def candidates(
         if not collects and not any(legal):
             continue
         sizes = micro_batches(layout, job, smallest=context.smallest_batch)
+        keeping: dict[tuple[int, bool, bool], Candidate] = {}
         for (micro_batch, accumulation), variant, (is_legal, form) in product(
             sizes, layouts, tuple(zip(legal, forms, strict=True))
         ):
@@ -452,7 +460,11 @@ def candidates(
             changed = variant.changed(micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
             if is_legal and not any(context.broken_rules(BATCH_RULES, changed)):
                 lean = variant in layouts[1:]
-                yield Candidate(layout=changed, context=context, index=index, lean=lean)
+                key = (micro_batch, lean, form["tiled_mlp"])
+                candidate = Candidate(layout=changed, context=context, index=index, lean=lean, keeping=keeping.get(key))
+                if not form["gradient_checkpointing"]:
+                    keeping[key] = candidate
+                yield candidate
             elif (
                 collects
                 and errors is not None

@@ -52,18 +52,19 @@ class Search:
         """Find the candidates of the layouts at `indices`; add the errors of layouts that the user's settings allow."""
         self.by_layout: dict[int, list[Candidate]] = {}
         self.leanest: dict[int, Candidate] = {}
-        self._ordered: dict[int, list[Candidate]] = {}
+        self._fastest: dict[int, Candidate] = {}
         contexts = losses(context)
         for index in indices:
             reported = errors if _has_requested_axes(layouts[index], context.job) else None
             if legal := list(candidates(layouts[index], contexts, index, reported)):
                 self.by_layout[index] = legal
 
-    def fastest_first(self, index: int) -> list[Candidate]:
-        """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
-        if index not in self._ordered:
-            self._ordered[index] = sorted(self.by_layout[index], key=_order)
-        return self._ordered[index]
+    def fastest(self, index: int) -> Candidate:
+        """Return the fastest candidate of a layout, the simplest of equally fast ones."""
+        if index not in self._fastest:
+            # Recomputation makes none faster or simpler.
+            self._fastest[index] = _fastest([each for each in self.by_layout[index] if each.keeping is None])
+        return self._fastest[index]
 
     def possible(self, index: int) -> bool:
         """Return whether the leanest candidate of a layout fits: smallest micro-batch, everything that saves memory."""
@@ -130,12 +131,12 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     # No candidate of a layout needs to be timed if the leanest one does not fit.
     possible = [index for index in indices if explored.possible(index)]
     for index in possible:
-        for candidate in explored.fastest_first(index):
-            push(candidate, candidate.complexity, candidate.tokens_per_second)
+        for candidate in explored.by_layout[index]:
+            push(candidate, candidate.complexity, candidate.speed_limit)
     best: float | None = None
     near: list[Candidate] = []
     while heap:
-        bound, complexity, _, partly, candidate = heapq.heappop(heap)
+        bound, complexity, position, partly, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
         if near and complexity >= near[-1].complexity:
@@ -144,6 +145,8 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
         if partly:
             if (fewest := candidate.with_fewest_recomputed) is not None:
                 push(fewest, complexity, fewest.tokens_per_second)
+        elif candidate.tokens_per_second < -bound:
+            heapq.heappush(heap, (-candidate.tokens_per_second, complexity, position, False, candidate))
         elif candidate.memory.fits:
             best = best or candidate.tokens_per_second
             near.append(candidate)
@@ -184,7 +187,7 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
         for index in indices
         if explored.by_layout[index][0].layout.offload_optimizer != "none"
         and explored.possible(index)
-        and explored.fastest_first(index)[0].tokens_per_second >= least
+        and explored.fastest(index).tokens_per_second >= least
     ]
     best = search_fastest(explored, offloaded)
     return inside if best is None or (inside is not None and best.tokens_per_second <= least) else best
@@ -198,8 +201,8 @@ def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     fitting = [index for index in explored.by_layout if index != best.index and explored.possible(index)]
     shown = [explored.leanest[index] for index in explored.by_layout if index not in (best.index, *fitting)]
     listed: dict[frozenset[str], dict[frozenset[tuple[str, int]], float]] = {}
-    for index in sorted(fitting, key=lambda index: _order(explored.fastest_first(index)[0])):
-        fastest = explored.fastest_first(index)[0]
+    for index in sorted(fitting, key=lambda index: _order(explored.fastest(index))):
+        fastest = explored.fastest(index)
         axes, sizes = frozenset(fastest.layout.axes), frozenset(fastest.layout.axes.items())
         speeds = listed.setdefault(axes, {})
         others = sorted((speed for other, speed in speeds.items() if other != sizes), reverse=True)
