@@ -309,4 +309,7 @@ def main() -> None:
 
         quiet_optional_kernels()
     quiet_accelerator_choice()
-    raise SystemExit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # Python looks for reference cycles again when it ends.
+    gc.freeze()
+    raise SystemExit(code)

@@ -26,7 +26,7 @@ from cyclopts.config import Env
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
-from ..ds_configs.specs.synonyms import REMOVED, command_meant, meanings, meant, suggested
+from ..ds_configs.specs.synonyms import command_meant, meanings, meant, removals, suggested
 from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
@@ -195,7 +195,7 @@ class Sources(Env):
             values, lines = settings_mapping(read_small_file(Path(file), what="config"), name=file)
         except InputError as error:
             # Recipes of quantization have no names any more.
-            self.errors += [replace(each, fix=REMOVED.get(f"configs={file}", each.fix)) for each in error.errors]
+            self.errors += [replace(each, fix=removals().get(f"configs={file}", each.fix)) for each in error.errors]
             return
         for name, value in values.items():
             source = f"{file}:{lines[name]}"
@@ -362,7 +362,7 @@ def _unused_errors(
     flags = [token.partition("=")[0] for token in unused if token.startswith("--") and len(token) > 2]
     if not flags:
         rule = "is an unexpected argument"
-        return [ConfigError(where=token, rule=rule, fix=REMOVED.get(token, "")) for token in unused[:1]]
+        return [ConfigError(where=token, rule=rule, fix=removals().get(token, "")) for token in unused[:1]]
     errors = []
     for flag in flags:
         rule, fix = "is not an option", meant(flag, known, flag=True)

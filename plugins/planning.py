@@ -52,7 +52,7 @@ from ..ds_configs.specs.hardware import (
 from ..ds_configs.specs.job import MODEL_ROLES, JobSettings, TrainingJob, adapter_errors, job_errors
 from ..ds_configs.specs.layout import Layout
 from ..ds_configs.specs.model import ModelSpec
-from ..ds_configs.specs.synonyms import REMOVED
+from ..ds_configs.specs.synonyms import removals
 from ..ds_configs.specs.texts import read_small_file, strict_json, yaml_mapping
 from ..ds_configs.step_time.learning import MeasuredStep
 from .huggingface_hub import ModelSource, read_model_source
@@ -549,7 +549,7 @@ class CalibrationStore:
         matches = [name for name in runs if identifier and name.startswith(identifier)]
         if len(matches) != 1:
             rule = "is not a stored run"
-            fix = REMOVED.get(f"forget={identifier}", "`shardwright calibrate --list` lists the runs")
+            fix = removals().get(f"forget={identifier}", "`shardwright calibrate --list` lists the runs")
             if matches:
                 rule = f"matches {len(matches)} runs"
                 fix = f"write a longer prefix: {', '.join(name[:16] for name in matches[:4])}"

@@ -16,7 +16,7 @@ from ...ds_configs.plan.answers import ANSWERS
 from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.synonyms import REMOVED
+from ...ds_configs.specs.synonyms import removals
 from ..main import shown_examples
 from ..options import CheckedFor, ConfigFile, Output, PlanSettings
 from ..settings import FILLED, Options
@@ -100,7 +100,7 @@ def schema_command(subject: str = "settings", *, options: Options[Output] = FILL
         error-answer: what `plan`, `check` and `explain --error` print with --format json.
     """
     if subject not in SUBJECTS:
-        rule, fix = f"must be one of {', '.join(SUBJECTS)}", REMOVED.get(f"subject={subject}", "")
+        rule, fix = f"must be one of {', '.join(SUBJECTS)}", removals().get(f"subject={subject}", "")
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     schema = TypeAdapter(ANSWERS[subject]).json_schema() if subject in ANSWERS else PlanSettings.model_json_schema()
     if subject == "hardware":
@@ -126,7 +126,7 @@ def list_command(subject: str = "", *, options: Options[Output] = FILLED) -> int
     subject
         Part of a name.
     """
-    if fix := REMOVED.get(f"configs={subject.lower()}"):
+    if fix := removals().get(f"configs={subject.lower()}"):
         raise UsageError(ConfigError(where="subject", value=subject, rule="is not in the gallery", fix=fix))
     entries = [entry for entry in GALLERY if subject.lower() in entry.name.lower()]
     if options.as_json:

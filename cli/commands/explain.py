@@ -24,7 +24,7 @@ from ...ds_configs.search.run_estimates import KERNEL_MEANINGS, STRATEGY_MEANING
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.job import JobSettings
 from ...ds_configs.specs.settings import choices_of
-from ...ds_configs.specs.synonyms import REMOVED, SYNONYMS, texts_about
+from ...ds_configs.specs.synonyms import removals, synonyms, texts_about
 from ...ds_configs.specs.tasks import TASKS
 from ...ds_configs.specs.terms import Place
 from ...ds_configs.step_time.estimate import TERMS
@@ -58,7 +58,7 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
     names = texts_about(name, meanings)
     if not names and " " in subject:
         # Words of a sentence, such as zero3 vs fsdp, or out of memory.
-        words = [word for word in SYNONYMS if "_" in word and f"_{word}_" in f"_{name}_"]
+        words = [word for word in synonyms() if "_" in word and f"_{word}_" in f"_{name}_"]
         words += subject.lower().replace("-", "_").split()
         names = list(dict.fromkeys(each for word in words for each in texts_about(word, meanings)))
     within = [each for each in meanings if f"_{name}_" in f"_{each}_"]
@@ -79,11 +79,11 @@ def explain_command(subject: str | None = None, *, options: Options[ExplainOptio
         return 0
     if not exists:
         is_path = "/" in subject or subject.endswith(".json")
-        near = [] if is_path else [*within, *get_close_matches(name, [*meanings, *SYNONYMS], n=6, cutoff=0.5)]
+        near = [] if is_path else [*within, *get_close_matches(name, [*meanings, *synonyms()], n=6, cutoff=0.5)]
         near = [each for each in dict.fromkeys(near) if texts_about(each, meanings)][:3]
         fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
-        options_of_commands = {option.name for meant in SYNONYMS.values() for option in meant}
-        fix = fix if name in options_of_commands else REMOVED.get(name, fix)
+        options_of_commands = {option.name for meant in synonyms().values() for option in meant}
+        fix = fix if name in options_of_commands else removals().get(name, fix)
         rule = "no such file or directory" if is_path else "is not a path or a known name"
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)

@@ -17,7 +17,7 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import parse_hardware
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from ..specs.synonyms import REMOVED
+from ..specs.synonyms import removals
 from .plan import Plan, make_plan
 
 GALLERY_RELEASE = "5.17.0"
@@ -79,6 +79,6 @@ def gallery_entry(name: str) -> GalleryEntry:
     if name not in entries:
         near = ", ".join(get_close_matches(name, entries, n=3, cutoff=0.3))
         fix = f"nearest names: {near}" if near else "shardwright configs ls lists the names"
-        fix = REMOVED.get(f"configs={name}", fix)
+        fix = removals().get(f"configs={name}", fix)
         raise UsageError(ConfigError(where="name", value=name, rule="is not in the gallery", fix=fix))
     return entries[name]

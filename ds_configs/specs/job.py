@@ -1,12 +1,10 @@
 """`TrainingJob`: the one declaration of a training run, and the settings of commands that have its fields."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass
 from dataclasses import fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, create_model
@@ -303,7 +301,7 @@ class TrainingJob(  # type: ignore[misc]
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"seq_len": values.pop("seq_len_tokens"), "strategy": values.pop("strategy"), **values}
 
-    def flags(self, base: TrainingJob | None = None, *, of: Collection[str] | None = None) -> list[str]:
+    def flags(self, base: "TrainingJob | None" = None, *, of: Collection[str] | None = None) -> list[str]:
         """Return the options of a command that make this job from another job, or of a command that has no options yet.
 
         The defaults of sequence length and precision depend on command, model and hardware, so that these are always
@@ -332,7 +330,7 @@ class TrainingJob(  # type: ignore[misc]
                 changed[name] = "auto"
         return flag_words(changed)
 
-    @property
+    @cached_property
     def second_models(self) -> tuple[SecondModel, ...]:
         return tuple(
             SecondModel(
@@ -367,7 +365,7 @@ class TrainingJob(  # type: ignore[misc]
         """Completions per prompt."""
         return TASKS[self.task].num_generations if self.num_generations is None else self.num_generations
 
-    def completed(self, model: ModelSpec) -> TrainingJob:
+    def completed(self, model: ModelSpec) -> "TrainingJob":
         """Return the job with what its task needs: the trained model as reference, and models with a score as output.
 
         GRPO, RLOO and PPO need no reference without a weight of the divergence from it.
@@ -393,14 +391,14 @@ class TrainingJob(  # type: ignore[misc]
         )
         return replace(model, parameters=tuple(parameters))
 
-    def without_second_models(self) -> TrainingJob:
+    def without_second_models(self) -> "TrainingJob":
         """Return the supervised job of the trained model alone."""
         if not self.second_models and self.task == "sft":
             return self
         usual: dict[str, Any] = {field.name: field.default for field in fields(TaskFields)}
         return replace(self, **usual | dict.fromkeys(MODEL_ROLES))
 
-    def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
+    def placed(self, role: SecondModelRole, placement: Placement) -> "TrainingJob":
         """Return the job with another placement of a second model."""
         changed: dict[str, Any] = {f"{role}_placement": placement}
         return replace(self, **changed)

@@ -4,8 +4,6 @@ Flags, environment variables, files and list items have text, which the fields c
 pydantic's errors into errors of this project.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from pydantic_core import ArgsKwargs, core_schema
 
 from .errors import ConfigError, UsageError, count_fix
-from .synonyms import REMOVED, suggested
+from .synonyms import removals, suggested
 from .texts import NAMES_COMMA, yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
@@ -214,7 +212,7 @@ def errors_of(error: ValidationError, kind: Any) -> list[ConfigError]:
             rule = " or ".join(dict.fromkeys(map(rule_of, rejections))).replace(" or must be ", " or ")
             choices = choices_of(known[key].annotation) if key in known else []
             near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
-            fix = REMOVED.get(f"{name}={value}") or REMOVED.get(str(value).lower(), "")
+            fix = removals().get(f"{name}={value}") or removals().get(str(value).lower(), "")
             fix = fix or (
                 f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
             )

@@ -6,8 +6,9 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ... import ds_configs
 
@@ -22,21 +23,27 @@ class Option(NamedTuple):
     """An option that the command must have too, if commands use `name` for different things."""
 
 
-_NAMES = tomllib.loads(files(ds_configs).joinpath("data", "other_names.toml").read_text(encoding="utf-8"))
-REMOVED: Mapping[str, str] = {
-    name: entry["fix"] for entry in _NAMES["removed"] if "beside" not in entry for name in entry["names"]
-}
-"""Options and values of earlier versions, and what replaces them."""
-_REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
-    (name, entry["beside"]): entry["fix"] for entry in _NAMES["removed"] if "beside" in entry for name in entry["names"]
-}
-"""The same for names that other commands use, by the name and an option that the command has."""
-SYNONYMS: Mapping[str, tuple[Option, ...]] = {
-    name: tuple(Option(**option) for option in entry["options"])
-    for entry in _NAMES["synonym"]
-    for name in entry["names"]
-}
-"""Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
+@cache
+def _other_names() -> dict[str, Any]:
+    """Return the file of names. Only errors and `explain` read it, because its parser takes 15 ms."""
+    return tomllib.loads(files(ds_configs).joinpath("data", "other_names.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def removals() -> Mapping[str, str]:
+    """Return options and values of earlier versions, and what replaces them."""
+    entries = _other_names()["removed"]
+    return {name: entry["fix"] for entry in entries if "beside" not in entry for name in entry["names"]}
+
+
+@cache
+def synonyms() -> Mapping[str, tuple[Option, ...]]:
+    """Return the options with the meaning of a name in other tools, or of one of these where a command lacks it."""
+    return {
+        name: tuple(Option(**option) for option in entry["options"])
+        for entry in _other_names()["synonym"]
+        for name in entry["names"]
+    }
 
 
 _COMMANDS: Mapping[tuple[str, ...], str] = {
@@ -67,12 +74,13 @@ def command_meant(word: str, commands: Collection[str]) -> str:
 def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
     plain = _plain(name)
-    for (removed, beside), fix in _REMOVED_BESIDE.items():
-        if removed == plain and beside in known:
-            return fix
-    if plain in REMOVED and plain not in SYNONYMS:
-        return REMOVED[plain]
-    for option in SYNONYMS.get(plain.lower(), ()):
+    for entry in _other_names()["removed"]:
+        # Other commands use the name.
+        if plain in entry["names"] and entry.get("beside") in known:
+            return str(entry["fix"])
+    if plain in removals() and plain not in synonyms():
+        return removals()[plain]
+    for option in synonyms().get(plain.lower(), ()):
         if option.name in known and option.name != plain and (not option.beside or option.beside in known):
             written = _written(option.name, option.values, flag=flag)
             return f"use {written}" if option.values else f"did you mean {written}?"
@@ -86,7 +94,7 @@ def meanings(name: str) -> tuple[str, ...]:
     ('lr', 'learning_rate')
     """
     plain = _plain(name)
-    return plain, *(option.name for option in SYNONYMS.get(plain.lower(), ()) if not option.values)
+    return plain, *(option.name for option in synonyms().get(plain.lower(), ()) if not option.values)
 
 
 def texts_about(word: str, texts: Collection[str]) -> list[str]:
@@ -100,7 +108,7 @@ def texts_about(word: str, texts: Collection[str]) -> list[str]:
     if joined := [name for name in texts if name.replace("_", "") == word.replace("_", "")]:
         return joined[:1]
     names: list[str] = []
-    for option in SYNONYMS.get(word, ()):
+    for option in synonyms().get(word, ()):
         values = [value.replace("-", "_") for value in re.findall(r"[\w-]+", option.values)]
         names += [value for value in values if value in texts] or [name for name in (option.name,) if name in texts]
     return list(dict.fromkeys(names))
@@ -127,5 +135,5 @@ def suggested(name: str, known: Collection[str], *, flag: bool = False) -> str:
     if fix := meant(name, known, flag=flag):
         return fix
     plain = _plain(name)
-    near = get_close_matches(plain, known, n=1, cutoff=0.7 if plain.lower() in SYNONYMS else 0.6)
+    near = get_close_matches(plain, known, n=1, cutoff=0.7 if plain.lower() in synonyms() else 0.6)
     return f"did you mean {_written(near[0], flag=flag)}?" if near else ""

@@ -14,7 +14,7 @@ from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import _options, resolve
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import HUGGING_FACE_NAMES
-from shardwright.ds_configs.specs.synonyms import SYNONYMS
+from shardwright.ds_configs.specs.synonyms import synonyms
 from shardwright.plugins.planning import plan
 
 QWEN = str(CONFIGS / "Qwen--Qwen2.5-0.5B")
@@ -172,7 +172,7 @@ def test_synonyms_lead_to_options_that_exist() -> None:
         if not target.endswith(":app")
         for option in _options(build_app()[name].assemble_argument_collection())
     }
-    listed = {option for options in SYNONYMS.values() for option in options}
+    listed = {option for options in synonyms().values() for option in options}
     assert {option.name for option in listed} | {option.beside for option in listed if option.beside} <= every | {
         *explained_texts()
     }

@@ -12,7 +12,7 @@ from pydantic import Field
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TeacherFields, adapter_errors
 from ...ds_configs.specs.settings import Settings
-from ...ds_configs.specs.synonyms import REMOVED
+from ...ds_configs.specs.synonyms import removals
 from ..losses.token_objective import Divergence, TokenObjective
 from ..runs.settings import LaunchedJob, LaunchedSettings, launched_errors
 
@@ -53,7 +53,7 @@ class DistillationConfig(TokenObjective):
         check("alpha", self.alpha, 0 <= self.alpha <= 1, "must be from 0 to 1")
         check("temperature", self.temperature, 0 < self.temperature < math.inf, "must be above 0")
         kinds = get_args(Divergence)
-        fix = REMOVED.get(f"loss={self.divergence}", "")
+        fix = removals().get(f"loss={self.divergence}", "")
         check("divergence", self.divergence, self.divergence in kinds, f"must be one of {', '.join(kinds)}", fix)
         rule = "must be above 0 and below 1; the ends are forward_kl and reverse_kl"
         check("mixture", self.mixture, 0 < self.mixture < 1, rule)
