@@ -69,6 +69,58 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """GPT-2 trains without dropout: the fused CUDA kernel keeps one byte per element where the CPU keeps more."""
 
+_UNTIED = {**_DECODER, "tie_word_embeddings": False, "pad_token_id": 0}
+_GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+    "n_group": 1,
+    "topk_group": 1,
+}
+NEWER: dict[str, dict[str, Any]] = {
+    "llama4_text": {
+        **_UNTIED,
+        **{"architectures": ["Llama4ForCausalLM"], "head_dim": 32, "intermediate_size": 192},
+        **{"intermediate_size_mlp": 704, "num_local_experts": 4, "interleave_moe_layer_step": 2},
+    },
+    # The fused kernel of a CPU needs values as wide as keys.
+    "deepseek_v3": {
+        **_UNTIED,
+        **_GROUPED,
+        **{"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 1, "num_key_value_heads": 8},
+        **{"q_lora_rank": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48},
+    },
+    "glm4_moe": {
+        **_UNTIED,
+        **_GROUPED,
+        **{"architectures": ["Glm4MoeForCausalLM"], "head_dim": 32, "first_k_dense_replace": 1},
+    },
+    "qwen3_moe_dense": {
+        **_MIXTURE,
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8},
+        **{"mlp_only_layers": [0], "tie_word_embeddings": False},
+    },
+    "ernie4_5_moe": {
+        **_UNTIED,
+        **{
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 192,
+        },
+        **{"moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 3},
+    },
+    "granitemoehybrid": {
+        **_UNTIED,
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "mamba", "mamba", "attention"]},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "shared_intermediate_size": 384},
+        **{"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64},
+        "position_embedding_type": "nope",
+    },
+    "olmo3": {**_UNTIED, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 64},
+}
+"""Models whose layers differ, and newer families with adapters."""
+
 
 def spec_of(config: dict[str, Any], name: str, release: str | None = None) -> ModelSpec:
     """Return the specification of a family: from stored shapes, or what Transformers builds.
@@ -126,7 +178,7 @@ class Case:
 
     @property
     def config(self) -> dict[str, Any]:
-        return {"model_type": self.model, **(MODELS | MIXTURES)[self.model]}
+        return {"model_type": self.model, **(MODELS | MIXTURES | NEWER)[self.model]}
 
     def spec(self, release: str | None = None) -> ModelSpec:
         return spec_of(self.config, self.model, release)
@@ -205,10 +257,25 @@ ADAPTED = (
 )
 """LoRA with other targets than all Linear modules, and other variants."""
 
+_UNEQUAL: dict[str, Any] = {"precision": "bf16", "accumulation": 1, "offload": "none", "ranks": 2, "method": "full"}
+UNEQUAL = tuple(
+    Case(model=model, layout=layout, checkpointing=recomputes, **_UNEQUAL)
+    for model in ("llama4_text", "deepseek_v3", "glm4_moe", "qwen3_moe_dense")
+    for layout, recomputes in (("fsdp2", True), ("zero3", False))
+)
+"""Full training of models with dense and routed layers."""
+
+FAMILIES = tuple(
+    _adapted(model, layout, "bf16", "all-linear", recomputes=False)
+    for model in ("glm4_moe", "ernie4_5_moe", "granitemoehybrid", "olmo3")
+    for layout in ("zero2", "fsdp2")
+)
+"""Adapters of newer families."""
+
 
 @cache
 def grid() -> list[Case]:
-    """Return the cases of adapters, and others in which every legal pair of `VALUES` occurs.
+    """Return the cases of adapters and of newer models, and others in which every legal pair of `VALUES` occurs.
 
     There are at least `LEAST_CASES` others.
     """
@@ -226,7 +293,7 @@ def grid() -> list[Case]:
     while len(chosen) < LEAST_CASES:
         rest = [case for case in legal if case not in chosen]
         chosen.append(min(rest, key=lambda case: _repeats(case, chosen)))
-    return sorted([*chosen, *ADAPTED], key=lambda case: case.name)
+    return sorted([*chosen, *ADAPTED, *UNEQUAL, *FAMILIES], key=lambda case: case.name)
 
 
 def pairs(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:

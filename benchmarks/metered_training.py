@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardwright.plugins.transformers.gradient_checkpointing import (
 from shardwright.plugins.transformers.loading import auto_class
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
+from shardwright.tools.activations.linear_attention import linear_attention_kernels
 from shardwright.trainers.parallel.planned import attach_long_sequences
 from shardwright.trainers.runs.ranks import freeze, frozen_parts
 from transformers import (
@@ -70,7 +72,7 @@ def train_metered(
     # Samples of a complete run are the data set's, not the step's.
     samples = random_samples(plan)
     collate = default_data_collator if batch is None else lambda rows: batch
-    with meter:
+    with meter, ExitStack() as kernels:
         if job.method == "qlora":
             model = _four_bit_model(model_config, dtype)
         else:
@@ -79,6 +81,9 @@ def train_metered(
                 unset_hf_deepspeed_config()
             with torch.device(arguments.device):
                 model = auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=False)
+        if arguments.device.type == "cpu":
+            # Those of linear attention do not run there.
+            kernels.enter_context(linear_attention_kernels(model))
         if batch is not None and deepspeed:
             set_hf_deepspeed_config(arguments.hf_deepspeed_config)
         if plan.model.reads_images:

@@ -423,19 +423,20 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
     exceed the prefetch size (deepspeed 0.19.8, partitioned_param_coordinator.py, `_fetch_sub_module_impl`).
     """
     layers, elements = max(1, model.dimensions.num_layers), max(1, model.parameter_count)
-    middle = _layers_ahead(model, zero) + 3
-    embeddings, (first, *_), tail = _modules(model, zero, 1)
-    # Layers of several kinds do not repeat each other.
-    shortened = [min(layers, 2 * middle)] if len(set(model.layer_sizes)) == 1 else []
+    middle, large = _layers_ahead(model, zero) + 3, model.first_large_layer
+    embeddings, units, tail = _modules(model, zero, layers)
+    *smaller, repeated = units[: large + 1]
+    # Layers of several kinds do not repeat each other, except for smaller ones before all others.
+    shortened = [min(layers, 2 * (middle + large))] if len(set(model.layer_sizes[large:])) == 1 else []
     for count in (*shortened, layers):
         turns = _turns(model, zero, recomputed="all" if recomputes else "none", most_layers=count)
         replayed = _replay([unit for unit, _ in turns], zero)
         # The forward pass ends with the loss.
         end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
-        # In either pass: its turns, the index of the first layer's first turn, and turns per layer.
+        # In either pass: its turns, the index of the first turn of a layer that repeats, and turns per layer.
         passes = (
-            (replayed[:end], 1 + len(embeddings), len(first)),
-            (replayed[end:], len(tail), 1 + len(first) * (2 if recomputes else 1)),
+            (replayed[:end], 1 + len(embeddings) + sum(map(len, smaller)), len(repeated)),
+            (replayed[end:], len(tail), 1 + len(repeated) * (2 if recomputes else 1)),
         )
         inner = [[part[at + n * size :][:size] for n in (middle - 1, middle)] for part, at, size in passes]
         # Layers far from both ends of the stack that repeat each other stand for the others.

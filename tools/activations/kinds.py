@@ -372,13 +372,13 @@ def _table(
 
 
 def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
-    """Return the tables that a family has: adapters have one in 16 bit, and take full training's elsewhere."""
+    """Return the tables that a family has: adapters have them in 16 bit, and take full training's elsewhere."""
     return [
         (mode, adapter, attention)
         for mode in get_args(Mode)
         for adapter in family.adapters
         for attention in family.attentions
-        if (adapter in ("none", "frozen_tower") or (mode == "bf16" and attention == family.attentions[0]))
+        if (adapter in ("none", "frozen_tower") or (mode == "bf16" and attention in (family.attentions[0], "masked")))
         and (attention != "math" or mode == "fp32")
         # Models that read images have grouped heads, which in fp32 have the math kernel alone.
         and not (family.image and mode == "fp32" and attention == "fused" and "math" in family.attentions)

@@ -8,11 +8,12 @@ from statistics import mean, median
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import llama, public_model, step_inputs
+from planning import RELEASE, llama, public_model, step_inputs
 from published_steps import gpt, published_steps
 from shardwright.ds_configs.memory import communication
 from shardwright.ds_configs.memory.communication import Gathered, default_zero_options, reduced_buckets, zero3_gathers
 from shardwright.ds_configs.memory.host import NVME_BYTES_PER_S, offload_seconds
+from shardwright.ds_configs.models.stored_shapes import model_spec_from_config
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -36,6 +37,9 @@ from shardwright.ds_configs.step_time.rates import (
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 QWEN_MOE = public_model("Qwen/Qwen3-30B-A3B")
+DENSE_FIRST = model_spec_from_config(
+    {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}, name="DeepSeek-V3", release=RELEASE
+)
 A100 = parse_hardware("8xA100-80GB")
 ZERO1 = Layout(engine="deepspeed", zero_stage=1, dp_shard=8)
 ZERO3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=8)
@@ -45,10 +49,13 @@ def seconds(layout, model=LLAMA_8B, hardware=A100, **job):
     return estimate_step_time(layout, model, hardware, TrainingJob(**job))
 
 
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2"])
+@pytest.mark.parametrize(
+    "model",
+    [*map(public_model, ("meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2")), DENSE_FIRST],
+    ids=lambda model: model.model_type,
+)
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_repeating_layers_stand_for_the_others_of_a_deep_stack(name, recomputes, monkeypatch):
-    model = public_model(name)
+def test_repeating_layers_stand_for_the_others_of_a_deep_stack(model, recomputes, monkeypatch):
     usual = default_zero_options(model, TrainingJob(), stage=3)
     layer = model.layer_parameter_count
     options = [usual, default_zero_options(model, TrainingJob(), stage=3, lean=True)]
