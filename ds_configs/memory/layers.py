@@ -208,8 +208,10 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         staging = min(buffers, offloaded, count) * checkpoint
         return terms | {"checkpoint_staging": staging} if staging else terms
 
+    large = model.first_large_layer
+    kept = {count: saved(count) for count in {0, 1, large + 1, layers - 1, layers}}
     # The input of the last layer is on the host at its end, and comes back for its backward pass.
-    waiting = {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
+    waiting = {name: count for name, count in kept[layers].items() if name != "checkpoint_staging"}
     dequantized: Terms = {}
     if job.method == "qlora":
         dequantized["dequantized_weight"] = job.compute_bytes * model.largest_layer_matrix
@@ -217,15 +219,13 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
     casts = step.mode == "bf16" and not job.use_liger_kernel
     frees_input = casts and model.model_type in _CASTING_NORMS
 
-    large = model.first_large_layer
-
     def backward(count: int) -> Terms:
         again = recomputed >= count
         recomputed_bytes = traced.recompute_backward_transient_bytes + _mask_bytes(step)
         transient = recomputed_bytes if again else traced.backward_transient_bytes
         if count == 1 and large:
             transient += traced.recompute_first_layer_bytes if again else traced.first_layer_bytes
-        terms = saved(count) | {"backward_transient": transient // ranks} | dequantized
+        terms = kept[count] | {"backward_transient": transient // ranks} | dequantized
         if again and job.gradient_checkpointing == "reentrant":
             terms["reentrant_output"] = checkpoint
         elif frees_input and "checkpoint_staging" in terms:
@@ -233,7 +233,7 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
     # In the forward pass, a layer's input is on the accelerator until the layer ends.
-    forward = saved(layers) | ({"checkpoint_staging": checkpoint} if offloaded else {})
+    forward = kept[layers] | ({"checkpoint_staging": checkpoint} if offloaded else {})
     if recomputed == layers or layout.cp > 1:
         # Most is kept at the last layer, which is recomputed only if all layers are.
         forward |= {"forward_transient": traced.forward_transient_bytes // ranks}
@@ -250,10 +250,10 @@ def activation_terms(step: RankStep) -> dict[Moment, Terms]:
         head_backward=waiting,
         after_head=waiting,
         last_layer_backward=backward(layers),
-        after_last_layer=saved(layers - 1),
+        after_last_layer=kept[layers - 1],
         first_large_layer_backward=backward(large + 1),
         first_layer_backward=backward(1),
-        after_first_layer=saved(0),
+        after_first_layer=kept[0],
         step=at_step,
     )
     if (stage := step.share.stage) is None:

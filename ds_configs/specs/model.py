@@ -314,6 +314,10 @@ class ModelSpec:
 
     def __hash__(self) -> int:
         """Return a cheap hash that ignores the parameters: models are keys of many caches."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.architecture, self.dimensions))
 
     @cached_property

@@ -511,9 +511,10 @@ def estimate_step_time(
     """Return the time of one optimizer step of a layout, including gradient accumulation, or raise `UsageError`."""
     constants = constants or constants_of(hardware.gpu)
     slowest_seconds = 0.0
-    if software is None and (plain := without_kernels(job)) != job:
+    if software is None and (job.torch_compile or job.use_liger_kernel or job.precision == "fp8"):
         # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
-        slowest_seconds = estimate_step_time(layout, model, hardware, plain, constants=constants).high_seconds
+        eager = estimate_step_time(layout, model, hardware, without_kernels(job), constants=constants)
+        slowest_seconds = eager.high_seconds
     software = software or software_of(job, attention=model.attention)
     shared, whole = layout.sp * layout.cp, layout.pp == 1
     layout = in_sequences(layout, job.task)
