@@ -82,7 +82,7 @@ class Run:
         """Return what the device has in use after a step, with what the driver reserves."""
         gpu = self.memory(tokens).gpu
         driver = DEVICE_BYTES[self.hardware.gpu] - gpu.capacity_bytes
-        return driver + shown_bytes(gpu, self.layout, self.model, self.job(tokens))
+        return driver + shown_bytes(gpu, self.layout, self.model, self.hardware, self.job(tokens))
 
     def predicted(self, *, expected: bool = False) -> int:
         """Return the longest multiple of 256 tokens per rank that fits, or that is expected to."""

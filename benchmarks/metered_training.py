@@ -82,7 +82,7 @@ def train_metered(
             with torch.device(arguments.device):
                 model = auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=False)
         if arguments.device.type == "cpu":
-            # Those of linear attention do not run there.
+            # Kernels of linear attention require a GPU.
             kernels.enter_context(linear_attention_kernels(model))
         if batch is not None and deepspeed:
             set_hf_deepspeed_config(arguments.hf_deepspeed_config)

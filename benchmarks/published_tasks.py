@@ -87,8 +87,9 @@ class Published:
         tensors = max(extra + copied.get(moment, 0) + sum(terms.values()) for moment, terms in moments.items())
         if not self.reserved:
             return tensors
-        gpu = estimate_memory(self.layout, self.model, parse_hardware(self.hardware), job).gpu
-        return tensors + shown_bytes(gpu, self.layout, self.model, job) - gpu.allocated_bytes
+        hardware = parse_hardware(self.hardware)
+        gpu = estimate_memory(self.layout, self.model, hardware, job).gpu
+        return tensors + shown_bytes(gpu, self.layout, self.model, hardware, job) - gpu.allocated_bytes
 
 
 def with_logits_by_row(row: Published, job: TrainingJob, moments: dict[Moment, Terms]) -> dict[Moment, Terms]:

@@ -67,7 +67,7 @@ class Published:
             layout = layout.changed(zero=zero)
         hardware = parse_hardware(f"{layout.world_size}xA100-80GB")
         gpu = estimate_memory(layout, model, hardware, job).gpu
-        shown = shown_bytes(gpu, layout, model, job)
+        shown = shown_bytes(gpu, layout, model, hardware, job)
         return gpu.allocated_bytes / GIB, shown / GIB, estimate_step_time(layout, model, hardware, job).seconds
 
 

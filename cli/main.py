@@ -310,6 +310,6 @@ def main() -> None:
         quiet_optional_kernels()
     quiet_accelerator_choice()
     code = run(sys.argv[1:])
-    # Python looks for reference cycles again when it ends.
+    # Skip the last search for reference cycles.
     gc.freeze()
     raise SystemExit(code)

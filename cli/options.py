@@ -1,5 +1,6 @@
 """Options that several commands share."""
 
+# Without `from __future__ import annotations`: pydantic and cyclopts would evaluate every annotation as text.
 from pathlib import Path
 from typing import Literal
 

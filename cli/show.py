@@ -176,8 +176,8 @@ def _show_terms(out: Console, plan: Plan) -> None:
 def _show_host_and_pools(out: Console, plan: Plan) -> None:
     """Print what the host holds, and what accelerators show beyond what a step needs."""
     chosen, gpu, host = plan.chosen, plan.chosen.memory.gpu, plan.chosen.memory.host
-    shown = shown_bytes(gpu, chosen.layout, plan.model, plan.job)
-    if plan.hardware.gpu != "CPU" and shown > gpu.peak_bytes:
+    shown = shown_bytes(gpu, chosen.layout, plan.model, plan.hardware, plan.job)
+    if shown > gpu.peak_bytes:
         freed = gigabytes(shown - gpu.peak_bytes)
         out.print(f"nvidia-smi may show {gigabytes(shown)} GB; torch frees {freed} GB of them when needed")
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)

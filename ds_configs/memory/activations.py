@@ -102,7 +102,7 @@ class ActivationEstimate:
     recompute_backward_transient_bytes: int
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     first_layer_bytes: int = 0
-    """What the first layer, of another kind, has beyond `backward_transient_bytes`, which may be negative."""
+    """The first layer's backward transient minus `backward_transient_bytes`; negative if it needs less."""
     recompute_first_layer_bytes: int = 0
     """The same with checkpointing."""
     forward_transient_bytes: int

@@ -278,7 +278,8 @@ OVERHEADS = (
     Term("communicators", f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}"),
     Term(
         "exchange_buffers",
-        "NCCL buffers for exchanges of sequence and expert parallelism: 12 MiB for each channel to a rank of the node",
+        "NCCL buffers for exchanges of sequence, context and expert parallelism: 12 MiB for each channel to another "
+        "rank of the node, and 32 MiB for each rank that sends to other nodes",
     ),
 )
 """Terms of device memory that are no tensors."""
@@ -399,18 +400,18 @@ def estimate_memory(
     communicators = int(layout.world_size > 1 or layout.engine == "deepspeed") + len(layout.axes)
     communicators += layout.dp_replicate > 1 and layout.dp_shard > 1
     communicators += layout.zero.hpz_partition_size > 1
-    overheads = [
-        context + communicators * each for context, each in zip(CONTEXT_BYTES, COMMUNICATOR_BYTES, strict=True)
-    ]
     exchange = exchange_buffer_bytes(layout, hardware)
-    overheads = [end + exchange for end in overheads]
+    overheads = [
+        context + communicators * each + exchange
+        for context, each in zip(CONTEXT_BYTES, COMMUNICATOR_BYTES, strict=True)
+    ]
     stages = []
     for share in rank_shares(layout, model, job):
         phases = fullest_by_phase(
             share_moment_terms(layout, share, job, gpu=hardware.gpu != "CPU", device_bytes=hardware.gpu_bytes)
         )
-        sizes = {name: sum(parts.values()) for name, parts in phases.items()}
-        phase = max(sizes, key=lambda name: sizes[name])
+        sizes: dict[str, int] = {name: sum(parts.values()) for name, parts in phases.items()}
+        phase = max(phases, key=lambda name: sizes[name])
         allocated = sizes[phase]
         low, high = (round(allocated * factors[end] + overheads[end]) for end in (0, 2))
         terms = dict(phases[phase])
@@ -428,7 +429,7 @@ def estimate_memory(
             capacity_bytes=hardware.gpu_bytes,
             phase=phase,
             terms=terms,
-            phases={name: sum(parts.values()) for name, parts in phases.items()},
+            phases=sizes,
             calibrated_runs=len(ratios),
             stage=None if share.stage is None else share.stage.index,
         )
@@ -441,13 +442,20 @@ def estimate_memory(
 
 
 NVLINK_BYTES_PER_S = 25e9
-"""One direction of one link of NVLink 3 and 4."""
+"""One direction of one link of NVLink 3 and 4. One of NVLink 5 has twice as much, and both reach the most channels."""
 SWITCHED_BYTES_PER_S = 200e9
 """The slowest NVSwitch of the catalog, of the A800 and H800. Not all of eight V100 are joined by links."""
 
 
+def _is_cuda(gpu: str) -> bool:
+    return "compute_capability" in gpu_catalog().get(gpu, {})
+
+
 def exchange_buffer_bytes(layout: Layout, hardware: HardwareSpec) -> int:
-    """Return the bytes of NCCL's buffers for the exchanges (all-to-all) of sequence and expert parallelism on CUDA.
+    """Return the bytes of NCCL's buffers for exchanges (all-to-all) on CUDA; 0 elsewhere.
+
+    Ranks of sequence and expert parallelism exchange with all others of their group, those of context parallelism with
+    a neighbour (torch 2.13.0, `_context_parallel/_attention.py`). Pipelines are not counted.
 
     The first exchange connects every channel to each peer, whatever its size (`p2pTaskAppend`, src/enqueue.cc of NCCL
     2.27.5). In a node, that takes 10 MiB to receive and 2 MiB to send (src/transport/p2p.cc). Behind an NVSwitch there
@@ -459,34 +467,37 @@ def exchange_buffer_bytes(layout: Layout, hardware: HardwareSpec) -> int:
     Eight ranks of H100 have 7 * 32 * 12 MiB = 2.8 GB. A first exchange there took 3.3 GB, with the start of its
     communicator (https://github.com/NVIDIA/nccl/issues/1685).
     """
-    if "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
+    if not _is_cuda(hardware.gpu):
         return 0
     count = 0
     is_switched = hardware.link_bytes_per_s >= SWITCHED_BYTES_PER_S
     links = int(hardware.link_bytes_per_s / NVLINK_BYTES_PER_S)
-    for ranks in (layout.sp, layout.ep):
+    for ranks, is_ring in ((layout.sp, False), (layout.ep, False), (layout.cp, True)):
         in_node = min(ranks, hardware.gpus_per_node)
         channels = min(32, 2 ** (2 * links - 1).bit_length()) if is_switched and in_node == ranks else 2
-        count += 12 * 2**20 * channels * (in_node - 1)
+        count += 12 * 2**20 * channels * (min(in_node - 1, 1) if is_ring else in_node - 1)
         if ranks > in_node:
-            count += 32 * 2**20 * (1 + (in_node if is_switched else 1))
+            count += 32 * 2**20 * (1 + (in_node if is_switched and not is_ring else 1))
     return count
 
 
-FREE_BLOCK_BYTES: Factors = (700 * _MB, 5100 * _MB, 12600 * _MB)
-"""Free blocks that torch's allocator kept beyond tensors and the pools of side streams while memory was left: least,
-median and most of 12 runs on an H100 (docs/measurements/gpu.md)."""
+FREE_BLOCK_BYTES = 5200 * _MB
+"""Free blocks that torch's allocator keeps beyond tensors and the pools of side streams while memory is left: the
+median of 12 runs on an H100 of 0.7 to 12.6 GB (docs/measurements/gpu.md)."""
 LARGEST_FREE_SHARE = 0.38
 """The most of these, divided by the tensors of the same run."""
 
 
-def shown_bytes(gpu: GpuMemory, layout: Layout, model: ModelSpec, job: TrainingJob) -> int:
+def shown_bytes(gpu: GpuMemory, layout: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:
     """Return the bytes that nvidia-smi is expected to show for a rank, with what torch frees when memory is short.
 
     These are the peak, pools of side streams, and free blocks where they are more than the fragmentation of the peak;
-    at most what the accelerator has. Measured runs of a calibration replace the free blocks.
+    at most what the accelerator has. Measured runs of a calibration replace the free blocks. Accelerators without CUDA
+    have the peak.
     """
-    kept = min(FREE_BLOCK_BYTES[1], LARGEST_FREE_SHARE * gpu.allocated_bytes)
+    if not _is_cuda(hardware.gpu):
+        return gpu.peak_bytes
+    kept = min(FREE_BLOCK_BYTES, LARGEST_FREE_SHARE * gpu.allocated_bytes)
     more = 0 if gpu.calibrated_runs else max(0, round(kept) - gpu.terms["allocator_fragmentation"])
     pools = sum(side_stream_pools(layout, model, job).values())
     return max(gpu.peak_bytes, min(gpu.peak_bytes + pools + more, gpu.capacity_bytes))
@@ -526,8 +537,7 @@ def side_stream_pools(layout: Layout, model: ModelSpec, job: TrainingJob) -> Ter
 
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
     """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
-    is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})
-    return is_cuda and job.seq_len_tokens >= EXPANDABLE_FROM_TOKENS
+    return _is_cuda(hardware.gpu) and job.seq_len_tokens >= EXPANDABLE_FROM_TOKENS
 
 
 def cpu_rank_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Phase, Terms]:

@@ -431,6 +431,8 @@ class RankParameters:
     """Trainable elements of tail and embeddings; gradients of the latter are computed last, unless tied to the head."""
     layers: tuple[int, ...]
     """Other trainable elements, of every layer."""
+    first_large_layer: int
+    """Index of the first layer with most parameters."""
     scale_bytes: int = 0
     """Part of `frozen_bytes` that is replicated on every rank: scales of 4-bit weights."""
     trainable_experts: int = 0
@@ -457,13 +459,12 @@ class RankParameters:
     def gradients_so_far(self, moment: Moment) -> int:
         """Trainable elements whose gradients exist at a moment of the backward pass."""
         in_layers = self.trainable - self.trainable_outside_layers
-        large = self.layers.index(max(self.layers))
         done = {
             "head_backward": 0,
             "after_head": 0,
             "last_layer_backward": 0,
             "after_last_layer": self.layers[-1],
-            "first_large_layer_backward": in_layers - sum(self.layers[: large + 1]),
+            "first_large_layer_backward": in_layers - sum(self.layers[: self.first_large_layer + 1]),
             "first_layer_backward": in_layers - self.layers[0],
             "after_first_layer": in_layers,
         }
@@ -488,13 +489,19 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
         of_images = [p for p in trained.parameters if model.reads_images and image_part(p.name)]
         in_tower = sum(p.total for p in of_images if p.in_layer)
         outside = sum(p.total for p in of_images) - in_tower
+        sizes, beside = trained.layer_sizes, trained.parameters_outside_layers + in_tower
+        in_layers = trained.parameter_count - beside
+        if sum(sizes) > in_layers:
+            # Each may have the parameters of several kinds.
+            sizes = (in_layers // len(sizes),) * len(sizes)
         return RankParameters(
             trainable=trained.parameter_count,
             frozen_bytes=(total - trained.parameter_count) * job.compute_bytes,
             largest_trainable=trained.largest_parameter,
             trainable_tail=trained.tail_parameters - outside,
-            trainable_outside_layers=trained.parameters_outside_layers + in_tower,
-            layers=trained.layer_sizes,
+            trainable_outside_layers=beside,
+            layers=sizes,
+            first_large_layer=model.first_large_layer,
             trainable_experts=sum(p.total for p in model.parameters if p.kind == "experts") if ep > 1 else 0,
         )
     adapters = lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets, variant=job.lora_variant)
@@ -517,6 +524,7 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
         # A tower's gradients are the last.
         trainable_outside_layers=beside,
         layers=(adapters // len(model.layers),) * len(model.layers),
+        first_large_layer=model.first_large_layer,
     )
 
 

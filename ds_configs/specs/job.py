@@ -1,5 +1,6 @@
 """`TrainingJob`: the one declaration of a training run, and the settings of commands that have its fields."""
 
+# Without `from __future__ import annotations`: pydantic and cyclopts would evaluate every annotation as text.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass as stdlib_dataclass

@@ -170,9 +170,6 @@ UNPACKED_LINEARS: Mapping[str, str] = {
 """Patterns of Linear modules that bitsandbytes does not pack, by model type: subclasses of Linear, as all of Falcon's
 are, and `_keep_in_fp32_modules` (transformers 5.17, integrations/bitsandbytes.py, `replace_with_bnb_linear`)."""
 
-_ROUTED_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period")
-"""Fields of Llama 4, Qwen and Jamba: each layer whose number is a multiple has routed experts."""
-
 CONV1D_FAMILIES = ("gpt2",)
 """Model types whose matrices are stored as (in, out)."""
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
@@ -267,6 +264,20 @@ class ModelTraits:
     has_equal_head_widths: bool = True
     """Whether keys are as wide as values (they are not in multi-head latent attention)."""
     rope_type: str = ""
+
+
+def _routed_layers(settings: Mapping[str, int], count: int, number: int) -> set[int]:
+    """Return the indices of `number` layers with routed experts: as the configuration says, or else the last ones."""
+    said: list[Iterable[int]] = []
+    # Qwen's and Llama 4's step, Jamba's period, and ERNIE's first layer.
+    for name in ("decoder_sparse_step", "interleave_moe_layer_step"):
+        if (step := settings.get(name, 0)) > 0:
+            said.append(range(step - 1, count, step))
+    if (period := settings.get("expert_layer_period", 0)) > 0:
+        said.append(range(settings.get("expert_layer_offset", 1) % period, count, period))
+    if (start := settings.get("moe_layer_start_index", -1)) >= 0:
+        said.append(range(start, min(count, start + number)))
+    return set(next((indices for indices in map(list, said) if len(indices) == number), range(count - number, count)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,10 +388,11 @@ class ModelSpec:
     def layers(self) -> tuple[tuple[ParameterShape, ...], ...]:
         """Parameters of every layer in execution order.
 
-        A specification counts the layers with a parameter, but does not have their indices. Two kinds of MLP, or of
-        another module, whose counts add up to all layers are alternatives. Dense MLPs come before routed ones, unless
-        the configuration has a step for these; otherwise the rarer kind ends equal periods. A parameter of no such
-        kind is in every layer, which is an upper bound.
+        A specification counts the layers with a parameter, but does not have their indices. Two kinds (dense and routed
+        MLP, or attention and Mamba) whose counts add up to all layers exclude each other. Routed MLPs are in the layers
+        that the configuration names, or else in the last ones. Of other kinds, the rarer one is in the middle of equal
+        periods, or at their ends beside gated delta nets (Qwen3-Next). Parameters of all other kinds are in every
+        layer, which is an upper bound.
         """
         inside = [parameter for parameter in self.parameters if parameter.in_layer]
         count = max(1, self.dimensions.num_layers)
@@ -391,7 +403,7 @@ class ModelSpec:
             kind = parameter.kind_in_layer
             if parameter.count < count and kind[0] in stacks:
                 held[kind] = max(held[kind], parameter.count)
-        by_step = any(name.endswith(_ROUTED_STEPS) and int(value) > 1 for name, value in self.settings)
+        settings = {name.rpartition(".")[2]: value for name, value in self.settings if isinstance(value, int)}
         indices: dict[tuple[str, str, bool], set[int]] = {}
         for stack in stacks:
             for routes in (True, False):
@@ -400,9 +412,12 @@ class ModelSpec:
                     continue
                 first, second = sorted(kinds, key=lambda kind: (kind[2], -held[kind]))
                 number = held[second]
-                periods = [(index + 1) * number // count for index in range(count)]
-                ends = {index for index, period in enumerate(periods) if period > (index and periods[index - 1])}
-                indices[second] = {*range(count - number, count)} if routes and not by_step else ends
+                if routes:
+                    indices[second] = _routed_layers(settings, count, number)
+                elif "linear_attn" in (first[1], second[1]):
+                    indices[second] = {(period + 1) * count // number - 1 for period in range(number)}
+                else:
+                    indices[second] = {(2 * period + 1) * count // (2 * number) for period in range(number)}
                 indices[first] = {*range(count)} - indices[second]
         same: dict[frozenset[tuple[str, str, bool]], tuple[ParameterShape, ...]] = {}
         layers = []

@@ -4,6 +4,7 @@ Flags, environment variables, files and list items have text, which the fields c
 pydantic's errors into errors of this project.
 """
 
+# Without `from __future__ import annotations`: pydantic and cyclopts would evaluate every annotation as text.
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

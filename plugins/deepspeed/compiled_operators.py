@@ -1,7 +1,7 @@
 """DeepSpeed's CPU operators: compile them before ranks need them, and find locks left by killed compilations.
 
 Observed with deepspeed 0.19.8 and torch 2.13.0: operators are compiled at first use into `TORCH_EXTENSIONS_DIR`, for 1
-to 3 minutes; `async_io` has 15 files that include all of torch, 20 minutes of a processor. torch creates
+to 3 minutes; `async_io` has 15 files that include all of torch, 20 CPU-minutes. torch creates
 `<operator>/lock` meanwhile (torch/utils/file_baton.py) and holds it open. A compilation or rank that is killed leaves
 the lock behind, and every later one waits for it silently.
 """
@@ -22,7 +22,7 @@ from .. import patches
 from ..launching.launch import Launch, LaunchFailedError, launch_ranks
 
 # Two processors compile `async_io` in ten minutes. Beside other work they took more than thirty.
-COMPILE_TIMEOUT_SECONDS = 7200.0
+COMPILE_TIMEOUT_SECONDS = 4200.0
 ABANDONED_SECONDS = 10.0
 BUILDERS: Mapping[str, str] = {
     "cpu_adam": "CPUAdamBuilder",
@@ -85,8 +85,8 @@ def prepare_operators(operators: Sequence[str]) -> None:
     missing = [name for name in operators if not is_compiled(directory, name)]
     if not missing:
         return
-    minutes = "20 minutes divided by the processors" if "async_io" in missing else "1-3 minutes"
-    logger.info(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, {minutes}")
+    duration = "20 CPU-minutes" if "async_io" in missing else "1-3 minutes"
+    logger.info(f"compiling DeepSpeed's CPU operators ({', '.join(missing)}), once, {duration}")
     try:
         launch_ranks(
             Launch(arguments=("-c", _COMPILE, *(BUILDERS[name] for name in missing))),

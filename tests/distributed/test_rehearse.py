@@ -60,7 +60,7 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
         assert measured == pytest.approx(sum(report["predicted"][phase]["terms"].values()), rel=0.25)
 
 
-# The first time, DeepSpeed compiles the operators that use libaio: 20 minutes of a processor, beside other tests.
+# The first time, DeepSpeed compiles the operators that use libaio: 20 CPU-minutes, beside other tests.
 @pytest.mark.full
 @pytest.mark.needs("libaio")
 @pytest.mark.timeout(4500)

@@ -372,7 +372,10 @@ def _table(
 
 
 def kind_table_names(family: KindFamily) -> list[tuple[Mode, Adapter, str]]:
-    """Return the tables that a family has: adapters have them in 16 bit, and take full training's elsewhere."""
+    """Return the tables that a family has.
+
+    Adapters have them in 16 bit with the first attention and with a mask, and take full training's elsewhere.
+    """
     return [
         (mode, adapter, attention)
         for mode in get_args(Mode)

@@ -206,7 +206,7 @@ def test_multimodal_model_has_the_dimensions_of_its_text_model() -> None:
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _GROUPED = {**_ROUTED, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
 _DELTA = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size"), 16)
-_CONVOLUTIONS = {"num_dense_layers": 2, "layer_types": ["conv", "conv", "full_attention"] * 2}
+_CONVOLUTIONS = {"num_dense_layers": 2, "layer_types": ["conv", "full_attention", "conv"] * 2}
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,19 @@ _CONVOLUTIONS = {"num_dense_layers": 2, "layer_types": ["conv", "conv", "full_at
         ("deepseek_v3", {**_GROUPED, "first_k_dense_replace": 2}),
         ("glm4_moe", {**_GROUPED, "first_k_dense_replace": 3}),
         ("ernie4_5_moe", {"moe_num_experts": 8, "moe_intermediate_size": 48, "moe_layer_end_index": 5}),
+        (
+            "ernie4_5_moe",
+            {
+                "moe_num_experts": 8,
+                "moe_intermediate_size": 48,
+                "moe_layer_start_index": 1,
+                "moe_layer_end_index": 3,
+            },
+        ),
         ("llama4_text", {"intermediate_size_mlp": 300, "num_local_experts": 4, "interleave_moe_layer_step": 2}),
         ("qwen3_moe", {**_ROUTED, "num_experts": 8, "decoder_sparse_step": 3}),
+        ("qwen3_moe", {**_ROUTED, "num_experts": 8, "decoder_sparse_step": 4}),
+        ("jamba", {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "use_mamba_kernels": False}),
         ("qwen3_moe", {**_ROUTED, "num_experts": 8, "mlp_only_layers": [0, 1]}),
         ("qwen3_next", {**_ROUTED, **_DELTA, "num_experts": 8, "full_attention_interval": 3}),
         (
