@@ -36,7 +36,7 @@ K ?=
 MARKS ?= not clusters and not full
 # What has to be there before tests run.
 READY ?= $(VENV)/.operators
-# Of what `make test` does not run: 2/3 is the second third of it.
+# Of what `make test` does not run: 2/6 is the second sixth of it.
 PART ?= 1/1
 SERVING := build/serving-environment
 # vLLM's engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
